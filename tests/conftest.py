@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before anything imports MLX: its CPU device with a fast BLAS, and no network."""
+
+import os
+
+os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm_metal import blas  # noqa: E402
+
+if os.environ["VLLM_METAL_DEVICE"] == "cpu":
+    blas.load()

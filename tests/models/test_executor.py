@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged forward of real mlx-lm families equals their own dense forward."""
+
+import importlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal.attention import seam
+from vllm_metal.inputs import prepare
+from vllm_metal.kv_cache.pool import Region
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.layers import attention_layers
+from vllm_metal.models.loader import SelectedRows
+from vllm_metal.requests import BlockTables, Requests
+
+BLOCK = 16
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "layer_norm_epsilon": 1e-5,
+    "layernorm_epsilon": 1e-5,
+    "vocab_size": 128,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": None,
+}
+MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": MOE,
+    "mixtral": MOE,
+    "phi3": {},
+    "cohere2": {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 1.0},
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "gpt_oss": MOE | {"sliding_window": 24},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 24},
+    "starcoder2": {},
+    "gpt2": {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512},
+}
+
+
+def build(model_type: str):
+    """A small model of the family with random weights."""
+    seam.install()
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    seam.install()
+    mx.random.seed(7)
+    config = COMMON | FAMILIES[model_type] | {"model_type": model_type}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    return model
+
+
+def executor(model, model_type: str, num_blocks: int):
+    layers = attention_layers(model, model_type)
+    regions = {
+        layer.name: Region(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+        for layer in layers
+    }
+    group_of = {layer.name: 0 for layer in layers}
+    return ModelExecutor(model, SelectedRows(model), layers, regions, group_of, BLOCK)
+
+
+class _NewRequest:
+    """As much of vLLM's NewRequestData as the tables read."""
+
+    def __init__(self, req_id, tokens, block_ids):
+        from vllm import SamplingParams
+
+        self.req_id, self.prompt_token_ids = req_id, tokens
+        self.block_ids, self.num_computed_tokens = [block_ids], 0
+        self.sampling_params = SamplingParams(prompt_logprobs=0)  # logits of every prompt row
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_chunks_of_a_mixed_batch_equal_the_dense_forward(model_type):
+    model = build(model_type)
+    rng = np.random.default_rng(3)
+    lengths = [70, 33, 1, 48]
+    prompts = [rng.integers(0, 128, n).tolist() for n in lengths]
+    dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
+
+    run = executor(model, model_type, num_blocks=40)
+    blocks = rng.permutation(np.arange(1, 40))  # a pool with no order to lean on
+    requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
+    for index, prompt in enumerate(prompts):
+        ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
+        requests.add(_NewRequest(str(index), prompt, ids))
+
+    paged = [[] for _ in prompts]
+    chunk = [7, 20, 1, 16]
+    done = [0] * len(prompts)
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        step = {
+            str(i): min(chunk[i], lengths[i] - done[i])
+            for i in range(len(prompts))
+            if done[i] < lengths[i]
+        }
+        for req_id in step:
+            requests.num_computed_tokens_np[requests[req_id].slot] = done[int(req_id)]
+        batch = prepare(requests, step, mx.zeros(len(prompts), mx.int32))
+        logits = np.array(run.forward(batch, requests.block_tables))
+        for rows in batch.prompt_rows:
+            part = logits[rows.start : rows.start + len(rows.target_ids_np)]
+            paged[int(rows.state.req_id)].append(part)
+        for row, index in enumerate(batch.sampling_np):
+            paged[int(batch.states[index].req_id)].append(logits[row : row + 1])
+        for req_id, count in step.items():
+            done[int(req_id)] += count
+
+    for expected, parts in zip(dense, paged, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=2e-4)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM platform plugin that serves mlx-lm models on Apple-silicon Macs."""
+
+PLATFORM = "vllm_metal.platform.MetalPlatform"
+
+
+def register() -> str | None:
+    """Entry point of the group ``vllm.platform_plugins``.
+
+    Returns the platform's qualified name where it applies: on Apple silicon, or on any machine
+    where ``VLLM_METAL_DEVICE=cpu`` asks for MLX's CPU backend. None leaves vLLM to its own
+    platforms. vLLM swallows what is raised here, so a bad setting or an untested vLLM is left to
+    the platform's own module, whose errors reach the user.
+    """
+    from vllm_metal.envs import requested_device
+
+    try:
+        applies = requested_device() is not None
+    except ValueError:
+        applies = True
+    return PLATFORM if applies else None

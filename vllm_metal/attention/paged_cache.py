@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer caches with full or windowed attention, answered from the paged pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from metal_kernels import paged_attention
+from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.kv_cache.pool import Region
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What a layer needs to know of one step; made fresh each step, shared by a KV cache group."""
+
+    positions: mx.array  # [T] int32, position of each row in its request
+    slot_mapping: mx.array  # [T] int32, pool slot each row's K/V go to
+    plan: paged_attention.AttentionPlan
+
+
+class PagedCache(AttendingCache):
+    """Stands where mlx-lm expects one layer's KV cache.
+
+    The model feeds T rows of length 1; `offset` gives each its own position, `update_and_fetch`
+    hands K/V to the pool and `attend` is called by the seam in place of dense attention.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._metadata: AttentionMetadata | None = None
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Sets the step that the following calls belong to."""
+        self._metadata = metadata
+        self.offset = metadata.positions  # mlx-lm rotates each row by its own
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        """The step at hand.
+
+        Raises:
+            RuntimeError: no step has begun.
+        """
+        if self._metadata is None:
+            raise RuntimeError("a paged cache was used outside a step")
+        return self._metadata
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes this step's K/V, each [T, Hkv, 1, D], and returns them as they are."""
+        self._region.write(self.metadata.slot_mapping, keys[:, :, 0], values[:, :, 0])
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """[T, H, 1, D] queries over the request's whole context; same shape back."""
+        out = paged_attention.run(
+            self.metadata.plan,
+            queries[:, :, 0],
+            keys[:, :, 0],
+            values[:, :, 0],
+            self._region.keys,
+            self._region.values,
+            scale,
+            sinks,
+        )
+        return out[:, :, None]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes mlx-lm models' attention calls to whichever cache they pass along."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import ABC, abstractmethod
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+_NAME = "scaled_dot_product_attention"
+_dense = getattr(base, _NAME)
+
+
+class AttendingCache(ABC):
+    """A layer cache, in mlx-lm's sense, that computes attention itself.
+
+    mlx-lm's models use `offset`, `make_mask` and `update_and_fetch`; `_dispatch` adds `attend`.
+    """
+
+    offset: mx.array  # [T] int32, position of each row
+
+    def make_mask(self, *args: object, **kwargs: object) -> None:
+        """No dense mask: which keys a row may see is the cache's own business."""
+        return None
+
+    @abstractmethod
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes K and V, each [T, Hkv, 1, D]; what it returns goes on to `attend`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """[T, H, 1, D] queries over each row's context; same shape back."""
+
+
+@functools.wraps(_dense)
+def _dispatch(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    if isinstance(cache, AttendingCache):
+        return cache.attend(queries, keys, values, scale, sinks)
+    return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def install() -> None:
+    """Puts the dispatching attention under the name every mlx-lm model imports; idempotent."""
+    setattr(base, _NAME, _dispatch)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _dense:
+            setattr(module, _NAME, _dispatch)

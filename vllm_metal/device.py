@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one MLX device of this process and its memory figures."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import psutil
+
+from vllm_metal.envs import Device
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """A device's memory at one moment; every field in bytes."""
+
+    total: int  # what the device may use at all: Metal's recommended working set, or RAM
+    available: int  # what is free for us now, beyond what MLX already holds
+    active: int  # held by live MLX arrays
+
+
+def select(device: Device) -> None:
+    """Makes `device` MLX's default.
+
+    Raises:
+        RuntimeError: Metal was asked for and this MLX or machine has none.
+    """
+    if device == "metal" and not mx.metal.is_available():
+        raise RuntimeError(
+            "VLLM_METAL_DEVICE=metal: MLX finds no Metal device; "
+            "set VLLM_METAL_DEVICE=cpu for MLX's CPU backend"
+        )
+    mx.set_default_device(mx.Device(mx.gpu if device == "metal" else mx.cpu))
+
+
+def name(device: Device) -> str:
+    """Name of the chip for logs, e.g. ``Apple M3 Max``."""
+    if device == "metal":
+        return str(mx.device_info()["device_name"])
+    return "cpu"
+
+
+def total_memory(device: Device) -> int:
+    """Bytes the device may use at all."""
+    if device == "metal":
+        return int(mx.device_info()["max_recommended_working_set_size"])
+    return psutil.virtual_memory().total
+
+
+def memory(device: Device) -> MemoryFigures:
+    """Reads the device's memory figures."""
+    total, active = total_memory(device), mx.get_active_memory()
+    ram = psutil.virtual_memory().available
+    # The working set is a recommendation: other programs may hold some of the same memory.
+    available = min(ram, total - active) if device == "metal" else ram
+    return MemoryFigures(total=total, available=available, active=active)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's environment variables; read here and nowhere else."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["metal", "cpu"]
+
+
+def requested_device() -> Device | None:
+    """The MLX device to serve on, or None where the plugin stays out of the way.
+
+    ``VLLM_METAL_DEVICE``: ``metal`` (the default on Apple silicon), ``cpu`` (MLX's CPU backend, on
+    any machine) or ``off``.
+
+    Raises:
+        ValueError: the variable holds anything else.
+    """
+    value = os.environ.get("VLLM_METAL_DEVICE", "auto").lower()
+    if value not in ("auto", "metal", "cpu", "off"):
+        raise ValueError(f"VLLM_METAL_DEVICE={value!r}: choose metal, cpu or off")
+    if value == "off":
+        return None
+    if value == "cpu":
+        return "cpu"
+    return "metal" if sys.platform == "darwin" and platform.machine() == "arm64" else None
+
+
+def cache_dir() -> Path:
+    """Folder for converted models: ``VLLM_METAL_CACHE``, else the user's cache folder."""
+    if explicit := os.environ.get("VLLM_METAL_CACHE"):
+        return Path(explicit).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "vllm-metal"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-metal"

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of the model as vLLM's KV cache specs, and vLLM's placement as pool regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from vllm_metal.kv_cache.pool import Region
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_metal.models.layers import AttentionLayer
+
+
+def kv_cache_specs(
+    layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype
+) -> dict[str, KVCacheSpec]:
+    """One spec a layer, by layer name; vLLM groups them and hands each group its blocks."""
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in layers:
+        shape = {
+            "block_size": block_size,
+            "num_kv_heads": layer.num_kv_heads,
+            "head_size": layer.head_size,
+            "dtype": dtype,
+        }
+        specs[layer.name] = (
+            FullAttentionSpec(**shape)
+            if layer.window is None
+            else SlidingWindowSpec(**shape, sliding_window=layer.window)
+        )
+    return specs
+
+
+def allocate_regions(
+    config: KVCacheConfig, layers: Sequence[AttentionLayer], block_size: int, dtype: mx.Dtype
+) -> dict[str, Region]:
+    """The pool: a region for each layer name, the same one for layers that vLLM overlays.
+
+    vLLM places each layer at a byte offset; layers of different groups at one offset share memory,
+    since a block belongs to one group at a time.
+
+    Raises:
+        NotImplementedError: layers that share memory differ in K/V shape.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    regions: dict[int, Region] = {}
+    shapes: dict[int, tuple[int, int]] = {}
+    placed: dict[str, Region] = {}
+    for tensor in config.kv_cache_tensors:
+        for index, name in enumerate(tensor.layers):
+            offset = tensor.offset + index * tensor.layer_stride
+            shape = (by_name[name].num_kv_heads, by_name[name].head_size)
+            if offset not in regions:
+                regions[offset] = Region(config.num_blocks, block_size, *shape, dtype)
+                shapes[offset] = shape
+            elif shapes[offset] != shape:
+                raise NotImplementedError(
+                    f"{name} has K/V of {shape} (heads, head size) where another layer of its "
+                    f"memory has {shapes[offset]}; use --disable-hybrid-kv-cache-manager"
+                )
+            placed[name] = regions[offset]
+    return placed

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's results on their way from the device to vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+
+from vllm_metal.inputs import InputBatch
+from vllm_metal.requests import Requests
+from vllm_metal.sample import Logprobs, SamplerOutput
+
+
+@dataclass(frozen=True)
+class StepOutput(AsyncModelRunnerOutput):
+    """The tokens of one step, still on the device; vLLM asks for them a step later."""
+
+    batch: InputBatch
+    sampled: SamplerOutput | None  # None: no request of the step has come to a token
+    prompt_logprobs: dict[str, list[Logprobs]]  # of requests whose prompt is now complete
+    requests: Requests
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Everything the host will want of the step, for the device to compute now."""
+        if self.sampled is not None:
+            yield self.sampled.token_ids
+            if self.sampled.logprobs is not None:
+                yield from self.sampled.logprobs.arrays()
+        for parts in self.prompt_logprobs.values():
+            for part in parts:
+                yield from part.arrays()
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Waits for the step; the host learns its tokens here."""
+        states = self.batch.states
+        req_ids = [state.req_id for state in states]
+        token_ids: list[list[int]] = [[] for _ in states]
+        logprobs = None
+        if self.sampled is not None:
+            sampled = np.array(self.sampled.token_ids).tolist()
+            for index, token_id in zip(self.batch.sampling_np.tolist(), sampled, strict=True):
+                token_ids[index] = [token_id]
+                self.requests.learn(states[index], token_id)
+            if self.sampled.logprobs is not None:
+                logprobs = self.sampled.logprobs.to_lists()
+                logprobs = logprobs._replace(cu_num_generated_tokens=self._first_rows(token_ids))
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs_dict={
+                req_id: _tensors(parts) for req_id, parts in self.prompt_logprobs.items()
+            },
+        )
+
+    @staticmethod
+    def _first_rows(token_ids: list[list[int]]) -> list[int]:
+        """First logprobs row of each request, whether or not it has any."""
+        return [0, *np.cumsum([len(ids) for ids in token_ids]).tolist()]
+
+
+def _tensors(parts: list[Logprobs]) -> LogprobsTensors:
+    """A prompt's logprobs, chunk by chunk, as the tensors vLLM expects."""
+    lists = [part.to_lists() for part in parts]
+    return LogprobsTensors(
+        torch.from_numpy(np.concatenate([part.logprob_token_ids for part in lists])),
+        torch.from_numpy(np.concatenate([part.logprobs for part in lists])),
+        torch.from_numpy(np.concatenate([part.sampled_token_ranks for part in lists])),
+    )

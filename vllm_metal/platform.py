@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM asks of a platform, and every check of the configuration, in one place."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal import blas, compat, envs
+
+compat.require_tested_vllm()
+# vLLM's worker contract has two dialects; the plugin speaks the one that runs without Triton and
+# carries user-written logits processors.
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+_DEVICE = envs.requested_device() or "metal"
+if _DEVICE == "cpu":
+    blas.load()
+
+import torch  # noqa: E402
+from vllm.logger import init_logger  # noqa: E402
+from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
+
+from vllm_metal import device  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+
+compat.answer_for_torch_accelerator()
+logger = init_logger(__name__)
+
+WORKER = "vllm_metal.worker.MetalWorker"
+BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
+#: Tokens of one step on the CPU device, where a larger step only adds waiting.
+CPU_MAX_NUM_BATCHED_TOKENS = 2048
+
+
+class MetalPlatform(Platform):
+    """Apple-silicon GPU through MLX; MLX's CPU backend with ``VLLM_METAL_DEVICE=cpu``."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "metal"
+    device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    mlx_device: envs.Device = _DEVICE
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Dtypes ``--dtype auto`` may pick, first the fallback.
+
+        MLX's CPU backend has fast float32 matrix products only, so there auto means float32; an
+        explicit ``--dtype`` is honoured on both devices.
+        """
+        if self.mlx_device == "cpu":
+            return [torch.float32]
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return device.name(cls.mlx_device)
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return device.total_memory(cls.mlx_device)
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        import mlx.core as mx
+
+        return float(mx.get_active_memory())
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        import mlx.core as mx
+
+        mx.random.seed(seed)
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.no_grad()
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        if quant:
+            raise ValueError(
+                f"quantization={quant!r} is not an MLX format: use an MLX-quantised model "
+                "directory (config.json with a 'quantization' entry), or convert a GGUF with "
+                "`vllm-metal convert`"
+            )
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        return  # the block size is settled in check_and_update_config
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        # vLLM's compiler and graphs are torch's; MLX compiles on its own.
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        _refuse_unsupported(vllm_config)
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = WORKER
+        parallel.disable_custom_all_reduce = True
+        cache = vllm_config.cache_config
+        if not cache.user_specified_block_size:
+            cache.block_size = BLOCK_SIZES[0]
+        elif cache.block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
+            )
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: SamplingParams | PoolingParams) -> None:
+        from vllm.sampling_params import SamplingParams
+
+        from vllm_metal.sample import validate
+
+        if isinstance(params, SamplingParams):
+            validate(params)
+
+
+def _refuse_unsupported(config: VllmConfig) -> None:
+    """Raises one ValueError that names every setting this plugin cannot honour."""
+    parallel, cache = config.parallel_config, config.cache_config
+    model = config.model_config
+    refusals = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--enable-lora": config.lora_config is not None,
+        "--speculative-config": config.speculative_config is not None,
+        "--kv-transfer-config": config.kv_transfer_config is not None,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float32"),
+        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
+    }
+    if model is not None:
+        refusals |= {
+            "--enable-sleep-mode": model.enable_sleep_mode,
+            f"--runner {model.runner_type}": model.runner_type != "generate",
+            "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
+                model.is_multimodal_model and not model.multimodal_config.language_model_only
+            ),
+            "--enable-prompt-embeds": model.enable_prompt_embeds,
+            "encoder-decoder models": model.is_encoder_decoder,
+        }
+    refused = [setting for setting, asked in refusals.items() if asked]
+    if refused:
+        raise ValueError("vllm-metal does not support " + ", ".join(refused))

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What persists between steps: the requests, their tokens and their block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+
+    from vllm_metal.sample import Logprobs
+
+
+@dataclass
+class RequestState:
+    """One request from its first scheduling to its end; a preempted one is made anew on resume.
+
+    Owner: Requests. `output_token_ids` grows as the host learns tokens, a step or more after they
+    were sampled; custom logits processors hold the same list.
+    """
+
+    req_id: str
+    slot: int  # row of every per-request table, from 0 to max_num_reqs - 1
+    sampling_params: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of the chunks so far
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class BlockTables:
+    """Pool blocks of every request, one table a KV cache group."""
+
+    def __init__(self, num_groups: int, max_num_reqs: int, max_blocks: int) -> None:
+        # [G][max_num_reqs, max_blocks] int32
+        self.tables_np = [np.zeros((max_num_reqs, max_blocks), np.int32) for _ in range(num_groups)]
+        self._lengths = [[0] * max_num_reqs for _ in range(num_groups)]
+
+    def replace(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Makes `block_ids`, one list a group, the whole of the slot's tables."""
+        for lengths in self._lengths:
+            lengths[slot] = 0
+        self.append(slot, block_ids)
+
+    def append(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Adds newly allocated blocks at the end of the slot's tables."""
+        for table, lengths, ids in zip(self.tables_np, self._lengths, block_ids, strict=True):
+            start = lengths[slot]
+            table[slot, start : start + len(ids)] = ids
+            lengths[slot] = start + len(ids)
+
+
+class Requests:
+    """Requests by id, and by slot the columns that a step's inputs are gathered from."""
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_tables: BlockTables) -> None:
+        self.block_tables = block_tables
+        # Tokens the host knows; numpy's zeros cost no memory until they are written.
+        self.token_ids_np = np.zeros((max_num_reqs, max_model_len), np.int32)
+        self.num_known_np = np.zeros(max_num_reqs, np.int32)  # how many of those
+        self.num_tokens_np = np.zeros(max_num_reqs, np.int32)  # known or still on the device
+        self.num_prompt_tokens_np = np.zeros(max_num_reqs, np.int32)
+        self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)
+        self._states: dict[str, RequestState] = {}
+        self._free = list(range(max_num_reqs - 1, -1, -1))
+
+    def __getitem__(self, req_id: str) -> RequestState:
+        return self._states[req_id]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def add(self, data: NewRequestData) -> RequestState:
+        """Takes in a request at its first scheduling."""
+        assert data.prompt_token_ids is not None and data.sampling_params is not None
+        state = RequestState(
+            data.req_id,
+            self._free.pop(),
+            data.sampling_params,
+            list(data.prompt_token_ids),
+            output_token_ids=[],
+        )
+        self._enter(state, data.block_ids, data.num_computed_tokens)
+        return state
+
+    def resume(
+        self,
+        req_id: str,
+        all_token_ids: list[int],
+        block_ids: Sequence[Sequence[int]],
+        num_computed_tokens: int,
+    ) -> RequestState:
+        """Starts a preempted request again from the scheduler's word of its tokens.
+
+        The state is new, so that a token of a step from before the preemption, learnt late,
+        goes nowhere.
+        """
+        old = self._states[req_id]
+        state = RequestState(
+            req_id,
+            old.slot,
+            old.sampling_params,
+            old.prompt_token_ids,
+            output_token_ids=all_token_ids[old.num_prompt_tokens :],
+        )
+        self._enter(state, block_ids, num_computed_tokens)
+        return state
+
+    def _enter(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
+    ) -> None:
+        slot, tokens = state.slot, state.prompt_token_ids + state.output_token_ids
+        self._states[state.req_id] = state
+        self.token_ids_np[slot, : len(tokens)] = tokens
+        self.num_known_np[slot] = self.num_tokens_np[slot] = len(tokens)
+        self.num_prompt_tokens_np[slot] = state.num_prompt_tokens
+        self.num_computed_tokens_np[slot] = num_computed_tokens
+        self.block_tables.replace(slot, block_ids)
+
+    def advance(self, data: CachedRequestData, index: int) -> None:
+        """Takes the scheduler's news of a running request: its progress and new blocks."""
+        slot = self._states[data.req_ids[index]].slot
+        self.num_computed_tokens_np[slot] = data.num_computed_tokens[index]
+        if (block_ids := data.new_block_ids[index]) is not None:
+            self.block_tables.append(slot, block_ids)
+
+    def remove(self, req_id: str) -> RequestState | None:
+        """Forgets a request; None if it was never here (aborted before its first step)."""
+        state = self._states.pop(req_id, None)
+        if state is not None:
+            self._free.append(state.slot)
+        return state
+
+    def learn(self, state: RequestState, token_id: int) -> None:
+        """Takes a sampled token that has reached the host, unless its request is gone or anew."""
+        if self._states.get(state.req_id) is not state:
+            return
+        state.output_token_ids.append(token_id)
+        slot = state.slot
+        known = self.num_known_np[slot]
+        if known < self.token_ids_np.shape[1]:
+            self.token_ids_np[slot, known] = token_id
+        self.num_known_np[slot] = known + 1

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step: update requests, prepare inputs, forward, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_metal.inputs import InputBatch, prepare
+from vllm_metal.outputs import StepOutput
+from vllm_metal.requests import Requests
+from vllm_metal.sample import GrammarMask, Logprobs, Sampler, prompt_logprobs
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+    from vllm_metal.models.executor import ModelExecutor
+
+
+class ModelRunner:
+    """Turns one SchedulerOutput into tokens.
+
+    Nothing between `execute_model` and the hand-over to the device at the end of `sample_tokens`
+    waits for the device, except for the step before, whose reads of the KV pool must be over when
+    the next writes are queued (see kv_cache.pool).
+    """
+
+    def __init__(
+        self, model: ModelExecutor, requests: Requests, sampler: Sampler, max_num_reqs: int
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._sampler = sampler
+        self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by slot, the newest token
+        self._forwarded: tuple[InputBatch, mx.array] | None = None
+        self._in_flight: list[mx.array] = []
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Builds the forward pass; its logits wait for `sample_tokens`.
+
+        Returns:
+            None, or an empty output where nothing was scheduled.
+        """
+        self._update_requests(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch = prepare(
+            self._requests, scheduler_output.num_scheduled_tokens, self._last_token_ids
+        )
+        logits = self._model.forward(batch, self._requests.block_tables)
+        self._forwarded = (batch, logits)
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
+        """Samples from the forward pass just built and hands the step to the device."""
+        assert self._forwarded is not None
+        (batch, logits), self._forwarded = self._forwarded, None
+        num_sampling = len(batch.sampling_np)
+        sampled = None
+        if num_sampling:
+            slots = batch.slots_np[batch.sampling_np]
+            sampled = self._sampler.sample(
+                logits[:num_sampling],
+                slots,
+                batch.num_output_tokens_np,
+                _grammar_mask(batch, grammar_output),
+            )
+            self._last_token_ids[mx.array(slots)] = sampled.token_ids
+            self._requests.num_tokens_np[slots] += 1
+        output = StepOutput(batch, sampled, self._prompt_logprobs(batch, logits), self._requests)
+        self._submit(output, logits)
+        return output
+
+    def _update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id in scheduler_output.finished_req_ids:
+            if (gone := self._requests.remove(req_id)) is not None:
+                self._sampler.remove(gone.slot)
+        for data in scheduler_output.scheduled_new_reqs:
+            self._enter_sampler(self._requests.add(data).req_id)
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            if req_id not in cached.resumed_req_ids:
+                self._requests.advance(cached, index)
+                continue
+            self._sampler.remove(self._requests[req_id].slot)
+            block_ids = cached.new_block_ids[index]
+            assert block_ids is not None  # a resumed request starts from new blocks
+            self._requests.resume(
+                req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
+            )
+            self._enter_sampler(req_id)
+
+    def _enter_sampler(self, req_id: str) -> None:
+        state = self._requests[req_id]
+        self._sampler.add(
+            state.slot, state.sampling_params, state.prompt_token_ids, state.output_token_ids
+        )
+
+    def _prompt_logprobs(self, batch: InputBatch, logits: mx.array) -> dict[str, list[Logprobs]]:
+        complete = {}
+        for rows in batch.prompt_rows:
+            state = rows.state
+            wanted = state.sampling_params.prompt_logprobs
+            assert wanted is not None
+            chunk = logits[rows.start : rows.start + len(rows.target_ids_np)]
+            state.prompt_logprobs.append(prompt_logprobs(chunk, rows.target_ids_np, wanted))
+            if rows.last:
+                complete[state.req_id] = state.prompt_logprobs
+        return complete
+
+    def _submit(self, output: StepOutput, logits: mx.array) -> None:
+        """Hands the step to the device once the step before has read what this one overwrites."""
+        mx.eval(self._in_flight)
+        pending = [part for state in output.batch.states for part in state.prompt_logprobs]
+        self._in_flight = [
+            *output.arrays(),
+            self._last_token_ids,
+            *(array for part in pending for array in part.arrays()),
+        ]
+        if output.sampled is None:
+            self._in_flight.append(logits)  # a chunk that yields no token still fills the pool
+        mx.async_eval(self._in_flight)
+
+    def wait(self) -> None:
+        """Blocks until the device has finished every step handed to it."""
+        mx.eval(self._in_flight)
+
+
+def _grammar_mask(batch: InputBatch, output: GrammarOutput | None) -> GrammarMask | None:
+    """The scheduler's bitmasks matched to logits rows; None where no row has one."""
+    if output is None:
+        return None
+    sampling: Sequence[int] = batch.sampling_np.tolist()
+    row_of = {batch.states[index].req_id: row for row, index in enumerate(sampling)}
+    matched = [
+        (row_of[req_id], mask)
+        for req_id, mask in enumerate_ids(output)
+        if req_id in row_of
+    ]
+    if not matched:
+        return None
+    rows, masks = zip(*matched, strict=True)
+    return GrammarMask(np.array(rows, np.int32), np.stack(masks))
+
+
+def enumerate_ids(output: GrammarOutput) -> zip[tuple[str, np.ndarray]]:
+    """Request ids with their bitmask rows."""
+    return zip(output.structured_output_request_ids, output.grammar_bitmask, strict=False)
