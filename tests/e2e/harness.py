@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine to test, an outside reference for its tokens, and its counters."""
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import load_model
+from vllm import LLM, SamplingParams
+
+#: Largest gap of two float32 logits that counts as a tie. Chunked, batched and one-at-a-time
+#: matrix products sum in different orders; over these models the logits (up to ~30) move by less
+#: than 2e-4 for it, see `Dense.check`, which reports what it saw.
+TIE = 1e-3
+
+_SOURCE = Path(__file__).parents[2] / "LICENSE"  # English text that every checkout has
+
+
+@contextlib.contextmanager
+def engine(model: str, **options: Any) -> Iterator[LLM]:
+    """An LLM with its counters on, gone with its memory afterwards."""
+    settings = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "kv_cache_memory_bytes": 128 << 20,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+        "seed": 0,
+    }
+    llm = LLM(model, **(settings | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    """Greedy decoding of exactly `max_tokens`."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def counters(llm: LLM) -> dict[str, float]:
+    """vLLM's own metrics: counters and gauges by name, histograms by name and their sum."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        value = metric.value if hasattr(metric, "value") else metric.sum
+        found[metric.name] = found.get(metric.name, 0) + value
+        if hasattr(metric, "count"):
+            found[f"{metric.name}:count"] = metric.count
+    return found
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+    """Generated token ids of each prompt."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def text_tokens(llm_or_path: str) -> list[int]:
+    """Real text as tokens of the model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(llm_or_path)(_SOURCE.read_text())["input_ids"]
+
+
+def make_prompts(tokens: list[int], count: int, longest: int, seed: int = 5) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens; about half share a prefix with others."""
+    rng = np.random.default_rng(seed)
+    lengths = np.unique(np.geomspace(1, longest, count * 2).astype(int))
+    lengths = rng.permutation(np.resize(lengths, count))
+    lengths[:2] = (1, longest)
+    shared = [int(start) for start in rng.integers(0, len(tokens) - longest, 4)]
+    prompts = []
+    for index, length in enumerate(lengths):
+        start = shared[index % 4] if index % 2 else int(rng.integers(0, len(tokens) - longest))
+        prompts.append(tokens[start : start + int(length)])
+    return prompts
+
+
+@dataclass
+class Dense:
+    """mlx-lm's own dense forward, one request at a time, as judge of greedy tokens."""
+
+    path: str
+    ties: list[float] = field(default_factory=list)  # gaps that were accepted as ties
+
+    def __post_init__(self) -> None:
+        self._model, _ = load_model(Path(self.path))
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """[len(tokens), V] float32."""
+        out = self._model(mx.array([list(tokens)]))[0].astype(mx.float32)
+        return np.array(out)
+
+    def check(self, prompt: list[int], generated: list[int]) -> None:
+        """Asserts that each token is the argmax after what precedes it.
+
+        By induction that is greedy generation itself. Where a token is not the argmax its logit
+        must lie within TIE of the largest; the check then goes on behind the token that was taken.
+        """
+        key = (*prompt, -1, *generated)
+        if key in self._known:
+            return
+        rows = self.logits([*prompt, *generated[:-1]])[len(prompt) - 1 :]
+        for step, (row, token) in enumerate(zip(rows, generated, strict=True)):
+            gap = float(row.max() - row[token])
+            assert gap <= TIE, f"token {step} of a prompt of {len(prompt)}: {gap} below the best"
+            if gap:
+                self.ties.append(gap)
+        self._known[key] = rows[:0]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logprobs equal transformers' own, computed from the same float32 weights."""
+
+import numpy as np
+import pytest
+import torch
+from e2e.harness import engine, greedy, text_tokens
+from transformers import AutoModelForCausalLM
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2):
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+
+    def logprobs(tokens):
+        """[len(tokens), V], of the token after each."""
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1).numpy()
+
+    return logprobs
+
+
+def agree(entries, row, count):
+    """A position's logprobs: every one right, and the best `count` among them."""
+    for token, entry in entries.items():
+        assert abs(entry.logprob - row[token]) < TOLERANCE
+    ranked = sorted(entries.values(), key=lambda entry: entry.rank)[:count]
+    best = np.sort(row)[::-1][:count]
+    np.testing.assert_allclose([entry.logprob for entry in ranked], best, atol=TOLERANCE)
+
+
+def test_sample_and_prompt_logprobs(smollm2, reference):
+    tokens = text_tokens(smollm2)
+    prompts = [tokens[:5], tokens[40:190]]  # the second comes in chunks
+    with engine(smollm2, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            greedy(6, logprobs=3, prompt_logprobs=2),
+            use_tqdm=False,
+        )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        generated = list(output.outputs[0].token_ids)
+        rows = reference([*prompt, *generated])
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for position, entries in enumerate(output.prompt_logprobs[1:]):
+            assert prompt[position + 1] in entries
+            agree(entries, rows[position], 2)
+        assert len(output.outputs[0].logprobs) == 6
+        for step, entries in enumerate(output.outputs[0].logprobs):
+            assert generated[step] in entries
+            agree(entries, rows[len(prompt) - 1 + step], 3)
+
+
+def test_none_and_all(smollm2, reference):
+    prompt = text_tokens(smollm2)[:20]
+    with engine(smollm2, max_logprobs=-1) as llm:
+        only, every = llm.generate(
+            [{"prompt_token_ids": prompt}] * 2,
+            [greedy(2, logprobs=0), greedy(2, logprobs=-1)],
+            use_tqdm=False,
+        )
+    row = reference(prompt)[-1]
+    first = only.outputs[0].logprobs[0]
+    assert list(first) == [only.outputs[0].token_ids[0]]
+    everything = every.outputs[0].logprobs[0]
+    assert len(everything) == len(row)
+    agree(everything, row, 10)

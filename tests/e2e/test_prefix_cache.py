@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix caching: how much is hit, by whom, and that a hit changes no token."""
+
+import pytest
+from e2e.harness import counters, engine, generate, greedy, text_tokens
+from vllm import TokensPrompt
+
+
+def run(llm, prompts, salt=None):
+    """Generated tokens and cached-token counts."""
+    inputs = [
+        TokensPrompt(prompt_token_ids=prompt, **({"cache_salt": salt} if salt else {}))
+        for prompt in prompts
+    ]
+    outputs = llm.generate(inputs, greedy(4), use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs], [o.num_cached_tokens for o in outputs]
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_every_prompt_length_around_block_boundaries(smollm2, block_size):
+    tokens = text_tokens(smollm2)
+    # Each length starts with a token of its own, so that no prompt is a prefix of another.
+    prompts = [[1000 + n, *tokens[: n - 1]] for n in range(1, 3 * block_size + 1)]
+    with engine(smollm2, enable_prefix_caching=False, block_size=block_size) as llm:
+        expected, cached = run(llm, prompts)
+        assert not any(cached)
+    # Room for all of them at once, or the cold pass would evict what the warm one asks for.
+    with engine(smollm2, block_size=block_size, kv_cache_memory_bytes=512 << 20) as llm:
+        cold, cached = run(llm, prompts)
+        assert not any(cached)
+        warm, cached = run(llm, prompts)
+    assert cold == expected
+    assert warm == expected
+    assert cached == [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
+
+
+def test_tenants_share_by_salt_and_not_otherwise(smollm2):
+    prompt = text_tokens(smollm2)[:100]
+    with engine(smollm2) as llm:
+        plain, cached = run(llm, [prompt])
+        assert cached == [0]
+        for salt, hit in [("one", 0), ("two", 0), ("one", 96), ("two", 96), (None, 96)]:
+            tokens, cached = run(llm, [prompt], salt)
+            assert (tokens, cached) == (plain, [hit]), salt
+
+
+def test_reset_forgets_every_prefix(smollm2):
+    prompt = text_tokens(smollm2)[:100]
+    with engine(smollm2) as llm:
+        before, _ = run(llm, [prompt])
+        assert run(llm, [prompt]) == (before, [96])
+        assert llm.reset_prefix_cache()
+        assert run(llm, [prompt]) == (before, [0])
+
+
+def test_a_prompt_may_hit_blocks_that_its_own_step_computes(smollm2):
+    tokens = text_tokens(smollm2)
+    prompts = [tokens[:90], tokens[:80], [*tokens[:64], *tokens[200:220]]]
+    with engine(smollm2, enable_prefix_caching=False) as llm:
+        expected, _ = run(llm, prompts)
+    with engine(smollm2, max_num_batched_tokens=512) as llm:
+        found, cached = run(llm, prompts)
+        steps = counters(llm)["vllm:iteration_tokens_total:count"]
+    assert steps <= 6  # one for the three prompts, then decoding
+    assert cached == [0, 64, 64]
+    assert found == expected
+
+
+def test_generated_tokens_are_hit_too(smollm2):
+    prompt = text_tokens(smollm2)[:60]
+    with engine(smollm2) as llm:
+        (answer,) = generate(llm, [prompt], greedy(40))
+        follow_up = [*prompt, *answer, *prompt[:7]]
+        tokens, cached = run(llm, [follow_up])
+    # The last generated token's K/V were never needed, so the hundredth is not in the cache.
+    assert cached == [96]
+    with engine(smollm2, enable_prefix_caching=False) as llm:
+        assert run(llm, [follow_up]) == (tokens, [0])
