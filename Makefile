@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up .venv first where needed; `make` alone lists them.
+
+PLATFORM := $(if $(filter Darwin,$(shell uname -s)),macos,linux)
+# Interpreter for .venv; empty: scripts/setup.sh looks for one.
+PYTHON ?=
+# Linux: where CPU builds of torch are, if pip is not configured to find one.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# macOS: a vLLM wheel to use instead of the one in requirements/vllm-macos.txt.
+VLLM_WHEEL ?=
+# More arguments for pytest, e.g. PYTEST_ARGS="-k sampler".
+PYTEST_ARGS ?=
+
+# The environment is rebuilt when the content of what defines it changes, not its date.
+SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/$(PLATFORM).txt \
+	requirements/vllm-macos.txt requirements/vllm-alias/pyproject.toml
+STAMP := .venv/.installed-$(shell cat $(SETUP_INPUTS) 2>/dev/null | cksum | cut -d ' ' -f 1)
+BIN := .venv/bin
+
+# Once set up, nothing needs the network.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+ifeq ($(PLATFORM),linux)
+demo bench: export VLLM_METAL_DEVICE := cpu
+endif
+
+.PHONY: help setup demo test test-slow lint format bench lock clean distclean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv (two minutes the first time, nothing after)
+
+$(STAMP):
+	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' VLLM_WHEEL='$(VLLM_WHEEL)' scripts/setup.sh
+	@rm -f .venv/.installed-* && touch $@
+
+demo: $(STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU backend)
+	$(BIN)/python examples/demo.py
+
+test: lint  ## the one test command: lint, types, tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## the nightly tests
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff and mypy, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources with ruff
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## every benchmark: prints tables, writes JSON
+	set -e; for script in benchmarks/[!_]*.py; do $(BIN)/python $$script; done
+
+lock:  ## resolve requirements/{linux,macos}.txt again (Linux, needs uv)
+	scripts/lock.sh
+
+clean:  ## remove build products and caches
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find vllm_metal metal_kernels tests benchmarks examples -name __pycache__ -prune \
+		-exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## remove .venv as well
+	rm -rf .venv

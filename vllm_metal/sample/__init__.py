@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens: everything between the model's last layer and the sampled token ids."""
+
+from vllm_metal.sample.custom import CustomProcessors
+from vllm_metal.sample.logprobs import Logprobs, prompt_logprobs
+from vllm_metal.sample.sampler import GrammarMask, Sampler, SamplerOutput
+from vllm_metal.sample.validate import validate
+
+__all__ = [
+    "CustomProcessors",
+    "GrammarMask",
+    "Logprobs",
+    "Sampler",
+    "SamplerOutput",
+    "prompt_logprobs",
+    "validate",
+]

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forbidden token sequences, matched on the device against each request's latest output tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.sample.state import Feature, Step
+from vllm_metal.sample.transforms import NEG_INF, add_at
+
+_ANY = -1
+"""Pads a prefix on the left; matches whatever the context holds there."""
+_NOTHING = -2
+"""Pads a context on the left; matches no token, so a prefix longer than the output fails."""
+
+
+@dataclass(frozen=True)
+class _Words:
+    """One request's bad words. A word is a prefix, which the latest output must equal, and a last
+    token, which is then removed.
+
+    prefixes: int32 [W, L], right-aligned. last: int32 [W].
+    """
+
+    prefixes: np.ndarray
+    last: np.ndarray
+
+
+class BadWords:
+    """Keeps `_recent`, int32 [max_num_reqs, L]: the last L output tokens of each slot, newest at
+    the right, on the device. L is the longest prefix seen; it grows and never shrinks, and stays 0
+    as long as every bad word is a single token, which then needs no device state."""
+
+    def __init__(self, vocab_size: int, max_num_reqs: int) -> None:
+        self._vocab_size = vocab_size
+        self._words: dict[int, _Words] = {}
+        self._recent = mx.full((max_num_reqs, 0), _NOTHING, dtype=mx.int32)
+        self._unwritten: dict[int, np.ndarray] = {}
+
+    def add(self, slot: int, words: list[list[int]], output: Sequence[int]) -> None:
+        # A word the model cannot produce needs no rule, and its id would be out of bounds.
+        words = [word for word in words if 0 <= word[-1] < self._vocab_size]
+        longest = max((len(word) - 1 for word in words), default=0)
+        prefixes = np.full((len(words), longest), _ANY, dtype=np.int32)
+        for prefix, word in zip(prefixes, words, strict=True):
+            prefix[longest - len(word) + 1 :] = word[:-1]
+        last = np.array([word[-1] for word in words], dtype=np.int32)
+        self._words[slot] = _Words(prefixes, last)
+        self._widen(longest)
+        self._unwritten[slot] = _right_aligned(output, self._width, _NOTHING)
+
+    def remove(self, slot: int) -> None:
+        self._words.pop(slot, None)
+        self._unwritten.pop(slot, None)
+
+    def apply(self, logits: mx.array, step: Step) -> mx.array:
+        """float32 [N, V] -> float32 [N, V] without the tokens that would complete a bad word."""
+        self._write()
+        rows = step.rows_using(Feature.BAD_WORDS)
+        words = [self._words[slot] for slot in step.slots[rows].tolist()]
+        word_rows = np.repeat(rows, [len(w.last) for w in words])
+        last = np.concatenate([w.last for w in words])
+        if self._width == 0:
+            return add_at(logits, word_rows, last, NEG_INF)
+        prefixes = mx.array(np.concatenate([_pad_left(w.prefixes, self._width) for w in words]))
+        context = self._recent[mx.array(step.slots[word_rows])]
+        matched = mx.all((prefixes == context) | (prefixes == _ANY), axis=-1)
+        return add_at(logits, word_rows, last, mx.where(matched, NEG_INF, 0.0))
+
+    def record(self, token_ids: mx.array, step: Step) -> None:
+        """Appends the tokens just sampled, int32 [N], to their requests' contexts."""
+        if self._width == 0:
+            return
+        rows = step.rows_using(Feature.BAD_WORDS)
+        slots = mx.array(step.slots[rows])
+        newest = token_ids[mx.array(rows)][:, None]
+        self._recent[slots] = mx.concatenate([self._recent[slots][:, 1:], newest], axis=1)
+
+    @property
+    def _width(self) -> int:
+        return self._recent.shape[1]
+
+    def _widen(self, width: int) -> None:
+        if width <= self._width:
+            return
+        # Contexts already on the device lack the older tokens of the new columns. Their words are
+        # no longer than the old width and never look there.
+        padding = mx.full((self._recent.shape[0], width - self._width), _NOTHING, dtype=mx.int32)
+        self._recent = mx.concatenate([padding, self._recent], axis=1)
+
+    def _write(self) -> None:
+        if not self._unwritten or self._width == 0:
+            return
+        slots = np.fromiter(self._unwritten, dtype=np.int32)
+        contexts = [_right_aligned(c, self._width, _NOTHING) for c in self._unwritten.values()]
+        self._recent[mx.array(slots)] = mx.array(np.stack(contexts))
+        self._unwritten.clear()
+
+
+def _right_aligned(values: Sequence[int] | np.ndarray, width: int, padding: int) -> np.ndarray:
+    row = np.full(width, padding, dtype=np.int32)
+    used = min(width, len(values))
+    if used:
+        row[width - used :] = values[-used:]
+    return row
+
+
+def _pad_left(prefixes: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(prefixes, ((0, 0), (width - prefixes.shape[1], 0)), constant_values=_ANY)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""User-written logits processors (vLLM's v1 interface), which run in torch on the host.
+
+They are the one part of the sampler that waits for the device: every step their input logits are
+evaluated and copied to the host, and the result is copied back. They also read each request's
+output tokens, so those of the previous step must be known before `Sampler.sample` is called; see
+`Sampler.needs_host_tokens`.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import (
+    STR_SPEC_DEC_REJECTS_LOGITSPROCS,
+    BatchUpdateBuilder,
+    LogitsProcessor,
+    LogitsProcessors,
+    MoveDirectionality,
+    cached_load_custom_logitsprocs,
+)
+
+from vllm_metal.sample.state import Step
+
+
+class CompactBatch:
+    """The view of the requests that processors expect: indices 0..B-1 without holes.
+
+    Changes are collected between steps and reported together: a new request takes the lowest index
+    that a removed one left, else the next at the end; then the last requests move into the holes
+    that remain.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[int | None] = []
+        self._index_of: dict[int, int] = {}
+        self._waiting: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
+        self._builder = BatchUpdateBuilder()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> None:
+        self._waiting[slot] = (params, list(prompt), output)
+
+    def remove(self, slot: int) -> None:
+        if self._waiting.pop(slot, None) is not None:
+            return
+        index = self._index_of.pop(slot, None)
+        if index is not None:
+            self._slots[index] = None
+            self._builder.removed_append(index)
+
+    def notify(self, processors: LogitsProcessors) -> None:
+        """Settles the changes and tells every processor, as is due before each step."""
+        for slot, (params, prompt, output) in self._waiting.items():
+            index = self._builder.pop_removed()
+            if index is None:
+                index = len(self._slots)
+                self._slots.append(None)
+            self._place(slot, index)
+            self._builder.added.append((index, params, prompt, output))
+        self._waiting.clear()
+        self._fill_holes()
+        update = self._builder.get_and_reset(len(self._slots))
+        for processor in processors.all:
+            processor.update_state(update)
+
+    def indices(self, slots: np.ndarray) -> np.ndarray:
+        """Batch index (int64) of each slot."""
+        return np.array([self._index_of[slot] for slot in slots.tolist()], dtype=np.int64)
+
+    def _fill_holes(self) -> None:
+        while True:
+            while self._slots and self._slots[-1] is None:
+                self._slots.pop()
+            hole = self._builder.peek_removed()
+            if hole is None or hole >= len(self._slots):
+                return
+            last = len(self._slots) - 1
+            slot = self._slots[last]
+            assert slot is not None
+            self._builder.pop_removed()
+            self._builder.moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
+            self._slots[last] = None
+            self._place(slot, hole)
+
+    def _place(self, slot: int, index: int) -> None:
+        self._slots[index] = slot
+        self._index_of[slot] = index
+
+
+class CustomProcessors:
+    """The processors named by --logits-processors or installed as `vllm.logits_processors` plugins.
+
+    vLLM's builtin ones (min_p, logit_bias, min_tokens) are not among them: the sampler does those
+    itself. A processor's rows are all requests added to the sampler, also those that do not sample
+    this step; the logits of the latter are zeros, and what becomes of them is discarded.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        named = vllm_config.model_config.logits_processors
+        classes: list[type[LogitsProcessor]] = cached_load_custom_logitsprocs(
+            tuple(named) if named else None
+        )
+        if classes and vllm_config.speculative_config is not None:
+            raise ValueError(STR_SPEC_DEC_REJECTS_LOGITSPROCS)
+        device = torch.device("cpu")
+        self._processors = LogitsProcessors(cls(vllm_config, device, False) for cls in classes)
+        self._batch = CompactBatch()
+        self._outputs: dict[int, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there are any processors."""
+        return any(True for _ in self._processors.all)
+
+    @property
+    def change_argmax(self) -> bool:
+        """Some processors apply to greedy rows too, before the penalties."""
+        return bool(self._processors.non_argmax_invariant)
+
+    @property
+    def keep_argmax(self) -> bool:
+        """Some processors apply only when rows are drawn at random, after min_p."""
+        return bool(self._processors.argmax_invariant)
+
+    def add(
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> None:
+        """`output` is kept by reference: the owner appends to it, processors read it."""
+        self._outputs[slot] = output
+        self._batch.add(slot, params, prompt, output)
+
+    def remove(self, slot: int) -> None:
+        self._outputs.pop(slot, None)
+        self._batch.remove(slot)
+
+    def begin_step(self, step: Step) -> None:
+        """Reports batch changes. Raises RuntimeError if a request's output list is behind."""
+        for slot, expected in zip(
+            step.slots.tolist(), step.num_output_tokens.tolist(), strict=True
+        ):
+            if (known := len(self._outputs[slot])) != expected:
+                raise RuntimeError(
+                    f"slot {slot}: custom logits processors would see {known} output tokens of "
+                    f"{expected}; append the previous step's tokens before sampling"
+                )
+        self._batch.notify(self._processors)
+
+    def apply_changing_argmax(self, logits: mx.array, step: Step) -> mx.array:
+        return self._apply(self._processors.non_argmax_invariant, logits, step)
+
+    def apply_keeping_argmax(self, logits: mx.array, step: Step) -> mx.array:
+        return self._apply(self._processors.argmax_invariant, logits, step)
+
+    def _apply(self, processors: list[LogitsProcessor], logits: mx.array, step: Step) -> mx.array:
+        """float32 [N, V] -> float32 [N, V], through a float32 torch tensor [B, V]."""
+        indices = torch.from_numpy(self._batch.indices(step.slots))
+        batch = torch.zeros((len(self._batch), logits.shape[1]), dtype=torch.float32)
+        batch[indices] = torch.from_numpy(np.array(logits))
+        for processor in processors:
+            batch = processor.apply(batch)
+        return mx.array(batch[indices].to(torch.float32).numpy())

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of chosen and most likely tokens, as lazy device arrays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_metal.sample.state import Feature, Step
+from vllm_metal.sample.transforms import NEG_INF
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Nothing here is computed until it is evaluated.
+
+    token_ids: int32 [N, K+1], the sampled (or prompt) token, then the K most likely, best first.
+    logprobs: float32 [N, K+1], their log-probabilities (logits in the *_logits modes).
+    ranks: int32 [N], number of tokens at least as likely as the first one; 1 is the best.
+    """
+
+    token_ids: mx.array
+    logprobs: mx.array
+    ranks: mx.array
+
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """For the caller to evaluate, together with whatever else is due."""
+        return self.token_ids, self.logprobs, self.ranks
+
+    def to_lists(self) -> LogprobsLists:
+        """vLLM's numpy form. Waits for the device."""
+        token_ids, logprobs, ranks = (np.array(array) for array in self.arrays())
+        return LogprobsLists(token_ids, logprobs, ranks)
+
+
+@dataclass(frozen=True)
+class TokenIdRows:
+    """Tokens to report instead of the most likely ones (`logprob_token_ids`).
+
+    rows: bool [N, 1], which rows report them. token_ids: int32 [N, K]. valid: bool [N, K]; an
+    invalid entry pads a short list and reports -inf.
+    """
+
+    rows: np.ndarray
+    token_ids: np.ndarray
+    valid: np.ndarray
+
+
+def gather_logprobs(
+    scores: mx.array,
+    chosen: mx.array,
+    num_logprobs: int,
+    *,
+    normalise: bool = True,
+    instead: TokenIdRows | None = None,
+) -> Logprobs:
+    """Logprobs of `chosen` and of the best num_logprobs tokens of each row.
+
+    scores: logits, any float [N, V]. chosen: int32 [N]. num_logprobs: in [0, V]. normalise: report
+    log_softmax(scores) rather than scores. Only the reported entries are normalised: ranks and
+    order are those of the scores, and [N, V] log-probabilities are never written.
+    """
+    scores = scores.astype(mx.float32)
+    chosen = chosen.astype(mx.int32)[:, None]
+    ranks = (scores >= mx.take_along_axis(scores, chosen, axis=-1)).sum(axis=-1).astype(mx.int32)
+    token_ids = chosen
+    if num_logprobs > 0:
+        if instead is None:
+            others = _best(scores, num_logprobs)
+        elif instead.rows.all():
+            others = mx.array(instead.token_ids)
+        else:
+            best = _best(scores, num_logprobs)
+            others = mx.where(mx.array(instead.rows), mx.array(instead.token_ids), best)
+        token_ids = mx.concatenate([chosen, others], axis=-1)
+    values = mx.take_along_axis(scores, token_ids, axis=-1)
+    if normalise:
+        values = values - mx.logsumexp(scores, axis=-1, keepdims=True)
+    if instead is not None and num_logprobs > 0:
+        valid = np.pad(instead.valid | ~instead.rows, ((0, 0), (1, 0)), constant_values=True)
+        values = mx.where(mx.array(valid), values, NEG_INF)
+    return Logprobs(token_ids, values, ranks)
+
+
+def prompt_logprobs(
+    logits: mx.array, target_ids: mx.array | np.ndarray, num_logprobs: int
+) -> Logprobs:
+    """Logprobs of prompt tokens.
+
+    logits: any float [n, V], the rows that predict the targets. target_ids: int [n].
+    num_logprobs: as in SamplingParams.prompt_logprobs, -1 for the whole vocabulary.
+    """
+    vocab_size = logits.shape[1]
+    width = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
+    return gather_logprobs(logits, mx.array(target_ids), width)
+
+
+def token_id_rows(
+    step: Step, lists: Mapping[int, np.ndarray], width: int, vocab_size: int
+) -> TokenIdRows | None:
+    """The rows that asked for given tokens, from `lists` by slot; None when there are none."""
+    if not step.uses(Feature.LOGPROB_TOKEN_IDS):
+        return None
+    num_rows = len(step.slots)
+    rows = np.zeros((num_rows, 1), dtype=np.bool_)
+    token_ids = np.zeros((num_rows, width), dtype=np.int32)
+    valid = np.zeros((num_rows, width), dtype=np.bool_)
+    for row in step.rows_using(Feature.LOGPROB_TOKEN_IDS).tolist():
+        wanted = lists[int(step.slots[row])][:width]
+        known = (wanted >= 0) & (wanted < vocab_size)
+        rows[row] = True
+        token_ids[row, : len(wanted)] = np.where(known, wanted, 0)
+        valid[row, : len(wanted)] = known
+    return TokenIdRows(rows, token_ids, valid)
+
+
+def _best(scores: mx.array, count: int) -> mx.array:
+    """int32 [N, count], indices of the largest scores, best first."""
+    if count < scores.shape[1]:
+        candidates = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
+        order = mx.argsort(-mx.take_along_axis(scores, candidates, axis=-1), axis=-1)
+        return mx.take_along_axis(candidates, order, axis=-1).astype(mx.int32)
+    return mx.argsort(-scores, axis=-1).astype(mx.int32)

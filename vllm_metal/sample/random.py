@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random draws with one key per row, so that a row's noise depends on nothing but its key."""
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.sample.state import Feature, Step
+
+_SMALLEST_UNIFORM = 2.0**-33
+"""mx.random.uniform is a multiple of about 2^-32; an exact zero is moved to half a step, where the
+Gumbel noise is 22.9 instead of +inf (which would win whatever the logits are)."""
+
+
+class RowKeys:
+    """Keys for the rows of a step: uint32 [N, 2].
+
+    A seeded request's key is a function of (seed, number of output tokens) only: it draws the same
+    tokens alone, in any batch, and after preemption. Other rows draw from the engine's generator.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed & 0xFFFF_FFFF_FFFF_FFFF)
+
+    def keys(self, step: Step) -> np.ndarray:
+        num_rows = len(step.slots)
+        if not step.uses(Feature.SEEDED):
+            return self._unseeded(num_rows)
+        keys = _seeded(step.rows["seed"], step.num_output_tokens)
+        unseeded = (step.rows["features"] & np.uint32(Feature.SEEDED)) == 0
+        if unseeded.any():
+            keys[unseeded] = self._unseeded(int(unseeded.sum()))
+        return keys
+
+    def _unseeded(self, num_rows: int) -> np.ndarray:
+        return self._generator.integers(0, 2**32, size=(num_rows, 2), dtype=np.uint32)
+
+
+def draw(logits: mx.array, keys: np.ndarray, noise_scale: np.ndarray | None = None) -> mx.array:
+    """One token per row from softmax(logits), by the Gumbel-max trick: argmax(logits + gumbel).
+
+    logits: float32 [N, V]. keys: uint32 [N, 2]. noise_scale: float32 [N, 1], 1 draws and 0 takes
+    the argmax; None draws every row. Returns int32 [N].
+    """
+    noise = _gumbel(mx.array(keys), logits.shape[1])
+    if noise_scale is not None:
+        noise = noise * mx.array(noise_scale)
+    return mx.argmax(logits + noise, axis=-1).astype(mx.int32)
+
+
+def _gumbel(keys: mx.array, width: int) -> mx.array:
+    """Standard Gumbel noise, float32 [N, width], always finite.
+
+    -log(E) with E = -log(1 - u) exponential. Large noise comes from small u, where floats are
+    dense; the usual -log(-log(u)) takes it from u near 1, in steps of 2^-24, and distorts the draw
+    of rare tokens. uniform() stops at 1 - 2^-24, so E is at most 16.6.
+    """
+    uniform = mx.vmap(lambda key: mx.random.uniform(shape=(width,), key=key))(keys)
+    return -mx.log(-mx.log1p(-mx.maximum(uniform, _SMALLEST_UNIFORM)))
+
+
+def _seeded(seeds: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """uint32 [N, 2] keys from uint64 seeds [N] and token counts [N]."""
+    mixed = _mix(_mix(seeds) ^ counts.astype(np.uint64))
+    return np.ascontiguousarray(mixed).view(np.uint32).reshape(-1, 2)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable PRNGs, 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)))

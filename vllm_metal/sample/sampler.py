@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler: a fixed sequence of transforms from logits to tokens, all lazy on the device.
+
+Nothing here waits for the device or reads a sampled value, so a step can be submitted before the
+tokens of the previous one are known. Custom processors are the exception (custom.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import mlx.core as mx
+import numpy as np
+from vllm import SamplingParams
+from vllm.config.model import LogprobsMode
+
+from vllm_metal.sample.bad_words import BadWords
+from vllm_metal.sample.constraints import Constraints
+from vllm_metal.sample.custom import CustomProcessors
+from vllm_metal.sample.logprobs import Logprobs, gather_logprobs, token_id_rows
+from vllm_metal.sample.penalties import Penalties
+from vllm_metal.sample.random import RowKeys, draw
+from vllm_metal.sample.state import NO_LOGPROBS, Feature, SlotTable, Step
+from vllm_metal.sample.transforms import apply_bitmask, keep_min_p, keep_top_k_top_p
+
+
+@dataclass(frozen=True)
+class GrammarMask:
+    """Tokens a grammar allows, as vLLM's scheduler sends them.
+
+    rows: int32 [M], indices into the step's logits. bitmask: int32 [M, ceil(V/32)], bit v % 32 of
+    word v // 32 set means token v is allowed. Owned by the caller, read during `Sampler.sample`.
+    """
+
+    rows: np.ndarray
+    bitmask: np.ndarray
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """token_ids: int32 [N], lazy. logprobs: None when no row asked for any."""
+
+    token_ids: mx.array
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Samples one token per row, for requests kept in slots.
+
+    vocab_size: V, the width of the logits. max_num_reqs: slots are in [0, max_num_reqs).
+    logprobs_mode: vLLM's engine setting; raw modes report the model's logits (after the grammar
+    mask), processed ones what the token was drawn from. seed: of the engine's own generator, which
+    serves requests without one. custom: user-written processors, if any.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_reqs: int,
+        logprobs_mode: str = "raw_logprobs",
+        seed: int = 0,
+        custom: CustomProcessors | None = None,
+    ) -> None:
+        modes = get_args(LogprobsMode)
+        if logprobs_mode not in modes:
+            raise ValueError(f"logprobs_mode is {logprobs_mode!r}; use one of {', '.join(modes)}")
+        self._vocab_size = vocab_size
+        self._processed_logprobs = logprobs_mode.startswith("processed")
+        self._normalise_logprobs = logprobs_mode.endswith("logprobs")
+        self._slots = SlotTable(vocab_size, max_num_reqs)
+        self._occupied: set[int] = set()
+        self._constraints = Constraints(vocab_size)
+        self._penalties = Penalties(vocab_size, max_num_reqs)
+        self._bad_words = BadWords(vocab_size, max_num_reqs)
+        self._logprob_token_ids: dict[int, np.ndarray] = {}
+        self._keys = RowKeys(seed)
+        self._custom = custom if custom else None
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether the tokens of earlier steps must be in the `output_token_ids` lists before
+        `sample` is called: only with custom processors. It rules out overlapping steps."""
+        return self._custom is not None
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: list[int],
+    ) -> None:
+        """Takes a request into an empty slot.
+
+        output_token_ids: what a resumed request has generated, all of it; else empty. With custom
+        processors the list is kept by reference and the caller appends to it.
+        Raises ValueError if the slot is taken.
+        """
+        if slot in self._occupied:
+            raise ValueError(f"slot {slot} already holds a request; remove it first")
+        self._occupied.add(slot)
+        features = self._slots.add(slot, params)
+        self._constraints.add(slot, params, features)
+        if Feature.PENALTIES in features:
+            self._penalties.add(slot, prompt_token_ids, output_token_ids)
+        if Feature.BAD_WORDS in features:
+            self._bad_words.add(slot, params.bad_words_token_ids or [], output_token_ids)
+        if Feature.LOGPROB_TOKEN_IDS in features:
+            self._logprob_token_ids[slot] = np.asarray(params.logprob_token_ids, dtype=np.int64)
+        if self._custom is not None:
+            self._custom.add(slot, params, prompt_token_ids, output_token_ids)
+
+    def remove(self, slot: int) -> None:
+        """Empties a slot (finished or preempted request); an empty slot stays empty."""
+        self._occupied.discard(slot)
+        self._constraints.remove(slot)
+        self._penalties.remove(slot)
+        self._bad_words.remove(slot)
+        self._logprob_token_ids.pop(slot, None)
+        if self._custom is not None:
+            self._custom.remove(slot)
+
+    def sample(
+        self,
+        logits: mx.array,
+        slots: np.ndarray,
+        num_output_tokens: np.ndarray,
+        grammar: GrammarMask | None = None,
+    ) -> SamplerOutput:
+        """Samples the next token of each row and records it in the requests' device state.
+
+        logits: float16, bfloat16 or float32 [N, V]. slots: int32 [N], the request of each row,
+        without repeats. num_output_tokens: int32 [N], tokens each request generated before this
+        one, also those the host has not seen yet.
+        Raises ValueError if the logits' shape is not [len(slots), vocab_size].
+        """
+        if logits.shape != (len(slots), self._vocab_size):
+            raise ValueError(
+                f"logits have shape {logits.shape}; expected {(len(slots), self._vocab_size)}"
+            )
+        if len(slots) == 0:
+            return SamplerOutput(mx.zeros((0,), dtype=mx.int32), None)
+        step = self._slots.step(slots, num_output_tokens)
+        if grammar is not None and len(grammar.rows):
+            logits = apply_bitmask(logits, grammar.rows, grammar.bitmask)
+        processed = self._constrain(logits, step)
+        if step.uses(Feature.PENALTIES):
+            processed = self._penalties.apply(processed.astype(mx.float32), step)
+        if step.uses(Feature.RANDOM):
+            processed = self._shape_distribution(processed.astype(mx.float32), step)
+            token_ids = draw(processed, self._keys.keys(step), _noise_scale(step))
+        else:
+            token_ids = mx.argmax(processed, axis=-1).astype(mx.int32)
+        self._record(token_ids, step)
+        scores = processed if self._processed_logprobs else logits
+        return SamplerOutput(token_ids, self._logprobs(scores, token_ids, step))
+
+    def _constrain(self, logits: mx.array, step: Step) -> mx.array:
+        """What may change the most likely token, except penalties; any float in, and out where
+        nothing was done."""
+        if step.uses(Feature.ALLOWED_TOKENS):
+            logits = self._constraints.apply_allowed(logits, step)
+        if step.uses(Feature.BAD_WORDS):
+            logits = self._bad_words.apply(logits.astype(mx.float32), step)
+        if step.uses(Feature.MIN_TOKENS):
+            logits = self._constraints.apply_min_tokens(logits.astype(mx.float32), step)
+        if step.uses(Feature.LOGIT_BIAS):
+            logits = self._constraints.apply_logit_bias(logits.astype(mx.float32), step)
+        if self._custom is not None:
+            self._custom.begin_step(step)
+            if self._custom.change_argmax:
+                logits = self._custom.apply_changing_argmax(logits.astype(mx.float32), step)
+        return logits
+
+    def _shape_distribution(self, logits: mx.array, step: Step) -> mx.array:
+        """Temperature, min_p, top_k, top_p; neutral on greedy rows, whose argmax they keep."""
+        logits = logits / mx.array(step.column("temperature"))
+        if step.uses(Feature.MIN_P):
+            logits = keep_min_p(logits, mx.array(step.column("min_p")))
+        if self._custom is not None and self._custom.keep_argmax:
+            logits = self._custom.apply_keeping_argmax(logits, step)
+        if step.uses(Feature.TOP_K | Feature.TOP_P):
+            top_p = step.column("top_p") if step.uses(Feature.TOP_P) else None
+            logits = keep_top_k_top_p(logits, step.column("top_k"), top_p)
+        return logits
+
+    def _record(self, token_ids: mx.array, step: Step) -> None:
+        if step.uses(Feature.PENALTIES):
+            self._penalties.record(token_ids, step)
+        if step.uses(Feature.BAD_WORDS):
+            self._bad_words.record(token_ids, step)
+
+    def _logprobs(self, scores: mx.array, token_ids: mx.array, step: Step) -> Logprobs | None:
+        width = step.num_logprobs
+        if width == NO_LOGPROBS:
+            return None
+        instead = token_id_rows(step, self._logprob_token_ids, width, self._vocab_size)
+        return gather_logprobs(
+            scores, token_ids, width, normalise=self._normalise_logprobs, instead=instead
+        )
+
+
+def _noise_scale(step: Step) -> np.ndarray | None:
+    """float32 [N, 1]: 1 on random rows, 0 on greedy ones; None if every row is random."""
+    random = (step.rows["features"] & np.uint32(Feature.RANDOM)) != 0
+    return None if random.all() else random.astype(np.float32)[:, None]

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses, by name, the sampling parameters that vLLM accepts and this sampler cannot honour."""
+
+from vllm import SamplingParams
+
+
+def validate(params: SamplingParams) -> None:
+    """Raises ValueError naming the first parameter that is not supported.
+
+    Everything else in `SamplingParams` is either honoured by the sampler or belongs to vLLM's own
+    side (stop strings, repetition_detection, flat_logprobs, n, output_kind, ...).
+    """
+    refused = {
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "watermarking": params.watermarking is True,
+        "prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None,
+        "prompt_logprob_start": params.prompt_logprob_start is not None,
+        "trace_decode_token_ids": params.trace_decode_token_ids is not None,
+    }
+    for name, present in refused.items():
+        if present:
+            raise ValueError(
+                f"{name} is not supported by vllm-metal; remove it from the request's "
+                "sampling parameters."
+            )
