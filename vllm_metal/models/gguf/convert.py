@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GGUF file to a model directory that mlx-lm and vLLM load."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from .config import generation_config, model_config
+from .errors import ConversionError
+from .families import family_of
+from .safetensors import SafetensorsFile
+from .source import GGUFSource
+from .tokenizer import copy_tokenizer, write_tokenizer
+from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
+
+CONVERTER_VERSION = 1
+"""Raised when the same file would convert to something else, so that caches are made anew."""
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Size at which weights go on in a further file, as in directories made by mlx-lm."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What a caller may choose. The defaults keep the file's numbers as they are."""
+
+    dtype: DType | None = None
+    """Element type of dense weights and of scales; None: the file's own, or the family's."""
+    blocks: Literal["keep", "dequantize"] = "keep"
+    """What becomes of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0."""
+    kquants: Literal["dequantize", "requantize"] = "dequantize"
+    """What becomes of Q2_K ... Q6_K."""
+    bits: Literal[4, 8] = 4
+    """Width of requantised K-quants."""
+    tokenizer: Path | None = None
+    """Directory to copy the tokenizer from in place of building it from the file."""
+    force: bool = False
+    """Replace a directory that is already there."""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+
+def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Path:
+    """Convert the model file `gguf` into the directory `out` and return `out`.
+
+    Everything is written to a hidden sibling of `out` that takes its name at the end, so a
+    conversion that stops half-way leaves nothing. Raises ConversionError for a file or a setting
+    that cannot be converted, FileExistsError where `out` is in use and `force` is not set.
+    """
+    options = options or ConvertOptions()
+    out = out.absolute()
+    if not options.force and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} already exists; pass --force to replace it")
+    source = GGUFSource(gguf)
+    family = family_of(source)
+    dtype = options.dtype or natural_dtype(source, family)
+    if dtype == "float16" and family.default_dtype != "float16":
+        raise ConversionError(
+            f"{gguf}: {source.architecture} overflows float16; use --dtype bfloat16 or float32"
+        )
+    kquant_bits = options.bits if options.kquants == "requantize" else None
+    plan = plan_weights(source, family, dtype, options.blocks == "keep", kquant_bits)
+    config = model_config(source, family, dtype)
+    if quantization := quantization_config(plan):
+        config["quantization"] = quantization
+    with _replacing(out) as partial:
+        if options.tokenizer:
+            copy_tokenizer(options.tokenizer, partial)
+        else:
+            write_tokenizer(source, partial)
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", generation_config(source))
+        _write_weights(plan, partial, options.max_shard_bytes)
+    return out
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A fresh directory that becomes `out` if the block ends well, and otherwise goes."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    old = out.parent / f".{out.name}.old-{os.getpid()}"
+    try:
+        partial.mkdir()
+        yield partial
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+    finally:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        for leftover in (partial, old):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
+    shards = _shards(plan, max_shard_bytes)
+    total = sum(weight.source.data.nbytes for weight in plan)
+    place: dict[str, str] = {}
+    # tqdm draws on stderr: `vllm-metal model` prints a path on stdout for a shell to take.
+    with tqdm(total=total, desc="Converting", unit="B", unit_scale=True, leave=False) as bar:
+        for i, shard in enumerate(shards, start=1):
+            file = "model.safetensors"
+            if len(shards) > 1:
+                file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            stored = [tensor for weight in shard for tensor in weight.stored]
+            place |= {tensor.name: file for tensor in stored}
+            with SafetensorsFile(out / file, stored) as target:
+                for weight in shard:
+                    for row, parts, read in weight.rows():
+                        for name, values in parts.items():
+                            target.write(name, row, values)
+                        bar.update(read)
+    if len(shards) > 1:
+        size = sum(tensor.num_bytes for weight in plan for tensor in weight.stored)
+        index = {"metadata": {"total_size": size}, "weight_map": place}
+        _write_json(out / "model.safetensors.index.json", index)
+
+
+def _shards(plan: list[Weight], max_bytes: int) -> list[list[Weight]]:
+    """`plan` cut where a file would pass `max_bytes`; a weight stays whole with its scales."""
+    shards: list[list[Weight]] = [[]]
+    size = 0
+    for weight in plan:
+        weight_bytes = sum(tensor.num_bytes for tensor in weight.stored)
+        if shards[-1] and size + weight_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
+        size += weight_bytes
+    return shards
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tokenizer.json and tokenizer_config.json from the vocabulary in GGUF metadata.
+
+GGUF stores the vocabulary whole, but only the *name* of how text is cut before merging
+(`tokenizer.ggml.pre`). The patterns behind the names are those of each model's own released
+tokenizer.json; a name that is not known here is refused, since a near miss would encode
+most text rightly and some wrongly.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from .errors import ConversionError
+from .source import GGUFSource
+
+# Token types of GGUF (`tokenizer.ggml.token_type`). UNUSED and NORMAL need no care.
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_SPACE = "\u2581"  # how SentencePiece spells a space
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_TAIL}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Name -> pattern; None: GPT-2's own pattern, which the library has built in.
+_PATTERNS: Mapping[str, str | None] = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+_DIGITS_APART = frozenset({"smollm"})
+_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
+_BOS_BY_DEFAULT = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def write_tokenizer(source: GGUFSource, out: Path) -> None:
+    """Write the tokenizer of `source` into the directory `out`.
+
+    Raises ConversionError for a vocabulary of a kind or a splitting rule not known here.
+    """
+    tokens: list[str] = source.require("tokenizer.ggml.tokens")
+    tokenizer = build_tokenizer(source, tokens)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = _tokenizer_config(source, tokens)
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(directory: Path, out: Path) -> None:
+    """Copy the tokenizer files of a model directory in place of building them."""
+    names = [name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    if not {"tokenizer.json", "tokenizer.model"} & set(names):
+        raise ConversionError(
+            f"--tokenizer {directory}: neither tokenizer.json nor tokenizer.model is there"
+        )
+    for name in names:
+        shutil.copyfile(directory / name, out / name)
+
+
+def build_tokenizer(source: GGUFSource, tokens: list[str]) -> Tokenizer:
+    """A `tokenizers.Tokenizer` that encodes as the model of `source` was trained to."""
+    kind = source.require("tokenizer.ggml.model")
+    types: list[int] = source.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if kind == "gpt2":
+        tokenizer, bos = _byte_level(source, tokens)
+    elif kind == "llama":
+        tokenizer, bos = _sentencepiece(source, tokens, types), True
+    else:
+        raise ConversionError(
+            f"{source.path}: tokenizer {kind!r} (tokenizer.ggml.model) cannot be converted; "
+            "supported: gpt2, llama. Pass --tokenizer with the directory of the original model"
+        )
+    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
+        added = [t for t, token_type in zip(tokens, types, strict=True) if token_type == wanted]
+        marks = [AddedToken(token, special=special, normalized=False) for token in added]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(marks)
+    _add_template(tokenizer, source, tokens, bos)
+    return tokenizer
+
+
+def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """Byte-level BPE, and whether its texts begin with the begin token by default."""
+    pre = source.get("tokenizer.ggml.pre", "default")
+    if pre not in _PATTERNS:
+        raise ConversionError(
+            f"{source.path}: text splitting {pre!r} (tokenizer.ggml.pre) is not known; known: "
+            f"{', '.join(_PATTERNS)}. Pass --tokenizer with the directory of the original model"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in source.require("tokenizer.ggml.merges")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConversionError(f"{source.path}: broken vocabulary: {error}") from error
+    tokenizer = Tokenizer(model)
+    if pre in _NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    pattern = _PATTERNS[pre]
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if pre in _DIGITS_APART:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre in _BOS_BY_DEFAULT
+
+
+def _sentencepiece(source: GGUFSource, tokens: list[str], types: list[int]) -> Tokenizer:
+    """SentencePiece BPE with bytes for what the vocabulary lacks.
+
+    SentencePiece joins the adjacent pair whose whole has the best score, whichever pair makes it,
+    so each piece is listed with every way to cut it in two, best score first. Where a text gets a
+    space in front, so does what follows a special token, as in llama.cpp and Llama 2's own files.
+    """
+    scores: list[float] = source.require("tokenizer.ggml.scores")
+    plain = {
+        token: i
+        for i, (token, token_type) in enumerate(zip(tokens, types, strict=True))
+        if token_type not in (_CONTROL, _USER_DEFINED, _BYTE)
+    }
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, i in plain.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in plain and right in plain:
+                merges.append((-scores[i], plain[left], plain[right], left, right))
+    merges.sort()
+    unknown = source.get("tokenizer.ggml.unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[(left, right) for *_, left, right in merges],
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in types,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if source.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _add_template(tokenizer: Tokenizer, source: GGUFSource, tokens: list[str], bos: bool) -> None:
+    """Begin and end tokens around a text, where the file asks for them."""
+    before: list[tuple[str, int]] = []
+    after: list[tuple[str, int]] = []
+    for role, side, default in (("bos", before, bos), ("eos", after, False)):
+        token = source.get(f"tokenizer.ggml.{role}_token_id")
+        if token is not None and source.get(f"tokenizer.ggml.add_{role}_token", default):
+            side.append((tokens[token], token))
+    steps: list[Any] = []
+    if source.require("tokenizer.ggml.model") == "gpt2":
+        steps.append(processors.ByteLevel(trim_offsets=False))
+    if before or after:
+        first, last = [t for t, _ in before], [t for t, _ in after]
+        steps.append(
+            processors.TemplateProcessing(
+                single=[*first, "$A", *last],
+                pair=[*first, "$A", *last, *[f"{t}:1" for t in first], "$B:1"]
+                + [f"{t}:1" for t in last],
+                special_tokens=[*before, *after],
+            )
+        )
+    if steps:
+        tokenizer.post_processor = processors.Sequence(steps)
+
+
+def _tokenizer_config(source: GGUFSource, tokens: list[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        # Says "take tokenizer.json as it is"; a class of one model would rebuild parts of it.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": source.require_arch("context_length"),
+        "clean_up_tokenization_spaces": False,
+    }
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    for ours, theirs in roles.items():
+        if (token := source.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+            config[f"{ours}_token"] = tokens[token]
+    if template := source.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config

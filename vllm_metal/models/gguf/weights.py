@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each GGUF tensor is stored in MLX's form: dense, the same blocks, or quantised anew."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, dequantize
+
+from .errors import ConversionError
+from .families import ROPE_FREQS, Family, tensor_names
+from .quant import EXACT, FLOATS, GROUP_SIZE, KQUANTS, SUPPORTED, repack
+from .safetensors import StoredTensor
+from .source import GGUFSource, GGUFTensor
+
+DType = Literal["float16", "bfloat16", "float32"]
+_CODES: Mapping[DType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_MLX: Mapping[DType, mx.Dtype] = {
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "float32": mx.float32,
+}
+# Values decoded at a time: 1 MiB of float32 stays in cache. Sizes from 2^16 to 2^24 measured alike.
+_CHUNK_VALUES = 1 << 18
+
+Rows = dict[str, npt.NDArray[Any]]
+"""Parameter suffix ("weight", "scales", "biases", "bias") -> rows as they are stored."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One GGUF tensor and what it becomes."""
+
+    source: GGUFTensor
+    module: str
+    """Path of the module in mlx-lm's model, such as "model.layers.0.mlp.up_proj"."""
+    bits: int | None
+    """Bits of each stored value in groups of GROUP_SIZE; None for a dense tensor."""
+    stored: tuple[StoredTensor, ...]
+    encode: Callable[[npt.NDArray[Any]], Rows]
+    order: npt.NDArray[np.intp] | None
+    """Row of the GGUF tensor for each row written; None where they are the same."""
+
+    def rows(self) -> Iterator[tuple[int, Rows, int]]:
+        """(first row, stored rows by full parameter name, GGUF bytes read), piece by piece.
+
+        Raises ConversionError for a value that the chosen element type cannot hold.
+        """
+        data = self.source.data
+        step = max(1, _CHUNK_VALUES * len(data) // prod(self.source.shape))
+        for start in range(0, len(data), step):
+            # A slice of the memory map is a view; picking rows in another order copies them.
+            part = data[start : start + step]
+            if self.order is not None:
+                part = data[self.order[start : start + step]]
+            encoded = {
+                f"{self.module}.{suffix}": rows for suffix, rows in self.encode(part).items()
+            }
+            for name, rows in encoded.items():
+                if rows.dtype == np.float16 and not np.isfinite(rows).all():
+                    raise ConversionError(
+                        f"{name}: values beyond float16's range; use --dtype bfloat16 or float32"
+                    )
+            yield start, encoded, part.nbytes
+
+
+def plan_weights(
+    source: GGUFSource,
+    family: Family,
+    dtype: DType,
+    keep_blocks: bool,
+    kquant_bits: int | None,
+) -> list[Weight]:
+    """What becomes of every tensor of `source`, in file order. Reads no data.
+
+    `keep_blocks` leaves the 32-wide blocks quantised; `kquant_bits` is the width at which K-quant
+    matrices are quantised anew, or None to store them dense. `dtype` is the element type of dense
+    tensors and of scales. Raises ConversionError for a tensor type that is not supported.
+    """
+    heads = source.require_arch("attention.head_count")
+    kv_heads = source.arch("attention.head_count_kv", heads)
+    plan = []
+    for name, target in tensor_names(family, source).items():
+        tensor = source.tensors[name]
+        module = target.rsplit(".", 1)[0]
+        order = None
+        if family.interleaved_rope and (".attn_q." in name or ".attn_k." in name):
+            order = _half_split_order(len(tensor.data), heads if ".attn_q." in name else kv_heads)
+        offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+        bits = _stored_bits(source, tensor, keep_blocks, kquant_bits)
+        stored, encode = _storage(target, tensor, bits, dtype, offset)
+        plan.append(Weight(tensor, module, bits, stored, encode, order))
+    return plan
+
+
+def natural_dtype(source: GGUFSource, family: Family) -> DType:
+    """The element type most of the file's unquantised matrices have, or else the family's own."""
+    sizes: dict[str, int] = {}
+    for tensor in source.tensors.values():
+        if tensor.kind in FLOATS and len(tensor.shape) > 1 and tensor.name != ROPE_FREQS:
+            name = FLOATS[tensor.kind]
+            sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
+    quantised = any(t.kind not in FLOATS for t in source.tensors.values())
+    chosen = family.default_dtype if quantised or not sizes else max(sizes, key=lambda k: sizes[k])
+    return next(dtype for dtype in _CODES if dtype == chosen)
+
+
+def quantization_config(plan: list[Weight]) -> dict[str, Any] | None:
+    """mlx-lm's "quantization" entry: the commonest width, and a line for every other module."""
+    widths = {w.module: w.bits for w in plan if w.bits is not None}
+    if not widths:
+        return None
+    common = max(set(widths.values()), key=list(widths.values()).count)
+    config: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": common, "mode": "affine"}
+    for module, bits in widths.items():
+        if bits != common:
+            config[module] = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
+    return config
+
+
+def _stored_bits(
+    source: GGUFSource, tensor: GGUFTensor, keep_blocks: bool, kquant_bits: int | None
+) -> int | None:
+    kind = tensor.kind
+    if kind not in SUPPORTED:
+        raise ConversionError(
+            f"{source.path}: tensor {tensor.name} has type {kind.name}, which cannot be converted; "
+            f"supported: {', '.join(t.name for t in SUPPORTED)}"
+        )
+    if len(tensor.shape) == 2:
+        if kind in EXACT and keep_blocks:
+            return EXACT[kind].bits
+        if kind in KQUANTS:
+            return kquant_bits
+    return None
+
+
+def _storage(
+    target: str,
+    tensor: GGUFTensor,
+    bits: int | None,
+    dtype: DType,
+    offset: float,
+) -> tuple[tuple[StoredTensor, ...], Callable[[npt.NDArray[Any]], Rows]]:
+    kind = tensor.kind
+    module, suffix = target.rsplit(".", 1)
+    if bits is None:
+        return (
+            (StoredTensor(target, _CODES[dtype], tensor.shape),),
+            lambda data: {suffix: _cast(_decode(data, kind) - np.float32(offset), dtype)},
+        )
+    rows, columns = tensor.shape
+    groups = (rows, columns // GROUP_SIZE)
+    stored = (
+        StoredTensor(target, "U32", (rows, columns * bits // 32)),
+        StoredTensor(f"{module}.scales", _CODES[dtype], groups),
+        StoredTensor(f"{module}.biases", _CODES[dtype], groups),
+    )
+    if kind in EXACT:
+        return stored, lambda data: _keep(data, kind, dtype)
+    return stored, lambda data: _quantise(_decode(data, kind), bits, dtype)
+
+
+def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> Rows:
+    rows = repack(data, kind)
+    return {
+        "weight": rows.words,
+        "scales": _cast(rows.scales, dtype),
+        "biases": _cast(rows.biases, dtype),
+    }
+
+
+def _quantise(values: npt.NDArray[np.float32], bits: int, dtype: DType) -> Rows:
+    dense = mx.array(values).astype(_MLX[dtype])
+    parts = mx.quantize(dense, group_size=GROUP_SIZE, bits=bits)
+    words, scales, biases = (_to_numpy(part) for part in parts)
+    return {"weight": words, "scales": scales, "biases": biases}
+
+
+def _decode(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+    values: npt.NDArray[np.float32] = dequantize(data, kind).astype(np.float32, copy=False)
+    return values
+
+
+def _cast(values: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """`values` in `dtype`; bfloat16, which numpy lacks, as its uint16 bit pattern."""
+    if dtype == "bfloat16":
+        return _to_numpy(mx.array(values).astype(mx.bfloat16))
+    with np.errstate(over="ignore"):  # Weight.rows reports what does not fit
+        return values.astype(dtype, copy=False)
+
+
+def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def _half_split_order(rows: int, heads: int) -> npt.NDArray[np.intp]:
+    """Rows of a llama q or k in the order of Hugging Face's RoPE, (rows,).
+
+    A head's rows pair up for rotation. GGUF has each pair side by side (0, 1), (2, 3) ...; the
+    models here pair the two halves of the head: row i with row i + head_dim / 2.
+    """
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
