@@ -7,7 +7,7 @@ os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from vllm_metal import blas  # noqa: E402
+from vllm_metal import blas
 
 if os.environ["VLLM_METAL_DEVICE"] == "cpu":
     blas.load()

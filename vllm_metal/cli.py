@@ -84,8 +84,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dequantize",
-        action="store_true",
-        help="dense float32 weights, which the CPU device runs much faster than 4-bit ones",
+        action=argparse.BooleanOptionalAction,
+        help="dense float32 weights, which the CPU device runs much faster than 4-bit ones; "
+        "default: what suits this machine's device",
     )
     parser.set_defaults(run=_model)
 

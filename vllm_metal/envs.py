@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 Device = Literal["metal", "cpu"]
 
@@ -13,8 +13,8 @@ Device = Literal["metal", "cpu"]
 def requested_device() -> Device | None:
     """The MLX device to serve on, or None where the plugin stays out of the way.
 
-    ``VLLM_METAL_DEVICE``: ``metal`` (the default on Apple silicon), ``cpu`` (MLX's CPU backend, on
-    any machine) or ``off``.
+    ``VLLM_METAL_DEVICE``: ``metal`` (the default on Apple silicon; elsewhere loading fails for want
+    of a Metal device), ``cpu`` (MLX's CPU backend, on any machine) or ``off``.
 
     Raises:
         ValueError: the variable holds anything else.
@@ -24,15 +24,17 @@ def requested_device() -> Device | None:
         raise ValueError(f"VLLM_METAL_DEVICE={value!r}: choose metal, cpu or off")
     if value == "off":
         return None
-    if value == "cpu":
-        return "cpu"
+    if value in ("metal", "cpu"):
+        return cast(Device, value)
     return "metal" if sys.platform == "darwin" and platform.machine() == "arm64" else None
 
 
 def cache_dir() -> Path:
-    """Folder for converted models: ``VLLM_METAL_CACHE``, else the user's cache folder."""
-    if explicit := os.environ.get("VLLM_METAL_CACHE"):
-        return Path(explicit).expanduser()
+    """Folder for converted models: ``VLLM_METAL_CACHE``, else the platform's cache folder."""
+    if chosen := os.environ.get("VLLM_METAL_CACHE"):
+        return Path(chosen).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "vllm-metal"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-metal"
+    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "vllm-metal"

@@ -126,7 +126,9 @@ class MetalPlatform(Platform):
             )
 
     @classmethod
-    def validate_request(cls, processed_inputs: Any, params: SamplingParams | PoolingParams) -> None:
+    def validate_request(
+        cls, processed_inputs: Any, params: SamplingParams | PoolingParams
+    ) -> None:
         from vllm.sampling_params import SamplingParams
 
         from vllm_metal.sample import validate
@@ -152,10 +154,10 @@ def _refuse_unsupported(config: VllmConfig) -> None:
     }
     if model is not None:
         refusals |= {
-            "--enable-sleep-mode": model.enable_sleep_mode,
             f"--runner {model.runner_type}": model.runner_type != "generate",
             "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
-                model.is_multimodal_model and not model.multimodal_config.language_model_only
+                model.multimodal_config is not None
+                and not model.multimodal_config.language_model_only
             ),
             "--enable-prompt-embeds": model.enable_prompt_embeds,
             "encoder-decoder models": model.is_encoder_decoder,

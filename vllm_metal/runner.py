@@ -50,9 +50,7 @@ class ModelRunner:
         self._update_requests(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch = prepare(
-            self._requests, scheduler_output.num_scheduled_tokens, self._last_token_ids
-        )
+        batch = prepare(self._requests, scheduler_output.num_scheduled_tokens, self._last_token_ids)
         logits = self._model.forward(batch, self._requests.block_tables)
         self._forwarded = (batch, logits)
         return None

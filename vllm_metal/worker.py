@@ -60,7 +60,8 @@ class MetalWorker(WorkerBase):
         )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return kv_cache_specs(self.layers, self.cache_config.block_size, self.model_config.dtype)
+        dtype = loader.torch_dtype(self.vllm_config)
+        return kv_cache_specs(self.layers, self.cache_config.block_size, dtype)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # layer outermost: a region a layer, slots of a block in order
@@ -78,20 +79,21 @@ class MetalWorker(WorkerBase):
     def _profile(self) -> None:
         """Runs the largest step the scheduler may ask for, so that its peak can be read."""
         budget.profile_step(
-            self.model, self._rows, self.layers, self.vllm_config, self._dtype()
+            self.model,
+            self._rows,
+            self.layers,
+            self.vllm_config,
+            loader.mlx_dtype(self.vllm_config),
         )
-
-    def _dtype(self) -> mx.Dtype:
-        return loader.MLX_DTYPES[self.model_config.dtype]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         block_size = self.cache_config.block_size
-        regions = allocate_regions(kv_cache_config, self.layers, block_size, self._dtype())
+        regions = allocate_regions(
+            kv_cache_config, self.layers, block_size, loader.mlx_dtype(self.vllm_config)
+        )
         groups = kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
-        executor = ModelExecutor(
-            self.model, self._rows, self.layers, regions, group_of, block_size
-        )
+        executor = ModelExecutor(self.model, self._rows, self.layers, regions, group_of, block_size)
         mx.eval(executor.pool_arrays())
         max_num_reqs = self.scheduler_config.max_num_seqs
         max_len = self.model_config.max_model_len

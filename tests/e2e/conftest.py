@@ -6,9 +6,9 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-import pytest  # noqa: E402
+import pytest
 
-from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path  # noqa: E402
+from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path
 
 
 @pytest.fixture(scope="session")

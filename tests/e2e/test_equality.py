@@ -10,51 +10,82 @@ CHUNK = 64  # tokens of a step: longer prompts come in chunks
 NUM_BLOCKS = 110
 
 
+
+
 @pytest.fixture(scope="module")
-def dense(request, smollm2):
+def dense(smollm2):
     return Dense(smollm2)
 
 
-def serve_and_check(model, dense, prompts, async_scheduling, caching, passes=1, **options):
-    """Runs the prompts `passes` times; every output is checked. Returns counters per pass."""
+def serve_and_check(model, dense, prompts, passes=1, **options):
+    """Serves the prompts `passes` times and checks every output; counters after each pass."""
     seen = []
-    with engine(
-        model,
-        max_num_seqs=16,
-        max_num_batched_tokens=CHUNK,
-        num_gpu_blocks_override=NUM_BLOCKS,
-        enable_prefix_caching=caching,
-        async_scheduling=async_scheduling,
-        **options,
-    ) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == async_scheduling
+    with engine(model, max_num_seqs=16, max_num_batched_tokens=CHUNK, **options) as llm:
+        scheduler = llm.llm_engine.vllm_config.scheduler_config
+        assert scheduler.async_scheduling == options["async_scheduling"]
         for _ in range(passes):
             outputs = generate(llm, prompts, greedy(MAX_TOKENS))
             for prompt, tokens in zip(prompts, outputs, strict=True):
                 assert len(tokens) == MAX_TOKENS
                 dense.check(prompt, tokens)
             seen.append(counters(llm))
+    # Steps hold at most CHUNK tokens, so the prompts longer than that came in chunks.
+    assert max(map(len, prompts)) > CHUNK
+    steps = seen[-1]["vllm:iteration_tokens_total:count"]
+    assert 0 < seen[-1]["vllm:iteration_tokens_total"] <= CHUNK * steps
     return seen
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 def test_without_prefix_caching(smollm2, dense, async_scheduling):
     prompts = make_prompts(text_tokens(smollm2), 64, 700)
-    (after,) = serve_and_check(smollm2, dense, prompts, async_scheduling, caching=False)
+    (after,) = serve_and_check(
+        smollm2,
+        dense,
+        prompts,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        enable_prefix_caching=False,
+        async_scheduling=async_scheduling,
+    )
     assert after["vllm:prefix_cache_hits"] == 0
     assert after["vllm:num_preemptions"] > 0
-    # Steps hold at most CHUNK tokens, so the prompts longer than that came in chunks.
-    steps = after["vllm:iteration_tokens_total:count"]
-    assert after["vllm:iteration_tokens_total"] <= CHUNK * steps
-    assert sum(len(prompt) > CHUNK for prompt in prompts) > 10
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 def test_with_prefix_caching_cold_and_warm(smollm2, dense, async_scheduling):
     prompts = make_prompts(text_tokens(smollm2), 64, 700)
     cold, warm = serve_and_check(
-        smollm2, dense, prompts, async_scheduling, caching=True, passes=2
+        smollm2,
+        dense,
+        prompts,
+        passes=2,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        async_scheduling=async_scheduling,
     )
     assert cold["vllm:num_preemptions"] > 0
     assert cold["vllm:prefix_cache_hits"] > 0
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"]
+
+
+#: Gemma's pool: one request of 700 takes 45 blocks of its full layers' group and up to 37 of each
+#: of five window groups, so sixteen do not fit.
+GEMMA_NUM_BLOCKS = 600
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "plain"])
+def test_window_layers_past_their_window(gemma3, caching):
+    prompts = make_prompts(text_tokens(gemma3), 16, 700)
+    prompts += [prompt[: 560 + 20 * i] for i, prompt in enumerate([prompts[1]] * 4)]
+    assert sum(len(prompt) > 512 for prompt in prompts) >= 5
+    seen = serve_and_check(
+        gemma3,
+        Dense(gemma3),
+        prompts,
+        passes=1 + caching,
+        num_gpu_blocks_override=GEMMA_NUM_BLOCKS,
+        enable_prefix_caching=caching,
+        async_scheduling=True,
+    )
+    hits = [counts["vllm:prefix_cache_hits"] for counts in seen]
+    assert seen[0]["vllm:num_preemptions"] > 0
+    assert (hits[1] > hits[0] > 0) if caching else hits == [0]

@@ -32,7 +32,7 @@ class Region:
         if not self._pending:
             return
         slots, keys, values = (
-            parts[0] if len(parts) == 1 else mx.concatenate(parts)
+            parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
             for parts in zip(*self._pending, strict=True)
         )
         self._pending.clear()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -22,20 +23,21 @@ def kv_cache_specs(
     layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype
 ) -> dict[str, KVCacheSpec]:
     """One spec a layer, by layer name; vLLM groups them and hands each group its blocks."""
-    specs: dict[str, KVCacheSpec] = {}
-    for layer in layers:
-        shape = {
-            "block_size": block_size,
-            "num_kv_heads": layer.num_kv_heads,
-            "head_size": layer.head_size,
-            "dtype": dtype,
-        }
-        specs[layer.name] = (
-            FullAttentionSpec(**shape)
+
+    def spec(layer: AttentionLayer) -> KVCacheSpec:
+        family = (
+            FullAttentionSpec
             if layer.window is None
-            else SlidingWindowSpec(**shape, sliding_window=layer.window)
+            else partial(SlidingWindowSpec, sliding_window=layer.window)
         )
-    return specs
+        return family(
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=dtype,
+        )
+
+    return {layer.name: spec(layer) for layer in layers}
 
 
 def allocate_regions(

@@ -4,8 +4,6 @@
 Each is converted once into a cache directory of the user and found there from then on.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from filelock import FileLock
+
+from vllm_metal import envs
 
 from .gguf import CONVERTER_VERSION, ConvertOptions, convert
 
@@ -26,28 +26,20 @@ class MissingModelPackage(ImportError):
     """The Python package that carries a model is not installed; the message has the command."""
 
 
-def cache_directory() -> Path:
-    """Where converted models are kept: $VLLM_METAL_CACHE, or the platform's cache directory."""
-    if chosen := os.environ.get("VLLM_METAL_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "vllm-metal"
-    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / (
-        "vllm-metal"
-    )
+def embedded_model_path(dequantize: bool | None = None) -> Path:
+    """Directory of SmolLM2-135M-Instruct, the model of the examples and the tests.
 
-
-def embedded_model_path(dequantize: bool = False) -> Path:
-    """Directory of SmolLM2-135M-Instruct, the model served when none is named.
-
-    By default its 4-bit blocks stay as they are (96 MB), which is what a GPU wants. With
-    `dequantize` they are written out as float32 (540 MB): MLX's CPU backend runs dense float32
-    an order of magnitude faster than quantised or half-precision weights, and d * q + m of a
-    block is exact in float32 up to one rounding, whereas float16 would round every weight again.
+    Its 4-bit blocks stay as they are (96 MB), which is what a GPU wants, or with `dequantize` are
+    written out as float32 (540 MB): MLX's CPU backend runs dense float32 an order of magnitude
+    faster than quantised or half-precision weights, and d * q + m of a block is exact in float32
+    up to one rounding, whereas float16 would round every weight again. None, the default, picks
+    the form that suits the device.
 
     Raises MissingModelPackage where the package with the weights is not installed.
     """
+
+    if dequantize is None:
+        dequantize = envs.requested_device() != "metal"
 
     def build(out: Path) -> None:
         options = ConvertOptions()
@@ -78,7 +70,7 @@ def gemma3_270m_path() -> Path:
 
 def _cached(name: str, build: Callable[[Path], None]) -> Path:
     """`name` in the cache, built under a lock if it is not there: of two processes one builds."""
-    models = cache_directory() / "models"
+    models = envs.cache_dir() / "models"
     out = models / f"{name}-v{CONVERTER_VERSION}"
     if out.is_dir():
         return out

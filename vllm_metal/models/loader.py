@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -49,7 +48,7 @@ def load(config: VllmConfig) -> nn.Module:
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         raise ModelLoadError(f"mlx-lm cannot load {path}: {error}") from error
     seam.install()  # the family's module was imported just now
-    dtype = MLX_DTYPES[model_config.dtype]
+    dtype = mlx_dtype(config)
     floating = (mx.float16, mx.bfloat16, mx.float32)
     model.update(
         tree_map(lambda a: a.astype(dtype) if a.dtype in floating else a, model.parameters())
@@ -80,7 +79,8 @@ def _folder(model: str, revision: str | None, download_dir: str | None) -> Path:
 
 def _materialise(model: nn.Module, path: Path) -> None:
     """Reads the weights, which load lazily, with a progress bar in bytes."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    arrays = [array for _, array in parameters]
     total = sum(array.nbytes for array in arrays)
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:
@@ -89,6 +89,25 @@ def _materialise(model: nn.Module, path: Path) -> None:
                 bar.update(array.nbytes)
     except RuntimeError as error:
         raise ModelLoadError(f"weights in {path} are truncated or unreadable: {error}") from error
+
+
+def torch_dtype(config: VllmConfig) -> torch.dtype:
+    """The dtype vLLM settled on for weights and KV cache."""
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
+    return dtype
+
+
+def mlx_dtype(config: VllmConfig) -> mx.Dtype:
+    """The same as MLX's dtype.
+
+    Raises:
+        ModelLoadError: MLX models do not come in it.
+    """
+    dtype = torch_dtype(config)
+    if dtype not in MLX_DTYPES:
+        raise ModelLoadError(f"--dtype {dtype} is not supported: choose one of {[*MLX_DTYPES]}")
+    return MLX_DTYPES[dtype]
 
 
 def model_type(config: VllmConfig) -> str:
@@ -145,8 +164,3 @@ def _wrap_call(module: nn.Module, then: Callable[[mx.array], mx.array]) -> None:
         return then(family.__call__(self, *args, **kwargs))
 
     module.__class__ = type(family.__name__, (family,), {"__call__": call})
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The folder's config.json."""
-    return json.loads((path / "config.json").read_text())

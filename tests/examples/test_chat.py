@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat's history, commands, figures, and its Ctrl-C."""
+
+import os
+import signal
+
+import pytest
+from _chat import ChatError, Conversation, TurnStats
+from chat import interruptible, obey, questions
+from demo import missed_hits
+
+
+def words(messages: list[dict[str, str]]) -> int:
+    """A tokenizer: words, and one token a message."""
+    return sum(1 + len(message["content"].split()) for message in messages)
+
+
+def test_messages_alternate_after_the_system_prompt() -> None:
+    said = Conversation("be brief", [("a", "b")]).messages("c")
+    assert [(m["role"], m["content"]) for m in said] == [
+        ("system", "be brief"),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+    ]
+
+
+def test_without_a_system_prompt_the_template_has_the_say() -> None:
+    assert Conversation().messages("q") == [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize("limit", range(10, 40))
+def test_make_room_forgets_no_more_than_needed(limit: int) -> None:
+    turns = [(f"question {n}", f"answer number {n}") for n in range(4)]
+    conversation = Conversation("rules", list(turns))
+    forgotten = conversation.make_room("now this", words, limit, reserve=5)
+    assert conversation.turns == turns[forgotten:]
+    needed = words(conversation.messages("now this")) + 5
+    assert needed <= limit or not conversation.turns
+    if forgotten:
+        one_more = Conversation("rules", turns[forgotten - 1 :])
+        assert words(one_more.messages("now this")) + 5 > limit
+
+
+def test_room_for_the_answer_is_given_up_before_the_question() -> None:
+    assert Conversation().make_room("one two three", words, limit=5, reserve=100) == 0
+
+
+def test_a_question_that_fills_the_context_is_refused() -> None:
+    with pytest.raises(ChatError, match=r"takes 4 tokens.*holds 4.*--max-model-len"):
+        Conversation().make_room("one two three", words, limit=4, reserve=1)
+
+
+def test_speed_is_of_the_tokens_after_the_first() -> None:
+    stats = TurnStats(37, 32, output_tokens=11, ttft=0.25, decode_time=0.5)
+    assert stats.tokens_per_second == pytest.approx(20.0)
+    assert stats.line() == "TTFT 250 ms · 20.0 tok/s · 37 prompt tokens, 32 cached"
+
+
+def test_one_token_has_no_speed() -> None:
+    assert TurnStats(3, 0, output_tokens=1, ttft=0.1, decode_time=0.0).cells()[-1] == "–"
+
+
+@pytest.mark.parametrize(("cached", "wrong"), [(0, True), (16, True), (32, False), (48, False)])
+def test_demo_wants_all_full_blocks_of_the_turn_before(cached: int, wrong: bool) -> None:
+    before = TurnStats(37, 0, 5, 0.1, 0.1)
+    now = TurnStats(60, cached, 5, 0.1, 0.1)
+    assert bool(missed_hits(2, now, before, block_size=16)) == wrong
+
+
+def test_reset_keeps_the_system_prompt() -> None:
+    conversation = Conversation("be brief", [("a", "b")])
+    assert obey("/reset", conversation)
+    assert conversation == Conversation("be brief")
+
+
+def test_system_sets_the_prompt_and_starts_anew() -> None:
+    conversation = Conversation("", [("a", "b")])
+    assert obey("/system  speak like a pirate ", conversation)
+    assert conversation == Conversation("speak like a pirate")
+
+
+@pytest.mark.parametrize("line", ["/help", "/nonsense", "/resetnow"])
+def test_other_commands_change_nothing(line: str) -> None:
+    conversation = Conversation("s", [("a", "b")])
+    assert obey(line, conversation)
+    assert conversation == Conversation("s", [("a", "b")])
+
+
+def test_quit_leaves() -> None:
+    assert not obey("/quit", Conversation())
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        (["hi", EOFError], ["hi"]),
+        (["", "  ", "hi ", EOFError], ["hi"]),
+        ([KeyboardInterrupt, "hi", KeyboardInterrupt, "ho", EOFError], ["hi", "ho"]),
+        (["hi", KeyboardInterrupt, KeyboardInterrupt], ["hi"]),
+    ],
+)
+def test_the_prompt_ends_at_ctrl_d_or_two_ctrl_c_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str | type[BaseException]], asked: list[str]
+) -> None:
+    pending = iter(typed)
+
+    def answer(prompt: str) -> str:
+        line = next(pending)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert list(questions()) == asked
+    assert next(pending, None) is None
+
+
+def test_ctrl_c_in_a_half_typed_line_only_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = iter(["one", "two", ""])  # what stands in the line at each Ctrl-C
+
+    def answer(prompt: str) -> str:
+        try:
+            monkeypatch.setattr("chat.half_typed", lambda line=next(pending): line)
+        except StopIteration:
+            raise EOFError from None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert list(questions()) == []
+    assert next(pending, None) is None
+
+
+def test_the_first_ctrl_c_of_an_answer_only_asks_to_stop() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interruptible() as interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment variables, and when the plugin applies."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+import vllm_metal
+from vllm_metal import envs
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "setting", "device"),
+    [
+        ("darwin", "arm64", None, "metal"),
+        ("darwin", "x86_64", None, None),
+        ("linux", "x86_64", None, None),
+        ("linux", "aarch64", "cpu", "cpu"),
+        ("darwin", "arm64", "cpu", "cpu"),
+        ("darwin", "arm64", "off", None),
+        ("linux", "x86_64", "METAL", "metal"),
+    ],
+)
+def test_the_plugin_applies_on_apple_silicon_or_when_asked(
+    monkeypatch, system, machine, setting, device
+):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.delenv("VLLM_METAL_DEVICE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("VLLM_METAL_DEVICE", setting)
+    assert envs.requested_device() == device
+    assert vllm_metal.register() == (vllm_metal.PLATFORM if device else None)
+
+
+def test_a_bad_device_is_named(monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="VLLM_METAL_DEVICE='gpu': choose metal, cpu or off"):
+        envs.requested_device()
+    assert vllm_metal.register() == vllm_metal.PLATFORM  # whose own import tells the user
+
+
+def test_the_cache_follows_the_platform(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("VLLM_METAL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert envs.cache_dir() == tmp_path / ".cache" / "vllm-metal"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert envs.cache_dir() == tmp_path / "xdg" / "vllm-metal"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert envs.cache_dir() == tmp_path / ".cache" / "vllm-metal"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert envs.cache_dir() == tmp_path / "Library" / "Caches" / "vllm-metal"
+    monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path / "mine"))
+    assert envs.cache_dir() == tmp_path / "mine"
+
+
+def test_importing_the_entry_point_imports_neither_torch_nor_mlx():
+    code = "import sys, vllm_metal; vllm_metal.register(); print({'torch', 'mlx'} & {*sys.modules})"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"

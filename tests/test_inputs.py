@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's inputs from the persistent tables."""
+
+import mlx.core as mx
+import numpy as np
+from test_requests import new_request
+
+from vllm_metal.inputs import attention_metadata, prepare
+from vllm_metal.requests import BlockTables, Requests
+
+
+def make():
+    requests = Requests(4, 128, BlockTables(1, 4, 9))
+    requests.add(new_request("long", list(range(100, 150)), ([5, 3, 8, 1],)))
+    short = requests.add(new_request("short", [7, 8, 9], ([2],)))
+    return requests, short
+
+
+def test_a_chunk_and_a_whole_prompt_in_one_ragged_batch():
+    requests, _ = make()
+    requests.num_computed_tokens_np[requests["long"].slot] = 16
+    batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
+    assert batch.query_start_loc_np.tolist() == [0, 20, 23]
+    assert batch.seq_lens_np.tolist() == [36, 3]
+    assert np.array(batch.input_ids).tolist() == [*range(116, 136), 7, 8, 9]
+    assert np.array(batch.positions).tolist() == [*range(16, 36), 0, 1, 2]
+    # Only the whole prompt samples, from its last row.
+    assert batch.sampling_np.tolist() == [1]
+    assert np.array(batch.logits_indices).tolist() == [22]
+    assert batch.num_output_tokens_np.tolist() == [0]
+
+
+def test_slot_mapping_follows_the_block_table():
+    requests, _ = make()
+    requests.num_computed_tokens_np[requests["long"].slot] = 16
+    batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
+    metadata = attention_metadata(batch, requests.block_tables.tables_np[0], 16, None)
+    expected = [3 * 16 + i for i in range(16)] + [8 * 16 + i for i in range(4)]
+    assert np.array(metadata.slot_mapping).tolist() == [*expected, 32, 33, 34]
+
+
+def test_a_token_the_host_does_not_know_comes_from_the_device():
+    requests, short = make()
+    requests.num_computed_tokens_np[short.slot] = 3
+    requests.num_tokens_np[short.slot] = 4  # sampled by the step in flight
+    newest = mx.array([70, 71, 72, 73], mx.int32)
+    batch = prepare(requests, {"short": 1}, newest)
+    assert np.array(batch.input_ids).tolist() == [70 + short.slot]
+    assert batch.sampling_np.tolist() == [0]
+    assert batch.num_output_tokens_np.tolist() == [1]
+    assert batch.logits_indices is None  # every row's logits are wanted

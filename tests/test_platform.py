@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the platform refuses, by name and before a model loads."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+
+def config(model, **options):
+    return EngineArgs(model=model, max_model_len=256, **options).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def model():
+    from vllm_metal.models.embedded import embedded_model_path
+
+    return str(embedded_model_path(dequantize=True))
+
+
+def test_vllm_has_picked_this_platform():
+    assert type(current_platform).__name__ == "MetalPlatform"
+    assert current_platform.is_out_of_tree()
+
+
+def test_defaults_of_the_cpu_device(model):
+    found = config(model)
+    assert found.model_config.dtype == torch.float32
+    assert found.cache_config.block_size == 16
+    assert found.scheduler_config.async_scheduling
+    assert found.cache_config.enable_prefix_caching
+    assert found.parallel_config.worker_cls == "vllm_metal.worker.MetalWorker"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"block_size": 8}, "--block-size 8"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"enable_sleep_mode": True}, "Sleep mode"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(model, options, named):
+    with pytest.raises(ValueError, match=named):
+        config(model, **options)
+
+
+def test_a_request_parameter_that_cannot_be_honoured_is_named():
+    with pytest.raises(ValueError, match="thinking_token_budget"):
+        current_platform.validate_request({}, SamplingParams(thinking_token_budget=5))
+    current_platform.validate_request({}, SamplingParams(temperature=0.5, top_k=3, logprobs=2))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The persistent tables across a request's life."""
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+
+from vllm_metal.requests import BlockTables, Requests
+
+
+def new_request(req_id, prompt, block_ids, num_computed_tokens=0):
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        block_ids=block_ids,
+        num_computed_tokens=num_computed_tokens,
+        lora_request=None,
+    )
+
+
+def make():
+    return Requests(2, 64, BlockTables(2, 2, 5))
+
+
+def test_a_request_is_added_advanced_and_removed():
+    requests = make()
+    state = requests.add(new_request("a", [5, 6, 7], ([3], [9])))
+    slot = state.slot
+    assert requests.token_ids_np[slot, :3].tolist() == [5, 6, 7]
+    cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ["a"], [([4], [8])], [3]
+    requests.advance(cached, 0)
+    assert requests.num_computed_tokens_np[slot] == 3
+    tables = [table[slot, :2].tolist() for table in requests.block_tables.tables_np]
+    assert tables == [[3, 4], [9, 8]]
+    assert requests.remove("a") is state
+    assert requests.remove("a") is None
+    assert len(requests) == 0
+
+
+def test_learnt_tokens_extend_what_the_host_knows():
+    requests = make()
+    state = requests.add(new_request("a", [5, 6], ([1], [2])))
+    outputs = state.output_token_ids
+    requests.learn(state, 11)
+    requests.learn(state, 12)
+    assert outputs == [11, 12]
+    assert requests.num_known_np[state.slot] == 4
+    assert requests.token_ids_np[state.slot, :4].tolist() == [5, 6, 11, 12]
+
+
+def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
+    requests = make()
+    old = requests.add(new_request("a", [5, 6], ([1], [2])))
+    new = requests.resume("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
+    requests.learn(old, 99)
+    assert new.output_token_ids == [11]
+    assert requests.num_known_np[new.slot] == 3
+    assert requests.block_tables.tables_np[0][new.slot, 0] == 3
+    requests.remove("a")
+    other = requests.add(new_request("b", [1], ([5], [6])))
+    requests.learn(new, 99)
+    assert other.slot == new.slot and requests.num_known_np[other.slot] == 1
+
+
+def test_slots_are_given_again():
+    requests = make()
+    for name in ("a", "b"):
+        requests.add(new_request(name, [1], ([1], [1])))
+    requests.remove("a")
+    requests.add(new_request("c", [2, 3], ([7], [8])))
+    slots = sorted(state.slot for state in requests)
+    assert slots == [0, 1]
+    assert np.count_nonzero(requests.num_tokens_np == 2) == 1
