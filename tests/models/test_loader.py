@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders as users have them: plain, MLX-quantised, broken."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.utils import load_model
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_metal.models import loader
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(folder, quantization=None, **changes):
+    """A model folder with random weights, in MLX's layout."""
+    config = CONFIG | changes
+    mx.random.seed(1)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    if quantization is not None:
+        nn.quantize(model, **quantization)
+        # mlx-lm's own converter writes both names.
+        config |= {"quantization": quantization, "quantization_config": quantization}
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load(folder, **options):
+    args = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, max_model_len=128, **options
+    )
+    return loader.load(args.create_engine_config())
+
+
+def logits(model):
+    return np.array(model(mx.arange(7)[None]).astype(mx.float32))
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_plain_and_quantised_weights_give_mlx_lms_logits(tmp_path, bits):
+    write(tmp_path, None if bits is None else {"group_size": 32, "bits": bits})
+    model = load(tmp_path)
+    reference, _ = load_model(tmp_path)
+    reference.set_dtype(mx.float32)
+    np.testing.assert_allclose(logits(model), logits(reference), atol=1e-5)
+    dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
+    assert dtypes == ({mx.float32} if bits is None else {mx.float32, mx.uint32})
+
+
+def test_an_explicit_dtype_is_honoured(tmp_path):
+    write(tmp_path)
+    model = load(tmp_path, dtype="float16")
+    assert {array.dtype for _, array in tree_flatten(model.parameters())} == {mx.float16}
+
+
+def test_only_chosen_rows_reach_the_head(tmp_path):
+    model = load(write(tmp_path))
+    rows = loader.SelectedRows(model)
+    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
+    every = rows.logits(model, ids, [None] * 2, None)
+    some = rows.logits(model, ids, [None] * 2, mx.array([4, 1]))
+    assert some.shape == (2, 96)
+    np.testing.assert_allclose(np.array(some), np.array(every)[[4, 1]], atol=1e-6)
+    again = rows.logits(model, ids, [None] * 2, None)
+    assert again.shape == (5, 96)
+
+
+def test_missing_weights_are_named(tmp_path):
+    (write(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(loader.ModelLoadError, match=f"No safetensors found in {tmp_path}"):
+        load(tmp_path)
+
+
+def test_truncated_weights_are_named(tmp_path):
+    weights = write(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(loader.ModelLoadError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+def test_weights_that_do_not_fit_the_config_are_named(tmp_path):
+    write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(loader.ModelLoadError, match=r"layers\.2"):
+        load(tmp_path)
+
+
+def test_a_family_mlx_lm_lacks_is_named(tmp_path):
+    write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(loader.ModelLoadError, match="opt"):
+        load(tmp_path)
