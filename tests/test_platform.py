@@ -5,6 +5,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
 
@@ -29,8 +30,16 @@ def test_defaults_of_the_cpu_device(model):
     assert found.model_config.dtype == torch.float32
     assert found.cache_config.block_size == 16
     assert found.scheduler_config.async_scheduling
+    assert found.scheduler_config.max_num_batched_tokens == 512
     assert found.cache_config.enable_prefix_caching
     assert found.parallel_config.worker_cls == "vllm_metal.worker.MetalWorker"
+
+
+def test_explicit_settings_win_over_the_defaults(model):
+    found = config(model, max_num_batched_tokens=1024, max_num_seqs=7, async_scheduling=False)
+    assert found.scheduler_config.max_num_batched_tokens == 1024
+    assert found.scheduler_config.max_num_seqs == 7
+    assert not found.scheduler_config.async_scheduling
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,6 @@ def test_what_cannot_be_honoured_is_named(model, options, named):
 
 
 def test_a_request_parameter_that_cannot_be_honoured_is_named():
-    with pytest.raises(ValueError, match="thinking_token_budget"):
+    with pytest.raises(VLLMValidationError, match="thinking_token_budget"):
         current_platform.validate_request({}, SamplingParams(thinking_token_budget=5))
     current_platform.validate_request({}, SamplingParams(temperature=0.5, top_k=3, logprobs=2))

@@ -26,14 +26,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 compat.answer_for_torch_accelerator()
 logger = init_logger(__name__)
 
 WORKER = "vllm_metal.worker.MetalWorker"
 BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
-#: Tokens of one step on the CPU device, where a larger step only adds waiting.
-CPU_MAX_NUM_BATCHED_TOKENS = 2048
+#: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
+#: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
+#: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
+MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
+MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
 
 class MetalPlatform(Platform):
@@ -97,6 +101,19 @@ class MetalPlatform(Platform):
                 "directory (config.json with a 'quantization' entry), or convert a GGUF with "
                 "`vllm-metal convert`"
             )
+
+    @classmethod
+    def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        """Puts this platform's defaults in place of those vLLM picks by memory size."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+
+        contexts = (None, *UsageContext)
+        tokens = dict.fromkeys(contexts, MAX_NUM_BATCHED_TOKENS[cls.mlx_device])
+        seqs = dict.fromkeys(contexts, MAX_NUM_SEQS)
+        EngineArgs.get_batch_defaults = classmethod(  # type: ignore[method-assign, assignment]
+            lambda cls, world_size: (tokens, seqs)
+        )
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -73,6 +73,7 @@ class MetalWorker(WorkerBase):
         return budget.available_for_pool(
             self.current_platform.mlx_device,
             self.cache_config.gpu_memory_utilization,
+            len(self.layers),
             self._profile,
         )
 

@@ -10,8 +10,6 @@ CHUNK = 64  # tokens of a step: longer prompts come in chunks
 NUM_BLOCKS = 110
 
 
-
-
 @pytest.fixture(scope="module")
 def dense(smollm2):
     return Dense(smollm2)

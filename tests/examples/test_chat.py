@@ -47,8 +47,10 @@ def test_room_for_the_answer_is_given_up_before_the_question() -> None:
 
 
 def test_a_question_that_fills_the_context_is_refused() -> None:
+    conversation = Conversation("", [("a", "b")])
     with pytest.raises(ChatError, match=r"takes 4 tokens.*holds 4.*--max-model-len"):
-        Conversation().make_room("one two three", words, limit=4, reserve=1)
+        conversation.make_room("one two three", words, limit=4, reserve=1)
+    assert conversation.turns == [("a", "b")]
 
 
 def test_speed_is_of_the_tokens_after_the_first() -> None:
@@ -117,18 +119,17 @@ def test_the_prompt_ends_at_ctrl_d_or_two_ctrl_c_in_a_row(
 
 
 def test_ctrl_c_in_a_half_typed_line_only_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = iter(["one", "two", ""])  # what stands in the line at each Ctrl-C
+    lines = iter(["one", "two", "", "three", "", ""])  # what stands in the line at each Ctrl-C
+    at_prompt = [""]
 
     def answer(prompt: str) -> str:
-        try:
-            monkeypatch.setattr("chat.half_typed", lambda line=next(pending): line)
-        except StopIteration:
-            raise EOFError from None
+        at_prompt[0] = next(lines)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("chat.half_typed", lambda: at_prompt[0])
     assert list(questions()) == []
-    assert next(pending, None) is None
+    assert list(lines) == [""]  # it took two at an empty line, with a dropped one between
 
 
 def test_the_first_ctrl_c_of_an_answer_only_asks_to_stop() -> None:

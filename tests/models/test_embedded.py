@@ -95,7 +95,8 @@ def test_a_model_is_converted_once_and_then_found(
     monkeypatch.setattr(embedded, "convert", counted)
     found: list[Path] = []
     callers = [
-        threading.Thread(target=lambda: found.append(embedded_model_path(dequantize=False))) for _ in range(3)
+        threading.Thread(target=lambda: found.append(embedded_model_path(dequantize=False)))
+        for _ in range(3)
     ]
     for caller in callers:
         caller.start()

@@ -49,9 +49,7 @@ def write(folder, quantization=None, **changes):
 
 
 def load(folder, **options):
-    args = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, max_model_len=128, **options
-    )
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128, **options)
     return loader.load(args.create_engine_config())
 
 

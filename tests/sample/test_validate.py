@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from vllm_metal.sample import validate
 
@@ -16,7 +17,7 @@ from vllm_metal.sample import validate
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"^{name} is not supported"):
+    with pytest.raises(VLLMValidationError, match=f"^{name} is not supported"):
         validate(SamplingParams(**{name: value}))
 
 

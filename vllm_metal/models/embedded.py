@@ -4,6 +4,7 @@
 Each is converted once into a cache directory of the user and found there from then on.
 """
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec

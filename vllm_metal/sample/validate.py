@@ -2,10 +2,11 @@
 """Refuses, by name, the sampling parameters that vLLM accepts and this sampler cannot honour."""
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 
 def validate(params: SamplingParams) -> None:
-    """Raises ValueError naming the first parameter that is not supported.
+    """Raises VLLMValidationError, HTTP 400 at the server, naming the first unsupported parameter.
 
     Everything else in `SamplingParams` is either honoured by the sampler or belongs to vLLM's own
     side (stop strings, repetition_detection, flat_logprobs, n, output_kind, ...).
@@ -19,7 +20,8 @@ def validate(params: SamplingParams) -> None:
     }
     for name, present in refused.items():
         if present:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{name} is not supported by vllm-metal; remove it from the request's "
-                "sampling parameters."
+                "sampling parameters.",
+                parameter=name,
             )

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve` as a user starts it: in processes of its own, on a free loopback port."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+# The `vllm` command of this interpreter, whether or not its folder is on the PATH.
+_VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+#: What the tests of in-process engines set; and a ban on bytecode, as some environments have it:
+#: without it vLLM's imports take 9 s instead of 20 s (measured on two cores) after the first time.
+_NOT_FOR_THE_SERVER = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+    "PYTHONDONTWRITEBYTECODE",
+)
+_START_TIMEOUT_S = 240.0  # ten times what an idle two-core machine needs
+_STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers; `log` has all it printed."""
+
+    url: str
+    log: Path
+
+    def client(self) -> OpenAI:
+        """A client that reports every failure at once instead of trying again."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def health(self) -> int:
+        """HTTP status of /health."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
+            return int(reply.status)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of `name` in /metrics that carry `labels`.
+
+        Raises:
+            KeyError: there is none, so that a misspelt name cannot pass for a zero.
+        """
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+        values = [
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        if not values:
+            raise KeyError(name)
+        return sum(values)
+
+
+@contextmanager
+def serve(model: str, options: Sequence[str], log: Path) -> Iterator[Server]:
+    """Runs `vllm serve` until the block ends, however it ends.
+
+    Args:
+        model: its model argument.
+        options: more of its command line.
+        log: file for what it prints.
+
+    Raises:
+        AssertionError: it exited, or did not answer in time; the message has the end of the log.
+    """
+    port = _free_port()
+    server = Server(f"http://127.0.0.1:{port}", log)
+    with _started(model, [*options, "--port", str(port)], {}, log) as process:
+        _wait_until_healthy(process, server)
+        yield server
+
+
+def refused_start(
+    model: str, options: Sequence[str], environment: Mapping[str, str], log: Path
+) -> int:
+    """Exit status of a `vllm serve` that is expected to give up by itself.
+
+    Args:
+        model: its model argument.
+        options: more of its command line.
+        environment: variables to add to this process's.
+        log: file for what it prints.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not.
+    """
+    with _started(model, [*options, "--port", str(_free_port())], environment, log) as process:
+        return process.wait(_START_TIMEOUT_S)
+
+
+@contextmanager
+def _started(
+    model: str, options: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*_VLLM, "serve", model, "--host", "127.0.0.1", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=kept | environment,
+            start_new_session=True,  # so that all it starts can be killed as one group
+        )
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Asks the server to end, then kills whatever is left of its group."""
+    process.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_TIMEOUT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if server.health() == 200:
+                return
+        except OSError:  # no one listens yet, or the engine is not up
+            time.sleep(0.25)
+    state = "is not up yet" if process.poll() is None else f"exited with {process.returncode}"
+    tail = "\n".join(server.log.read_text(errors="replace").splitlines()[-20:])
+    raise AssertionError(f"vllm serve {state}; its log ends:\n{tail}")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens at the edges: the model's length, the memory's end, a batch that comes and goes."""
+
+import pytest
+from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
+
+from vllm_metal.kv_cache.budget import BudgetError
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+def test_generation_stops_at_max_model_len(smollm2, async_scheduling):
+    prompt = text_tokens(smollm2)[:40]
+    with engine(smollm2, max_model_len=64, async_scheduling=async_scheduling) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy(100), use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.finish_reason == "length"
+    assert len(prompt) + len(completion.token_ids) == 64
+    Dense(smollm2).check(prompt, list(completion.token_ids))
+
+
+def test_requests_of_many_lengths_come_and_go(smollm2):
+    tokens = text_tokens(smollm2)
+    prompts = [tokens[7 * i : 7 * i + 3 + 11 * (i % 5)] for i in range(20)]
+    params = [greedy(1 + 3 * (i % 7)) for i in range(20)]
+    dense = Dense(smollm2)
+    with engine(smollm2, max_num_seqs=4) as llm:
+        outputs = generate(llm, prompts, params)
+        usage = counters(llm)["vllm:kv_cache_usage_perc"]
+    for prompt, wanted, generated in zip(prompts, params, outputs, strict=True):
+        assert len(generated) == wanted.max_tokens
+        dense.check(prompt, generated)
+    assert usage == 0
+
+
+def test_the_pool_is_what_is_left_of_the_devices_share(smollm2):
+    # 5 % of this machine hold the weights and a pool; the rest of the memory stays untouched.
+    import psutil
+
+    share = psutil.virtual_memory().total * 0.06
+    with engine(
+        smollm2, kv_cache_memory_bytes=None, gpu_memory_utilization=0.06, max_num_batched_tokens=64
+    ) as llm:
+        config = llm.llm_engine.vllm_config
+        bytes_per_token = 2 * 30 * 3 * 64 * 4  # K and V, layers, heads, head size, float32
+        pool = config.cache_config.num_gpu_blocks * 16 * bytes_per_token
+        weights = 538_090_752
+        assert 0.3 * (share - weights) < pool < share - weights
+        assert len(generate(llm, [text_tokens(smollm2)[:9]], greedy(3))[0]) == 3
+
+
+def test_a_budget_that_cannot_be_says_why_with_numbers(smollm2):
+    refusal = r"no memory is left for the KV cache: .*GiB in all x --gpu-memory-utilization 0.01"
+    with (
+        pytest.raises(BudgetError, match=refusal),
+        engine(smollm2, kv_cache_memory_bytes=None, gpu_memory_utilization=0.01),
+    ):
+        pass
+
+
+def test_a_pool_too_small_for_one_request_names_the_length_that_fits(smollm2):
+    with (
+        pytest.raises(ValueError, match=r"max_model_len|max seq len"),
+        engine(smollm2, kv_cache_memory_bytes=8 << 20, max_model_len=1024),
+    ):
+        pass
