@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat behind chat.py and demo.py: a conversation, an engine, and one turn between them.
+
+The engine runs in this process. As a child it would get the terminal's Ctrl-C as well and take it
+as an order to shut down.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+Message = dict[str, str]
+# Tokens of a prompt that are computed in one step: Ctrl-C is heard between steps.
+MAX_NUM_BATCHED_TOKENS = 512
+# vLLM's sign for the longest context, up to the model's, that the KV cache holds.
+AS_FITS = -1
+
+
+class ChatError(Exception):
+    """A turn that cannot be had; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class TurnStats:
+    """Figures of one turn, as its user sees them; times in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    output_tokens: int
+    ttft: float  # from the question to the first token
+    decode_time: float  # from the first token to the last
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed; None where there was but one token."""
+        if self.output_tokens < 2 or self.decode_time <= 0:
+            return None
+        return (self.output_tokens - 1) / self.decode_time
+
+    def cells(self) -> list[str]:
+        """Prompt tokens, cached tokens, TTFT in ms and tokens per second, as text."""
+        speed = self.tokens_per_second
+        return [
+            str(self.prompt_tokens),
+            str(self.cached_tokens),
+            f"{1000 * self.ttft:.0f}",
+            "–" if speed is None else f"{speed:.1f}",
+        ]
+
+    def line(self) -> str:
+        """The figures in one line."""
+        prompt, cached, ttft, speed = self.cells()
+        return f"TTFT {ttft} ms · {speed} tok/s · {prompt} prompt tokens, {cached} cached"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said in one turn."""
+
+    text: str
+    finish: str  # "interrupted", or vLLM's reason: "stop", "length"
+    stats: TurnStats | None  # None where it was interrupted before the first token
+
+
+@dataclass
+class Conversation:
+    """The system prompt (empty: the template's own) and the turns so far, oldest first."""
+
+    system: str = ""
+    turns: list[tuple[str, str]] = field(default_factory=list)  # question, answer
+
+    def messages(self, question: str) -> list[Message]:
+        """The messages that ask `question` after all that was said."""
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answered in self.turns:
+            said.append({"role": "user", "content": asked})
+            said.append({"role": "assistant", "content": answered})
+        return [*said, {"role": "user", "content": question}]
+
+    def make_room(
+        self, question: str, num_tokens: Callable[[list[Message]], int], limit: int, reserve: int
+    ) -> int:
+        """Forgets the oldest turns until `question` and an answer fit the context.
+
+        Args:
+            num_tokens: length of messages in tokens.
+            limit: tokens of the context.
+            reserve: tokens wanted for the answer; given up before the question itself is.
+
+        Returns:
+            How many turns were forgotten.
+
+        Raises:
+            ChatError: the question alone fills the context; nothing is forgotten then.
+        """
+        alone = num_tokens(Conversation(self.system).messages(question))
+        if alone >= limit:
+            raise ChatError(
+                f"the message takes {alone} tokens with its system prompt, and the context holds "
+                f"{limit}: shorten it, or start with a larger --max-model-len"
+            )
+        forgotten = 0
+        while self.turns and num_tokens(self.messages(question)) + reserve > limit:
+            del self.turns[0]
+            forgotten += 1
+        return forgotten
+
+
+class ChatEngine:
+    """vLLM's engine in this process, with the prefix cache on, for one request at a time."""
+
+    def __init__(self, model: str, max_model_len: int | None, kv_cache_gib: float) -> None:
+        """Loads `model` (a directory or Hub name); `max_model_len` None: as much as fits."""
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+        config = EngineArgs(
+            model=model,
+            max_model_len=AS_FITS if max_model_len is None else max_model_len,
+            max_num_seqs=1,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            enable_prefix_caching=True,
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+        ).create_engine_config()
+        self._engine = LLMEngine(
+            config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
+        )
+        self._tokenizer = self._engine.renderer.get_tokenizer()
+        self._ids = count()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a prompt and its answer may have together."""
+        return self._engine.model_config.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a cache block: what the prefix cache counts in."""
+        return self._engine.vllm_config.cache_config.block_size
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """Token ids of `messages` and the start of an answer, by the model's chat template.
+
+        Raises:
+            ChatError: the model has no template, or its template refuses the messages.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise ChatError(
+                f"the model's chat template does not take this conversation ({error}); "
+                "choose an instruction-tuned --model"
+            ) from error
+
+    def generate(
+        self, prompt: list[int], params: "SamplingParams", stopped: Callable[[], bool]
+    ) -> Iterator["RequestOutput"]:
+        """Yields what each step adds to the answer; aborts the request once `stopped()`."""
+        request_id = f"turn-{next(self._ids)}"
+        from vllm import RequestOutput
+
+        (rendered,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+        self._engine.add_request(request_id, rendered, params)
+        try:
+            while self._engine.has_unfinished_requests() and not stopped():
+                for output in self._engine.step():
+                    assert isinstance(output, RequestOutput)  # others are of pooling models
+                    yield output
+        finally:
+            if self._engine.has_unfinished_requests():
+                self._engine.abort_request([request_id])
+
+    def close(self) -> None:
+        """Lets go of the model and its memory."""
+        self._engine.engine_core.shutdown()
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """How an answer is sampled, and its tokens at most."""
+
+    max_tokens: int
+    temperature: float
+
+
+def ask(
+    engine: ChatEngine,
+    conversation: Conversation,
+    question: str,
+    limits: AnswerLimits,
+    show: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Answer:
+    """One turn: streams the answer to `show` and keeps it in the conversation.
+
+    The conversation must have room (`Conversation.make_room`). An answer cut short by `stopped`
+    is kept as far as it came.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    prompt = engine.encode(conversation.messages(question))
+    params = SamplingParams(
+        temperature=limits.temperature,
+        max_tokens=min(limits.max_tokens, engine.max_model_len - len(prompt)),
+        output_kind=RequestOutputKind.DELTA,
+    )
+    started, text, finish = time.perf_counter(), "", "interrupted"
+    first = last = started
+    num_tokens = num_cached = 0
+    for output in engine.generate(prompt, params, stopped):
+        delta = output.outputs[0]
+        last = time.perf_counter()
+        if not num_tokens:
+            first, num_cached = last, output.num_cached_tokens or 0
+        num_tokens += len(delta.token_ids)
+        text += delta.text
+        show(delta.text)
+        finish = delta.finish_reason or finish
+    if text:
+        conversation.turns.append((question, text))
+    stats = TurnStats(len(prompt), num_cached, num_tokens, first - started, last - first)
+    return Answer(text, finish, stats if num_tokens else None)

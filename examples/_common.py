@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Surroundings shared by the examples: environment, default model, engine settings."""
+
+import os
+from pathlib import Path
+
+from vllm_metal import blas, envs
+
+# Enough for one conversation; vLLM would otherwise take most of the machine's memory.
+DEFAULT_KV_CACHE_GIB = 1.0
+
+
+def prepare(offline: bool) -> envs.Device | None:
+    """Sets the environment up; call it before anything imports vLLM or MLX.
+
+    Where neither a Mac's GPU nor ``VLLM_METAL_DEVICE`` decides, MLX's CPU backend is taken. Logs
+    are kept to warnings unless ``VLLM_LOGGING_LEVEL`` says otherwise.
+
+    Args:
+        offline: nothing may touch the network.
+
+    Returns:
+        The MLX device, or None where ``VLLM_METAL_DEVICE=off``.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if offline:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if envs.requested_device() is None:
+        os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
+    device = envs.requested_device()
+    if device == "cpu":
+        blas.load()  # has to come before MLX, which converting the model imports
+    return device
+
+
+def default_model() -> Path:
+    """Directory of the embedded model in the form that suits the device; `prepare` comes first.
+
+    Raises:
+        ImportError: the package with the weights is not installed; the message has the command.
+    """
+    from vllm_metal.models.embedded import embedded_model_path
+
+    return embedded_model_path(dequantize=envs.requested_device() != "metal")

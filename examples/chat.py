@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat with a model in the terminal."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from types import FrameType
+
+try:
+    import readline  # also gives input() its editing and history
+except ImportError:
+    readline = None  # type: ignore[assignment]
+
+import _common
+import _terminal
+from _chat import AnswerLimits, ChatEngine, ChatError, Conversation, ask
+
+HELP = """\
+/reset        forget the conversation
+/system TEXT  set the system prompt (empty: the model's own) and forget the conversation
+/help         show this
+/quit         leave; so does Ctrl-D, or Ctrl-C twice
+Ctrl-C while the model speaks stops it; what it said so far is kept."""
+
+
+def main() -> int:
+    args = _parse_args()
+    device = _common.prepare(offline=args.model is None)
+    try:
+        with _terminal.working("Loading the model (the embedded one is converted the first time)"):
+            model = args.model or str(_common.default_model())
+            engine = ChatEngine(model, args.max_model_len, args.kv_cache_gib)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        _terminal.say(f"chat: {error}", "bold red")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    where = {"metal": "Metal", "cpu": "MLX's CPU backend", None: "vLLM's own backend"}[device]
+    shown = args.model or Path(model).name
+    _terminal.say(f"{shown} on {where}, {engine.max_model_len} tokens of context", "dim")
+    _terminal.say("/help for the commands", "dim")
+    conversation = Conversation(args.system)
+    limits = AnswerLimits(args.max_tokens, args.temperature)
+    try:
+        for line in questions():
+            if line.startswith("/"):
+                if not obey(line, conversation):
+                    break
+            else:
+                take_turn(engine, conversation, line, limits)
+    finally:
+        engine.close()
+    return 0
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="directory or Hub name; default: the embedded model")
+    parser.add_argument("--system", default="", help="system prompt; default: the model's own")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
+    parser.add_argument("--max-model-len", type=int, help="tokens of context; default: what fits")
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        default=_common.DEFAULT_KV_CACHE_GIB,
+        help="memory of the cache",
+    )
+    args = parser.parse_args()
+    if args.max_tokens < 1:
+        parser.error("--max-tokens must be at least 1")
+    if args.temperature < 0:
+        parser.error("--temperature must not be negative")
+    return args
+
+
+def questions() -> Iterator[str]:
+    """Lines from the user, without the empty ones, until Ctrl-D or a second Ctrl-C in a row."""
+    interrupted = False
+    while True:
+        try:
+            line = input("\nyou> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            if half_typed():  # dropped, and that is all that was asked
+                continue
+            if interrupted:
+                return
+            interrupted = True
+            _terminal.say("Ctrl-C once more, Ctrl-D or /quit to leave", "dim")
+            continue
+        interrupted = False
+        if line:
+            yield line
+
+
+def half_typed() -> str:
+    """What stood in the line that Ctrl-C broke off."""
+    return readline.get_line_buffer() if readline else ""
+
+
+def obey(line: str, conversation: Conversation) -> bool:
+    """Carries out the command in `line`; False where it is to leave."""
+    command, _, rest = line.partition(" ")
+    if command == "/quit":
+        return False
+    if command == "/help":
+        _terminal.say(HELP)
+    elif command == "/reset":
+        conversation.turns.clear()
+        _terminal.say("The conversation is forgotten.", "dim")
+    elif command == "/system":
+        conversation.system = rest.strip()
+        conversation.turns.clear()
+        what = "set" if conversation.system else "the model's own again"
+        _terminal.say(f"The system prompt is {what}; the conversation is forgotten.", "dim")
+    else:
+        _terminal.say(f"{command} is not a command; /help lists them", "red")
+    return True
+
+
+def take_turn(
+    engine: ChatEngine, conversation: Conversation, question: str, limits: AnswerLimits
+) -> None:
+    """Asks `question` and prints the answer and its figures."""
+    limit = engine.max_model_len
+    # The context is the conversation's first: an answer may take half of it at most.
+    reserve = min(limits.max_tokens, limit // 2)
+    try:
+        forgotten = conversation.make_room(
+            question, lambda said: len(engine.encode(said)), limit, reserve
+        )
+        if forgotten:
+            turns = "turn is" if forgotten == 1 else f"{forgotten} turns are"
+            _terminal.say(
+                f"The conversation no longer fits the context of {limit} tokens: "
+                f"its oldest {turns} forgotten.",
+                "yellow",
+            )
+        with interruptible() as interrupted:
+            answer = ask(
+                engine, conversation, question, limits, _terminal.stream, interrupted.is_set
+            )
+    except ChatError as error:
+        _terminal.say(str(error), "red")
+        return
+    print()
+    notes = {"length": " · cut: --max-tokens or the context", "interrupted": " · stopped"}
+    figures = answer.stats.line() if answer.stats else "no answer yet"
+    _terminal.say(figures + notes.get(answer.finish, ""), "dim")
+
+
+@contextmanager
+def interruptible() -> Iterator[Event]:
+    """Ctrl-C sets the event in place of breaking a step of the engine; a second one raises."""
+    interrupted = Event()
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI client against `vllm serve`: streaming, log-probabilities, JSON by a schema."""
+
+import argparse
+import json
+import math
+import sys
+
+from openai import APIConnectionError, APIStatusError, OpenAI
+
+COUNTRY = {
+    "type": "object",
+    "properties": {
+        "country": {"type": "string", "maxLength": 30},
+        "capital": {"type": "string", "maxLength": 30},
+    },
+    "required": ["country", "capital"],
+    "additionalProperties": False,
+}
+NO_SERVER = """\
+No server answers at {url}. Start one in another terminal, on a Mac:
+  vllm serve "$(vllm-metal model)" --kv-cache-memory-bytes 1G
+or on MLX's CPU backend:
+  VLLM_METAL_DEVICE=cpu vllm serve "$(vllm-metal model --dequantize)" --kv-cache-memory-bytes 1G"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", default="none", help="what vllm serve --api-key was given")
+    args = parser.parse_args()
+    client = OpenAI(base_url=args.base_url, api_key=args.api_key, max_retries=0)
+    try:
+        model = client.models.list().data[0].id
+        print(f"model: {model}")
+        stream(client, model)
+        log_probabilities(client, model)
+        by_schema(client, model)
+    except APIConnectionError:
+        print(NO_SERVER.format(url=args.base_url), file=sys.stderr)
+        return 1
+    except APIStatusError as error:
+        print(f"The server refused a request: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def stream(client: OpenAI, model: str) -> None:
+    """Prints an answer as it comes."""
+    print("\nstreaming:")
+    chunks = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in chunks:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+        if chunk.usage:
+            used = chunk.usage
+            print(f"\n({used.prompt_tokens} prompt tokens, {used.completion_tokens} answered)")
+
+
+def log_probabilities(client: OpenAI, model: str) -> None:
+    """Prints the most likely tokens at each place of a short completion."""
+    print("\nlog-probabilities:")
+    reply = client.completions.create(
+        model=model, prompt="The capital of Italy is", max_tokens=4, temperature=0, logprobs=3
+    )
+    found = reply.choices[0].logprobs
+    assert found is not None and found.tokens is not None and found.top_logprobs is not None
+    for token, top in zip(found.tokens, found.top_logprobs, strict=True):
+        others = ", ".join(f"{text!r} {math.exp(value):.1%}" for text, value in top.items())
+        print(f"  {token!r:12} of {others}")
+
+
+def by_schema(client: OpenAI, model: str) -> None:
+    """Prints an answer whose form a JSON schema prescribes."""
+    print("\nJSON by a schema:")
+    reply = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Name a country and its capital, as JSON."}],
+        max_tokens=60,
+        temperature=0,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "country", "schema": COUNTRY, "strict": True},
+        },
+    )
+    print(f"  {json.loads(reply.choices[0].message.content or '')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
