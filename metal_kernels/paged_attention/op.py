@@ -6,10 +6,13 @@ by one indexed read, this step's K/V are laid over it, and one batched attention
 the bucket's rows. Python work per layer is O(buckets), never O(requests).
 """
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,7 @@ def run(
     value_pool: mx.array,
     scale: float,
     sinks: mx.array | None = None,
+    fused: bool | None = None,
 ) -> mx.array:
     """Attention of one layer.
 
@@ -177,35 +181,97 @@ def run(
         queries: [T, H, D].
         keys: [T, Hkv, D], this step's, which the pool need not hold yet.
         values: [T, Hkv, D], likewise.
-        key_pool: [B, block_size, Hkv, D].
-        value_pool: [B, block_size, Hkv, D].
+        key_pool: [Hkv, B, block_size, D].
+        value_pool: [Hkv, B, block_size, D].
         scale: factor on the scores.
         sinks: [H], a learned logit per head that takes part in the softmax only.
+        fused: MLX's fused attention or plain operations; None: what is faster on this device.
 
     Returns:
         [T, H, D], the dtype of `queries`.
     """
+    if fused is None:
+        fused = mx.default_device().type == mx.DeviceType.gpu
+    attend = _attend_fused if fused else _attend_grouped
     outputs = []
     for bucket in plan.buckets:
         picked = queries if bucket.rows is None else queries[bucket.rows]
-        n, q = bucket.num_requests, bucket.query_len
-        picked = picked.reshape(n, q, *queries.shape[1:]).swapaxes(1, 2)
-        out = mx.fast.scaled_dot_product_attention(
-            picked,
-            _context(bucket, keys, key_pool),
-            _context(bucket, values, value_pool),
-            scale=scale,
-            mask=bucket.mask,
-            sinks=sinks,
-        )
-        outputs.append(out.swapaxes(1, 2).reshape(n * q, *queries.shape[1:]))
+        picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
+        context = [
+            _context(bucket, fresh, pool)
+            for fresh, pool in ((keys, key_pool), (values, value_pool))
+        ]
+        out = attend(picked, *context, bucket.mask, scale, sinks)
+        outputs.append(out.reshape(-1, *queries.shape[1:]))
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return merged if plan.order is None else merged[plan.order]
 
 
 def _context(bucket: Bucket, fresh: mx.array, pool: mx.array) -> mx.array:
-    """The bucket's padded K or V, [n, Hkv, S, D], with this step's rows laid over the pool's."""
-    heads = pool.shape[2:]
-    context = pool[bucket.block_table].reshape(bucket.num_requests * bucket.context_len, *heads)
-    context[bucket.fresh] = fresh if bucket.sources is None else fresh[bucket.sources]
-    return context.reshape(bucket.num_requests, bucket.context_len, *heads).swapaxes(1, 2)
+    """The bucket's padded K or V, [Hkv, n, S, D], with this step's rows laid over the pool's.
+
+    Head outermost, so that what is gathered is already laid out for the matrix products.
+    """
+    num_heads, num_blocks, block_size, head_size = pool.shape
+    heads = mx.arange(num_heads, dtype=mx.int32)
+    blocks = bucket.block_table + (heads * num_blocks)[:, None, None]
+    context = pool.reshape(num_heads * num_blocks, block_size * head_size)[blocks]
+    size = bucket.num_requests * bucket.context_len
+    context = context.reshape(num_heads * size, head_size)
+    rows = fresh if bucket.sources is None else fresh[bucket.sources]
+    context[bucket.fresh + (heads * size)[:, None]] = rows.swapaxes(0, 1)
+    return context.reshape(num_heads, bucket.num_requests, bucket.context_len, head_size)
+
+
+def _attend_fused(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array:
+    """[n, Q, H, D] queries over [Hkv, n, S, D] keys and values; same shape back."""
+    out = mx.fast.scaled_dot_product_attention(
+        queries.swapaxes(1, 2),
+        keys.swapaxes(0, 1),
+        values.swapaxes(0, 1),
+        scale=scale,
+        mask=mask,
+        sinks=sinks,
+    )
+    return out.swapaxes(1, 2)
+
+
+def _attend_grouped(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array:
+    """The same by plain operations, all query heads of a K/V head in one matrix product.
+
+    On MLX's CPU backend four to eight times faster than the fused call: that one repeats K and V
+    for every query head, and takes exp at 19 ns an element where a power of two takes 6.
+    """
+    (n, q, num_heads, d), num_kv_heads = queries.shape, keys.shape[0]
+    group = num_heads // num_kv_heads
+    scaled = queries.astype(mx.float32) * (scale * _LOG2_E)
+    packed = scaled.reshape(n, q, num_kv_heads, group, d).transpose(2, 0, 3, 1, 4)
+    scores = packed.reshape(num_kv_heads, n, group * q, d) @ keys.swapaxes(-1, -2)
+    scores = scores.reshape(num_kv_heads, n, group, q, -1)
+    scores = mx.where(mask, scores, -mx.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    rest = None
+    if sinks is not None:
+        rest = sinks.astype(mx.float32).reshape(num_kv_heads, 1, group, 1, 1) * _LOG2_E
+        top = mx.maximum(top, rest)
+    weights = mx.power(2.0, scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if rest is not None:
+        total = total + mx.power(2.0, rest - top)
+    out = weights.reshape(num_kv_heads, n, group * q, -1) @ values
+    out = out.reshape(num_kv_heads, n, group, q, d) / total
+    return out.transpose(1, 3, 0, 2, 4).reshape(queries.shape).astype(queries.dtype)

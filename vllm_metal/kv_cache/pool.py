@@ -18,9 +18,10 @@ class Region:
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
-        shape = (num_blocks, block_size, num_kv_heads, head_size)
-        self.keys = mx.zeros(shape, dtype)  # [B, block_size, Hkv, D]
-        self.values = mx.zeros(shape, dtype)  # [B, block_size, Hkv, D]
+        # Head outermost: what attention gathers of a head is then in one piece.
+        shape = (num_kv_heads, num_blocks, block_size, head_size)
+        self.keys = mx.zeros(shape, dtype)  # [Hkv, B, block_size, D]
+        self.values = mx.zeros(shape, dtype)  # [Hkv, B, block_size, D]
         self._pending: list[tuple[mx.array, mx.array, mx.array]] = []
 
     def write(self, slot_mapping: mx.array, keys: mx.array, values: mx.array) -> None:
@@ -41,6 +42,8 @@ class Region:
 
 
 def _scatter(pool: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-    flat = pool.reshape(-1, *pool.shape[2:])
-    flat[slots] = rows.astype(pool.dtype)
+    num_heads, num_blocks, block_size, head_size = pool.shape
+    flat = pool.reshape(-1, head_size)
+    starts = mx.arange(num_heads, dtype=mx.int32) * (num_blocks * block_size)
+    flat[slots + starts[:, None]] = rows.swapaxes(0, 1).astype(pool.dtype)
     return flat.reshape(pool.shape)

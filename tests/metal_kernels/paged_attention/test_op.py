@@ -28,6 +28,11 @@ def naive(queries, keys, values, positions, scale, window, sinks):
     return out
 
 
+def head_first(pool):
+    """[B, block_size, Hkv, D] as the op takes it, [Hkv, B, block_size, D]."""
+    return mx.array(np.ascontiguousarray(pool.transpose(2, 0, 1, 3)))
+
+
 request = st.tuples(st.integers(0, 70), st.integers(1, 40))  # computed before, rows now
 
 
@@ -38,9 +43,12 @@ request = st.tuples(st.integers(0, 70), st.integers(1, 40))  # computed before, 
     heads=st.sampled_from([2, 4, 6]),
     window=st.sampled_from([None, 1, 5, 16, 24]),
     with_sinks=st.booleans(),
+    fused=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_ragged_batches_equal_the_formula(requests, block_size, heads, window, with_sinks, seed):
+def test_ragged_batches_equal_the_formula(
+    requests, block_size, heads, window, with_sinks, fused, seed
+):
     rng = np.random.default_rng(seed)
     computed = np.array([before for before, _ in requests], np.int32)
     counts = np.array([rows for _, rows in requests], np.int32)
@@ -76,7 +84,9 @@ def test_ragged_batches_equal_the_formula(requests, block_size, heads, window, w
     )
     found = paged_attention.run(
         plan,
-        *(mx.array(a) for a in (queries, keys, values, key_pool, value_pool)),
+        *(mx.array(a) for a in (queries, keys, values)),
+        *(head_first(pool) for pool in (key_pool, value_pool)),
+        fused=fused,
         scale=0.3,
         sinks=None if sinks is None else mx.array(sinks),
     )
@@ -95,7 +105,7 @@ def test_a_request_reads_blocks_another_writes_in_the_same_step():
     slots += [2 * 16 + o for o in range(8)] + [4 * 16 + o for o in range(3)]
     rows = np.concatenate([context, own])
     queries = rng.normal(size=(43, 2, HEAD_SIZE)).astype(np.float32)
-    stale = mx.array(rng.normal(size=(5, 16, KV_HEADS, HEAD_SIZE)).astype(np.float32))
+    stale = head_first(rng.normal(size=(5, 16, KV_HEADS, HEAD_SIZE)).astype(np.float32))
     plan = paged_attention.plan(starts, seq_lens, tables, np.array(slots, np.int32), 16)
     found = paged_attention.run(
         plan, mx.array(queries), mx.array(rows), mx.array(rows), stale, stale, 0.5
