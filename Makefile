@@ -58,8 +58,9 @@ format: $(STAMP)  ## rewrite the sources with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## every benchmark: prints tables, writes JSON
-	set -e; for script in benchmarks/[!_]*.py; do $(BIN)/python $$script; done
+bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, writes JSON and plots
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/prefix_repetition.py --quick
 
 lock:  ## resolve requirements/{linux,macos}.txt again (Linux, needs uv)
 	scripts/lock.sh

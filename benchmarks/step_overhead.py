@@ -17,6 +17,11 @@ from pathlib import Path
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+from vllm_metal import blas, envs
+
+if envs.requested_device() == "cpu":
+    blas.load()  # comes before MLX
+
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten

@@ -4,7 +4,7 @@
 import os
 from pathlib import Path
 
-from vllm_metal import blas, envs
+from vllm_metal import envs
 
 # Enough for one conversation; vLLM would otherwise take most of the machine's memory.
 DEFAULT_KV_CACHE_GIB = 1.0
@@ -28,10 +28,7 @@ def prepare(offline: bool) -> envs.Device | None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if envs.requested_device() is None:
         os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
-    device = envs.requested_device()
-    if device == "cpu":
-        blas.load()  # has to come before MLX, which converting the model imports
-    return device
+    return envs.requested_device()
 
 
 def default_model() -> Path:
@@ -42,4 +39,4 @@ def default_model() -> Path:
     """
     from vllm_metal.models.embedded import embedded_model_path
 
-    return embedded_model_path(dequantize=envs.requested_device() != "metal")
+    return embedded_model_path()

@@ -5,11 +5,16 @@ import ctypes
 import importlib.util
 import os
 import sys
+import warnings
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def load() -> str | None:
     """Makes a fast BLAS answer for MLX's; call it before ``mlx.core`` is first imported.
+
+    Called later it can only warn; called again it does nothing.
 
     MLX's Linux wheel carries the reference BLAS (~3 GFLOP/s). Symbols loaded globally beforehand
     win over it: PyTorch's library brings MKL's or OpenBLAS's ``sgemm_`` (measured 60x faster than
@@ -19,6 +24,13 @@ def load() -> str | None:
         The library that now answers, or None where none was found or needed (macOS).
     """
     if sys.platform != "linux":
+        return None
+    if "mlx.core" in sys.modules:
+        warnings.warn(
+            "MLX was imported before vllm_metal and keeps its slow BLAS (some 60 times slower): "
+            "import vllm, or call vllm_metal.blas.load(), first",
+            stacklevel=2,
+        )
         return None
     # OpenMP threads that spin for work starve MLX's own thread on a shared machine: measured 4-8x
     # slower decoding with two busy neighbours on two cores, and no gain when the machine is idle.

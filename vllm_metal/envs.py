@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 Device = Literal["metal", "cpu"]
+NAMES = ("VLLM_METAL_DEVICE", "VLLM_METAL_CACHE")
 
 
 def requested_device() -> Device | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal import blas, compat, envs
@@ -101,6 +102,15 @@ class MetalPlatform(Platform):
                 "directory (config.json with a 'quantization' entry), or convert a GGUF with "
                 "`vllm-metal convert`"
             )
+
+    @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """Checks vLLM's environment variables, among which this plugin's are known ones."""
+        from vllm import envs as vllm_envs
+
+        for name in envs.NAMES:
+            vllm_envs.environment_variables.setdefault(name, partial(os.environ.get, name))
+        super().validate_environ(hard_fail)
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:

@@ -197,11 +197,8 @@ def run(
     for bucket in plan.buckets:
         picked = queries if bucket.rows is None else queries[bucket.rows]
         picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
-        context = [
-            _context(bucket, fresh, pool)
-            for fresh, pool in ((keys, key_pool), (values, value_pool))
-        ]
-        out = attend(picked, *context, bucket.mask, scale, sinks)
+        k, v = _context(bucket, keys, key_pool), _context(bucket, values, value_pool)
+        out = attend(picked, k, v, bucket.mask, scale, sinks)
         outputs.append(out.reshape(-1, *queries.shape[1:]))
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return merged if plan.order is None else merged[plan.order]

@@ -13,7 +13,10 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 
-from vllm_metal import envs
+from vllm_metal import blas, envs
+
+if envs.requested_device() == "cpu":
+    blas.load()  # the converter imports MLX, and whoever asks for a model will run it
 
 from .gguf import CONVERTER_VERSION, ConvertOptions, convert
 
