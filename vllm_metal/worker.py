@@ -19,6 +19,7 @@ from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.layers import AttentionLayer, attention_layers
+from vllm_metal.models.profile import profile_step
 from vllm_metal.outputs import StepOutput
 from vllm_metal.requests import BlockTables, Requests
 from vllm_metal.runner import ModelRunner
@@ -74,17 +75,7 @@ class MetalWorker(WorkerBase):
             self.current_platform.mlx_device,
             self.cache_config.gpu_memory_utilization,
             len(self.layers),
-            self._profile,
-        )
-
-    def _profile(self) -> None:
-        """Runs the largest step the scheduler may ask for, so that its peak can be read."""
-        budget.profile_step(
-            self.model,
-            self._rows,
-            self.layers,
-            self.vllm_config,
-            loader.mlx_dtype(self.vllm_config),
+            lambda: profile_step(self.model, self._rows, self.layers, self.vllm_config),
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

@@ -3,23 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
 from vllm.logger import init_logger
 
 from vllm_metal import device
-from vllm_metal.attention.paged_cache import PagedCache
 from vllm_metal.envs import Device
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_metal.models.layers import AttentionLayer
-    from vllm_metal.models.loader import SelectedRows
 
 logger = init_logger(__name__)
 
@@ -73,38 +63,3 @@ def available_for_pool(
         pool = min(pool, CPU_POOL_LIMIT)
     logger.info("KV pool: %.2f GiB (%s)", pool / GIB, figures)
     return pool
-
-
-def profile_step(
-    model: nn.Module,
-    rows: SelectedRows,
-    layers: Sequence[AttentionLayer],
-    config: VllmConfig,
-    dtype: mx.Dtype,
-) -> None:
-    """Runs a step of max_num_batched_tokens rows and max_num_seqs sampled tokens."""
-    from metal_kernels import paged_attention
-    from vllm_metal.attention.paged_cache import AttentionMetadata
-    from vllm_metal.kv_cache.pool import Region
-
-    scheduler, block_size = config.scheduler_config, config.cache_config.block_size
-    num_tokens = min(scheduler.max_num_batched_tokens, config.model_config.max_model_len)
-    num_blocks = -(-num_tokens // block_size)
-    starts = np.array([0, num_tokens], np.int32)
-    table = np.arange(num_blocks, dtype=np.int32)[None]
-    slots = np.arange(num_tokens, dtype=np.int32)
-    metadata = {
-        window: AttentionMetadata(
-            mx.array(slots),
-            mx.array(slots),
-            paged_attention.plan(starts, starts[1:], table, slots, block_size, window),
-        )
-        for window in {layer.window for layer in layers}
-    }
-    caches = []
-    for layer in layers:
-        region = Region(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
-        caches.append(PagedCache(region))
-        caches[-1].begin_step(metadata[layer.window])
-    sampled = mx.arange(min(scheduler.max_num_seqs, num_tokens), dtype=mx.int32)
-    mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest step the scheduler may ask for, run once to measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from metal_kernels import paged_attention
+from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
+from vllm_metal.kv_cache.pool import Region
+from vllm_metal.models.layers import AttentionLayer
+from vllm_metal.models.loader import SelectedRows, mlx_dtype
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def profile_step(
+    model: nn.Module,
+    rows: SelectedRows,
+    layers: Sequence[AttentionLayer],
+    config: VllmConfig,
+) -> None:
+    """Runs one prompt of max_num_batched_tokens rows, with logits for max_num_seqs of them.
+
+    The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
+    part of that and gone afterwards.
+    """
+    scheduler, block_size = config.scheduler_config, config.cache_config.block_size
+    num_tokens = min(scheduler.max_num_batched_tokens, config.model_config.max_model_len)
+    num_blocks = -(-num_tokens // block_size)
+    starts = np.array([0, num_tokens], np.int32)
+    table = np.arange(num_blocks, dtype=np.int32)[None]
+    slots = np.arange(num_tokens, dtype=np.int32)
+    metadata = {
+        window: AttentionMetadata(
+            mx.array(slots),
+            mx.array(slots),
+            paged_attention.plan(starts, starts[1:], table, slots, block_size, window),
+        )
+        for window in {layer.window for layer in layers}
+    }
+    caches = []
+    dtype = mlx_dtype(config)
+    for layer in layers:
+        region = Region(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        caches.append(PagedCache(region))
+        caches[-1].begin_step(metadata[layer.window])
+    sampled = mx.arange(min(scheduler.max_num_seqs, num_tokens), dtype=mx.int32)
+    mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))
