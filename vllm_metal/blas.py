@@ -32,9 +32,11 @@ def load() -> str | None:
             stacklevel=2,
         )
         return None
-    # OpenMP threads that spin for work starve MLX's own thread on a shared machine: measured 4-8x
-    # slower decoding with two busy neighbours on two cores, and no gain when the machine is idle.
+    # OpenMP threads that spin for work starve MLX's own thread where cores are shared: measured 4-8x
+    # slower decoding with two busy neighbours on two cores. Going to sleep at once costs a quarter
+    # of the speed on an idle machine. Some 20 microseconds of spinning cost neither.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     candidates = ["libopenblas.so.0"]
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
