@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read off a model's layers, and which models are refused by name."""
+
+import importlib
+
+import pytest
+from mlx_lm.models.base import BaseModelArgs
+
+from vllm_metal.attention import seam
+from vllm_metal.models.layers import AttentionLayer, attention_layers
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+}
+
+
+def build(model_type, **changes):
+    seam.install()
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    seam.install()
+    args: type[BaseModelArgs] = module.ModelArgs
+    return module.Model(args.from_dict(SMALL | changes | {"model_type": model_type}))
+
+
+def test_full_and_window_layers_are_told_apart():
+    gemma3 = build(
+        "gemma3_text", sliding_window=24, sliding_window_pattern=2, query_pre_attn_scalar=16
+    )
+    assert attention_layers(gemma3, "gemma3_text") == [
+        AttentionLayer("layers.0", num_kv_heads=2, head_size=16, window=24),
+        AttentionLayer("layers.1", num_kv_heads=2, head_size=16, window=None),
+        AttentionLayer("layers.2", num_kv_heads=2, head_size=16, window=24),
+        AttentionLayer("layers.3", num_kv_heads=2, head_size=16, window=None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 16},
+            "'gemma2' computes attention in layers.0 by itself",
+        ),
+        (
+            "mamba",
+            {
+                "state_size": 8,
+                "conv_kernel": 4,
+                "use_bias": False,
+                "use_conv_bias": True,
+                "time_step_rank": 4,
+            },
+            "'mamba' keeps ArraysCache layers",
+        ),
+    ],
+)
+def test_what_the_seam_does_not_cover_is_refused_by_name(model_type, changes, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        attention_layers(build(model_type, **changes), model_type)
