@@ -32,9 +32,9 @@ def load() -> str | None:
             stacklevel=2,
         )
         return None
-    # OpenMP threads that spin for work starve MLX's own thread where cores are shared: measured 4-8x
-    # slower decoding with two busy neighbours on two cores. Going to sleep at once costs a quarter
-    # of the speed on an idle machine. Some 20 microseconds of spinning cost neither.
+    # OpenMP threads that spin for work starve MLX's own thread where cores are shared: measured 4
+    # to 8 times slower decoding with two busy neighbours on two cores. Sleeping at once costs a
+    # quarter of the speed on an idle machine. Some 20 microseconds of spinning cost neither.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     candidates = ["libopenblas.so.0"]

@@ -35,14 +35,14 @@ def select(device: Device) -> None:
 def name(device: Device) -> str:
     """Name of the chip for logs, e.g. ``Apple M3 Max``."""
     if device == "metal":
-        return str(mx.device_info()["device_name"])
+        return str(mx.device_info(mx.Device(mx.gpu, 0))["device_name"])
     return "cpu"
 
 
 def total_memory(device: Device) -> int:
     """Bytes the device may use at all."""
     if device == "metal":
-        return int(mx.device_info()["max_recommended_working_set_size"])
+        return int(mx.device_info(mx.Device(mx.gpu, 0))["max_recommended_working_set_size"])
     return psutil.virtual_memory().total
 
 
