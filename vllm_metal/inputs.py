@@ -100,10 +100,10 @@ def _prompt_rows(
     query_start_loc: np.ndarray,
     base: int,
 ) -> tuple[tuple[PromptRows, ...], list[np.ndarray]]:
-    """Prompt rows that predict another prompt token, for requests that ask for prompt logprobs."""
+    """Prompt rows that predict another prompt token, for requests whose prompt logprobs are due."""
     found, rows = [], []
     for index, state in enumerate(states):
-        if state.sampling_params.prompt_logprobs is None:
+        if state.prompt_logprobs is None:
             continue
         first, start = int(computed[index]), int(query_start_loc[index])
         num_rows = int(query_start_loc[index + 1]) - start

@@ -39,14 +39,11 @@ class StepOutput(AsyncModelRunnerOutput):
         self._token_ids: list[list[int]] | None = None
 
     def arrays(self) -> Iterator[mx.array]:
-        """Everything the host will want of the step, for the device to compute now."""
+        """What the step sampled, for the device to compute now."""
         if self.sampled is not None:
             yield self.sampled.token_ids
             if self.sampled.logprobs is not None:
                 yield from self.sampled.logprobs.arrays()
-        for parts in self.prompt_logprobs.values():
-            for part in parts:
-                yield from part.arrays()
 
     def token_ids(self) -> list[list[int]]:
         """Sampled tokens of each request, none or one; the first call waits for the device."""

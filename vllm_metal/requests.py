@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,7 @@ class RequestState:
     sampling_params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of the chunks so far
+    prompt_logprobs: list[Logprobs] | None  # of the chunks so far; None: not wanted, or delivered
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,6 +90,7 @@ class Requests:
             data.sampling_params,
             list(data.prompt_token_ids),
             output_token_ids=[],
+            prompt_logprobs=None if data.sampling_params.prompt_logprobs is None else [],
         )
         self._enter(state, data.block_ids, data.num_computed_tokens)
         return state
@@ -113,6 +114,7 @@ class Requests:
             old.sampling_params,
             old.prompt_token_ids,
             output_token_ids=all_token_ids[old.num_prompt_tokens :],
+            prompt_logprobs=None if old.prompt_logprobs is None else [],
         )
         self._enter(state, block_ids, num_computed_tokens)
         return state

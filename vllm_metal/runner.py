@@ -73,8 +73,9 @@ class ModelRunner:
             )
             self._last_token_ids[mx.array(slots)] = sampled.token_ids
             self._requests.num_tokens_np[slots] += 1
-        output = StepOutput(batch, sampled, self._prompt_logprobs(batch, logits), self._requests)
-        self._submit(output, logits)
+        chunks, complete = _prompt_logprobs(batch, logits)
+        output = StepOutput(batch, sampled, complete, self._requests)
+        self._submit(output, chunks, logits)
         self._newest = output
         return output
 
@@ -103,26 +104,13 @@ class ModelRunner:
             state.slot, state.sampling_params, state.prompt_token_ids, state.output_token_ids
         )
 
-    def _prompt_logprobs(self, batch: InputBatch, logits: mx.array) -> dict[str, list[Logprobs]]:
-        complete = {}
-        for rows in batch.prompt_rows:
-            state = rows.state
-            wanted = state.sampling_params.prompt_logprobs
-            assert wanted is not None
-            chunk = logits[rows.start : rows.start + len(rows.target_ids_np)]
-            state.prompt_logprobs.append(prompt_logprobs(chunk, rows.target_ids_np, wanted))
-            if rows.last:
-                complete[state.req_id] = state.prompt_logprobs
-        return complete
-
-    def _submit(self, output: StepOutput, logits: mx.array) -> None:
+    def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:
         """Hands the step to the device once the step before has read what this one overwrites."""
-        mx.eval(self._in_flight)
-        pending = [part for state in output.batch.states for part in state.prompt_logprobs]
+        self.wait()
         self._in_flight = [
             *output.arrays(),
+            *(array for chunk in chunks for array in chunk.arrays()),
             self._last_token_ids,
-            *(array for part in pending for array in part.arrays()),
         ]
         if output.sampled is None:
             self._in_flight.append(logits)  # a chunk that yields no token still fills the pool
@@ -131,6 +119,23 @@ class ModelRunner:
     def wait(self) -> None:
         """Blocks until the device has finished every step handed to it."""
         mx.eval(self._in_flight)
+
+
+def _prompt_logprobs(
+    batch: InputBatch, logits: mx.array
+) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
+    """This step's chunks of prompt logprobs, and by request id the whole of those now complete."""
+    chunks, complete = [], {}
+    for rows in batch.prompt_rows:
+        state = rows.state
+        wanted = state.sampling_params.prompt_logprobs
+        assert wanted is not None and state.prompt_logprobs is not None
+        of_chunk = logits[rows.start : rows.start + len(rows.target_ids_np)]
+        chunks.append(prompt_logprobs(of_chunk, rows.target_ids_np, wanted))
+        state.prompt_logprobs.append(chunks[-1])
+        if rows.last:
+            complete[state.req_id], state.prompt_logprobs = state.prompt_logprobs, None
+    return chunks, complete
 
 
 def _grammar_mask(batch: InputBatch, output: GrammarOutput | None) -> GrammarMask | None:

@@ -95,7 +95,7 @@ class Dense:
 
     def __post_init__(self) -> None:
         self._model, _ = load_model(Path(self.path))
-        self._known: dict[tuple[int, ...], np.ndarray] = {}
+        self._known: set[tuple[int, ...]] = set()
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[len(tokens), V] float32."""
@@ -117,4 +117,4 @@ class Dense:
             assert gap <= TIE, f"token {step} of a prompt of {len(prompt)}: {gap} below the best"
             if gap:
                 self.ties.append(gap)
-        self._known[key] = rows[:0]
+        self._known.add(key)

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from e2e.harness import engine, greedy, text_tokens
+from e2e.harness import counters, engine, greedy, text_tokens
 from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-3
@@ -68,3 +68,20 @@ def test_none_and_all(smollm2, reference):
     everything = every.outputs[0].logprobs[0]
     assert len(everything) == len(row)
     agree(everything, row, 10)
+
+
+def test_prompt_logprobs_come_once_though_the_request_is_preempted(smollm2, reference):
+    tokens = text_tokens(smollm2)
+    prompts = [tokens[31 * i : 31 * i + 100] for i in range(6)]
+    with engine(smollm2, max_model_len=160, num_gpu_blocks_override=24) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            greedy(40, prompt_logprobs=1),
+            use_tqdm=False,
+        )
+        assert counters(llm)["vllm:num_preemptions"] > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        rows = reference(prompt)
+        assert len(output.prompt_logprobs) == len(prompt)
+        for position, entries in enumerate(output.prompt_logprobs[1:]):
+            agree(entries, rows[position], 1)
