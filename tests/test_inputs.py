@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 from test_requests import new_request
 
-from vllm_metal.inputs import attention_metadata, prepare
+from vllm_metal.inputs import prepare, step_layout
 from vllm_metal.requests import BlockTables, Requests
 
 
@@ -34,9 +34,9 @@ def test_slot_mapping_follows_the_block_table():
     requests, _ = make()
     requests.num_computed_tokens_np[requests["long"].slot] = 16
     batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
-    metadata = attention_metadata(batch, requests.block_tables.tables_np[0], 16, None)
+    layout = step_layout(batch, requests.block_tables.tables_np[0], 16)
     expected = [3 * 16 + i for i in range(16)] + [8 * 16 + i for i in range(4)]
-    assert np.array(metadata.slot_mapping).tolist() == [*expected, 32, 33, 34]
+    assert layout.slot_mapping_np.tolist() == [*expected, 32, 33, 34]
 
 
 def test_a_token_the_host_does_not_know_comes_from_the_device():

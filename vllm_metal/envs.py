@@ -5,10 +5,11 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 Device = Literal["metal", "cpu"]
-NAMES = ("VLLM_METAL_DEVICE", "VLLM_METAL_CACHE")
+Kernels = Literal["auto", "metal", "interpret", "mlx"]
+NAMES = ("VLLM_METAL_DEVICE", "VLLM_METAL_KERNELS", "VLLM_METAL_CACHE")
 
 
 def requested_device() -> Device | None:
@@ -28,6 +29,22 @@ def requested_device() -> Device | None:
     if value in ("metal", "cpu"):
         return cast(Device, value)
     return "metal" if sys.platform == "darwin" and platform.machine() == "arm64" else None
+
+
+def kernels() -> Kernels:
+    """Who computes attention and writes the KV pool: ``VLLM_METAL_KERNELS``.
+
+    ``auto``: our Metal kernels on a Mac's GPU where they pass their self-check, else MLX;
+    ``metal``: the kernels, or an error where they do not pass; ``mlx``: MLX's own operations;
+    ``interpret``: the kernels, interpreted on the CPU (slow; for developing them).
+
+    Raises:
+        ValueError: the variable holds anything else.
+    """
+    value = os.environ.get("VLLM_METAL_KERNELS", "auto").lower()
+    if value not in get_args(Kernels):
+        raise ValueError(f"VLLM_METAL_KERNELS={value!r}: choose auto, metal, mlx or interpret")
+    return cast(Kernels, value)
 
 
 def cache_dir() -> Path:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import paged_attention
-from vllm_metal.attention.paged_cache import AttentionMetadata
+from vllm_metal.kv_cache.region import StepLayout
 from vllm_metal.requests import Requests, RequestState
 
 
@@ -118,32 +117,23 @@ def _prompt_rows(
     return tuple(found), rows
 
 
-def attention_metadata(
-    batch: InputBatch, block_table_np: np.ndarray, block_size: int, window: int | None
-) -> AttentionMetadata:
-    """What layers of one KV cache group and window need of the step.
+def step_layout(batch: InputBatch, block_table_np: np.ndarray, block_size: int) -> StepLayout:
+    """Where the batch lies in one KV cache group's blocks.
 
     Args:
         batch: the step.
         block_table_np: [max_num_reqs, max_blocks] int32, the group's table by slot.
         block_size: tokens of a block.
-        window: positions a query sees, itself included; None for all before it.
     """
     # Narrowed to the longest context, so that a step's cost follows what it really holds.
     width = -(-int(batch.seq_lens_np.max()) // block_size)
     tables = block_table_np[batch.slots_np, :width]
     requests = np.repeat(np.arange(len(batch.states)), np.diff(batch.query_start_loc_np))
     blocks = tables[requests, batch.positions_np // block_size]
-    slot_mapping = blocks * block_size + batch.positions_np % block_size
-    return AttentionMetadata(
-        positions=batch.positions,
-        slot_mapping=mx.array(slot_mapping),
-        plan=paged_attention.plan(
-            batch.query_start_loc_np,
-            batch.seq_lens_np,
-            tables,
-            slot_mapping,
-            block_size,
-            window,
-        ),
+    return StepLayout(
+        query_start_loc_np=batch.query_start_loc_np,
+        seq_lens_np=batch.seq_lens_np,
+        block_tables_np=tables,
+        slot_mapping_np=blocks * block_size + batch.positions_np % block_size,
+        block_size=block_size,
     )

@@ -25,9 +25,9 @@ class ModelRunner:
     """Turns one SchedulerOutput into tokens.
 
     Nothing between `execute_model` and the hand-over to the device at the end of `sample_tokens`
-    waits for the device, except for the step before, whose reads of the KV pool must be over when
-    the next writes are queued (see kv_cache.pool). Custom logits processors add a wait of their
-    own: they read the tokens of the step before.
+    waits for the device, except where the KV pool is written by MLX's scatter: the step before must
+    then have read it when the next writes are queued (see kv_cache.scatter). Custom logits
+    processors add a wait of their own: they read the tokens of the step before.
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class ModelRunner:
         )
 
     def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:
-        """Hands the step to the device once the step before has read what this one overwrites."""
-        self.wait()
+        """Hands the step to the device, where the pool wants it once the step before is over."""
+        if not self._model.pipelined:
+            self.wait()
         self._in_flight = [
             *output.arrays(),
             *(array for chunk in chunks for array in chunk.arrays()),

@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal import device
-from vllm_metal.kv_cache import budget
+from vllm_metal.kv_cache import budget, choice
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
@@ -52,6 +52,12 @@ class MetalWorker(WorkerBase):
         self.model = loader.load(self.vllm_config)
         self.layers = attention_layers(self.model, loader.model_type(self.vllm_config))
         self._rows = loader.SelectedRows(self.model)
+        self._region_type = choice.region_type(
+            self.current_platform.mlx_device,
+            self.layers,
+            loader.mlx_dtype(self.vllm_config),
+            self.cache_config.block_size,
+        )
         logger.info(
             "Loaded %s in %.1f s: %.2f GiB of weights on %s",
             self.model_config.model,
@@ -75,13 +81,19 @@ class MetalWorker(WorkerBase):
             self.current_platform.mlx_device,
             self.cache_config.gpu_memory_utilization,
             len(self.layers),
-            lambda: profile_step(self.model, self._rows, self.layers, self.vllm_config),
+            lambda: profile_step(
+                self.model, self._rows, self.layers, self.vllm_config, self._region_type
+            ),
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         block_size = self.cache_config.block_size
         regions = allocate_regions(
-            kv_cache_config, self.layers, block_size, loader.mlx_dtype(self.vllm_config)
+            kv_cache_config,
+            self.layers,
+            block_size,
+            loader.mlx_dtype(self.vllm_config),
+            self._region_type,
         )
         groups = kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}

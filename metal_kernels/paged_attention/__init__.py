@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of ragged queries over paged K/V."""
+"""Attention of ragged queries over paged K/V: by kernels (plan, run), or in MLX (reference)."""
 
-from metal_kernels.paged_attention.op import AttentionPlan, plan, run
+from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention.op import run, unsupported
+from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, plan
 
-__all__ = ["AttentionPlan", "plan", "run"]
+__all__ = ["AttentionPlan", "AttentionShape", "plan", "reference", "run", "unsupported"]

@@ -1,274 +1,250 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan() once a step from the batch's shapes, run() once a layer.
+"""Attention over the paged pool by kernels: plan() once a step, run() once a layer."""
 
-The MLX path: requests of like shape form a *bucket*; a bucket's context is gathered from the pool
-by one indexed read, this step's K/V are laid over it, and one batched attention call serves all of
-the bucket's rows. Python work per layer is O(buckets), never O(requests).
-"""
+from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
+
+from metal_kernels.arguments import (
+    CODE_DTYPES,
+    MIN_ELEMENTS,
+    NO_SCALES,
+    POOL_DTYPES,
+    TOKEN_DTYPE,
+    TOKEN_SHAPE,
+    VALUE_DTYPES,
+    check_scales,
+    padded,
+)
+from metal_kernels.kernel import load
+from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Dispatch
+
+HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
+LATENT_SIZES = ((576, 512),)  # DeepSeek-V2 and later: a rank of 512 and 64 rotated
+BLOCK_SIZES = (16, 32)
 
 _LOG2_E = math.log2(math.e)
+_LOWEST = -3.0e38  # as in numeric.metal
+_DECODE_SIMDGROUPS = 8
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """Requests whose padded shapes agree: n of them, Q query rows and S context slots each."""
-
-    num_requests: int  # n
-    query_len: int  # Q, the longest in the bucket
-    context_len: int  # S, whole blocks
-    block_table: mx.array  # [n, S / block_size] int32, pool block of each context block
-    rows: mx.array | None  # [n * Q] int32, batch row of each padded query; None: rows as they are
-    fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
-    sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
-    mask: mx.array  # [n, 1, Q, S] bool, True where a query may look
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """How one step's rows attend, for all layers that share a block table and a window."""
-
-    num_tokens: int  # T
-    buckets: tuple[Bucket, ...]
-    order: mx.array | None  # [T] int32, place of row t in the concatenated padded outputs
-
-
-def plan(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_tables: np.ndarray,
-    slot_mapping: np.ndarray,
-    block_size: int,
-    window: int | None = None,
-) -> AttentionPlan:
-    """Groups R requests into buckets of like shape.
-
-    A bucket holds requests whose query and context lengths round up to the same power of two, so
-    padding at most doubles either, and a step has few buckets whatever its number of requests.
-
-    Args:
-        query_start_loc: [R + 1] int32, first batch row of each request.
-        seq_lens: [R] int32, context of each request including this step's rows.
-        block_tables: [R, W] int32, pool blocks of each request in order.
-        slot_mapping: [T] int32, pool slot each row's K/V go to. A request may read blocks that
-            another one writes in this same step (a prefix hit on a prompt just scheduled).
-        block_size: tokens of a block.
-        window: a query at position p sees positions (p - window, p]; None sees [0, p].
-    """
-    query_lens = np.diff(query_start_loc)
-    first_block = np.zeros_like(seq_lens)
-    if window is not None:
-        first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
-    num_blocks = -(-seq_lens // block_size) - first_block
-    num_tokens = int(query_start_loc[-1])
-    writes = _Writes(slot_mapping, block_size)
-    buckets, order, base = [], np.empty(num_tokens, np.int32), 0
-    shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(num_blocks)  # 2**64 blocks are enough
-    for shape in np.unique(shapes):
-        members = np.flatnonzero(shapes == shape)
-        table = _padded_table(block_tables[members], first_block[members], num_blocks[members])
-        queries = _padded_queries(query_start_loc[members], query_lens[members])
-        first_query = (seq_lens - query_lens - first_block * block_size)[members]
-        bucket = _bucket(table, queries, first_query, writes, block_size, window)
-        order[queries.rows[queries.real]] = base + np.flatnonzero(queries.real)
-        base += queries.rows.size
-        buckets.append(bucket)
-    natural = base == num_tokens and _is_range(order, num_tokens)
-    return AttentionPlan(num_tokens, tuple(buckets), None if natural else mx.array(order))
-
-
-@dataclass(frozen=True)
-class _Queries:
-    """A bucket's query rows, padded to the longest."""
-
-    rows: np.ndarray  # [n, Q] int32, batch row; padding repeats the first
-    real: np.ndarray  # [n, Q] bool, False for padding
-
-
-class _Writes:
-    """Which batch row writes a pool slot in this step, if any."""
-
-    def __init__(self, slot_mapping: np.ndarray, block_size: int) -> None:
-        self._rows = np.argsort(slot_mapping).astype(np.int32)
-        self._slots = slot_mapping[self._rows]
-        self._blocks = np.unique(slot_mapping // block_size)
-        self._offsets = np.arange(block_size)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def into(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places in the flat context of a [n, W] block table, and the rows that write there."""
-        touched = np.flatnonzero(np.isin(table, self._blocks))
-        slots = (table.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
-        places = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
-        nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
-        written = self._slots[nearest] == slots
-        return places[written].astype(np.int32), self._rows[nearest[written]]
-
-
-def _log2_ceil(lengths: np.ndarray) -> np.ndarray:
-    """Smallest k with 2**k >= length, elementwise; lengths are at least 1."""
-    return np.ceil(np.log2(lengths)).astype(np.int64)
-
-
-def _is_range(values: np.ndarray, count: int) -> bool:
-    return len(values) == count and bool((values == np.arange(count)).all())
-
-
-def _padded_table(tables: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """[n, W] int32: each request's blocks from `first` on, the last repeated up to the widest."""
-    columns = np.minimum(np.arange(int(count.max())), (count - 1)[:, None])
-    return np.take_along_axis(tables, first[:, None] + columns, axis=1).astype(np.int32)
-
-
-def _padded_queries(starts: np.ndarray, query_lens: np.ndarray) -> _Queries:
-    offsets = np.arange(int(query_lens.max()), dtype=np.int32)
-    real = offsets < query_lens[:, None]
-    return _Queries(rows=np.where(real, starts[:, None] + offsets, starts[:, None]), real=real)
-
-
-def _bucket(
-    table: np.ndarray,
-    queries: _Queries,
-    first_query: np.ndarray,
-    writes: _Writes,
-    block_size: int,
-    window: int | None,
-) -> Bucket:
-    """Args beyond the plan's: first_query, [n] int32, context slot of each request's first row."""
-    (n, q), num_tokens = queries.rows.shape, len(writes)
-    s = table.shape[1] * block_size
-    query_slots = (first_query[:, None] + np.arange(q))[:, :, None]  # [n, Q, 1]
-    slots = np.arange(s)
-    mask = slots <= query_slots
-    if window is not None:
-        mask &= slots > query_slots - window
-    fresh, sources = writes.into(table)
-    rows = queries.rows.ravel()
-    return Bucket(
-        num_requests=n,
-        query_len=q,
-        context_len=s,
-        block_table=mx.array(table),
-        rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
-        fresh=mx.array(fresh),
-        sources=None if _is_range(sources, num_tokens) else mx.array(sources),
-        mask=mx.array(mask[:, None]),
-    )
+_INPUTS = (
+    "queries",
+    "key_pool",
+    "value_pool",
+    "key_scales",
+    "value_scales",
+    "block_tables",
+    "requests",
+    "tiles",
+    "limits",
+    "scoring",
+    "sinks",
+    "after",
+)
+_FOLDER = Path(__file__).parent
+_SHARED = ("numeric.metal", "attention.metal")
+_decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "token"), _SHARED)
+_prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "token"), _SHARED)
+_reduce = load(_FOLDER / "reduce.metal", ("parts", "stats", "num_splits"), ("out",), _SHARED)
 
 
 def run(
     plan: AttentionPlan,
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
     key_pool: mx.array,
     value_pool: mx.array,
+    after: mx.array,
     scale: float,
+    softcap: float | None = None,
     sinks: mx.array | None = None,
-    fused: bool | None = None,
-) -> mx.array:
-    """Attention of one layer.
+    key_scales: mx.array | None = None,
+    value_scales: mx.array | None = None,
+) -> tuple[mx.array, list[mx.array]]:
+    """Attention of one layer, whose K/V of this step the pool holds already.
 
     Args:
-        plan: of this step, for this layer's block table and window.
-        queries: [T, H, D].
-        keys: [T, Hkv, D], this step's, which the pool need not hold yet.
-        values: [T, Hkv, D], likewise.
-        key_pool: [Hkv, B, block_size, D].
-        value_pool: [Hkv, B, block_size, D].
+        plan: of this step, for this layer's block table, shape and window.
+        queries: [T, H, D], float16, bfloat16 or float32.
+        key_pool: [Hkv, B, block_size, D], a float dtype, uint8 (fp8 e4m3) or int8.
+        value_pool: the same; for latent attention `key_pool` itself, whose first DV are the values.
+        after: [8] uint32, token of the write this must see.
         scale: factor on the scores.
+        softcap: scores become softcap * tanh(score / softcap).
         sinks: [H], a learned logit per head that takes part in the softmax only.
-        fused: MLX's fused attention or plain operations; None: what is faster on this device.
+        key_scales: [Hkv, B, block_size] float32, of a pool of codes.
+        value_scales: likewise.
 
     Returns:
-        [T, H, D], the dtype of `queries`.
+        [T, H, DV], the dtype of `queries`, and a token of each dispatch that reads the pool.
+
+    Raises:
+        ValueError: an argument is not of the shape or dtype said here.
     """
-    if fused is None:
-        fused = mx.default_device().type == mx.DeviceType.gpu
-    attend = _attend_fused if fused else _attend_grouped
-    outputs = []
-    for bucket in plan.buckets:
-        picked = queries if bucket.rows is None else queries[bucket.rows]
-        picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
-        k, v = _context(bucket, keys, key_pool), _context(bucket, values, value_pool)
-        out = attend(picked, k, v, bucket.mask, scale, sinks)
-        outputs.append(out.reshape(-1, *queries.shape[1:]))
+    _check(plan, queries, key_pool, value_pool, sinks, key_scales, value_scales)
+    scoring = _scoring(scale, softcap)
+    sinks = _no_sinks(queries.shape[1]) if sinks is None else padded(sinks, fill=0)
+    pools = [
+        key_pool,
+        value_pool,
+        NO_SCALES if key_scales is None else key_scales,
+        NO_SCALES if value_scales is None else value_scales,
+    ]
+    outputs, tokens = [], []
+    for dispatch in plan.dispatches:
+        buffers = [
+            queries,
+            *pools,
+            plan.block_tables,
+            dispatch.requests,
+            dispatch.tiles,
+            dispatch.limits,
+            scoring,
+            sinks,
+            after,
+        ]
+        out, token = _launch(plan, dispatch, buffers)
+        outputs.append(out)
+        tokens.append(token)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return merged if plan.order is None else merged[plan.order]
+    return merged if plan.order is None else merged[plan.order], tokens
 
 
-def _context(bucket: Bucket, fresh: mx.array, pool: mx.array) -> mx.array:
-    """The bucket's padded K or V, [Hkv, n, S, D], with this step's rows laid over the pool's.
-
-    Head outermost, so that what is gathered is already laid out for the matrix products.
-    """
-    num_heads, num_blocks, block_size, head_size = pool.shape
-    heads = mx.arange(num_heads, dtype=mx.int32)
-    blocks = bucket.block_table + (heads * num_blocks)[:, None, None]
-    context = pool.reshape(num_heads * num_blocks, block_size * head_size)[blocks]
-    size = bucket.num_requests * bucket.context_len
-    context = context.reshape(num_heads * size, head_size)
-    rows = fresh if bucket.sources is None else fresh[bucket.sources]
-    context[bucket.fresh + (heads * size)[:, None]] = rows.swapaxes(0, 1)
-    return context.reshape(num_heads, bucket.num_requests, bucket.context_len, head_size)
-
-
-def _attend_fused(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-) -> mx.array:
-    """[n, Q, H, D] queries over [Hkv, n, S, D] keys and values; same shape back."""
-    out = mx.fast.scaled_dot_product_attention(
-        queries.swapaxes(1, 2),
-        keys.swapaxes(0, 1),
-        values.swapaxes(0, 1),
-        scale=scale,
-        mask=mask,
-        sinks=sinks,
+def _launch(
+    plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array]
+) -> tuple[mx.array, mx.array]:
+    """One dispatch, and where it splits contexts the reduction after it."""
+    queries, key_pool = buffers[:2]
+    shape, split = plan.shape, dispatch.num_splits > 1
+    out_shape = (dispatch.num_rows, shape.num_heads, shape.value_size)
+    template = [
+        ("T", queries.dtype),
+        ("C", key_pool.dtype),
+        ("O", mx.float32 if split else queries.dtype),
+        ("D", shape.head_size),
+        ("SCALED", key_pool.dtype in CODE_DTYPES),
+        ("PARTIAL", split),
+    ]
+    if dispatch.decode:
+        kernel, simdgroups = _decode, _DECODE_SIMDGROUPS
+        template += [("ROWS", dispatch.rows), ("SIMDGROUPS", simdgroups)]
+    else:
+        row_groups, parts = dispatch.rows // 8, _parts(shape.head_size)
+        kernel, simdgroups = _prefill, row_groups * parts
+        template += [
+            ("DV", shape.value_size),
+            ("ROW_GROUPS", row_groups),
+            ("SPLIT", parts),
+            ("KEYS", _keys(shape.head_size, queries.dtype.size)),
+            ("LATENT", shape.latent),
+        ]
+    parts_shape = (dispatch.num_splits, *out_shape)
+    out, stats, token = kernel(
+        inputs=buffers,
+        template=template,
+        grid=(dispatch.num_tiles * simdgroups * 32, shape.num_kv_heads, 1),
+        threadgroup=(simdgroups * 32, 1, 1),
+        output_shapes=[
+            parts_shape if split else out_shape,
+            (*parts_shape[:-1], 2) if split else (8,),
+            TOKEN_SHAPE,
+        ],
+        output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, TOKEN_DTYPE],
     )
-    return out.swapaxes(1, 2)
+    if dispatch.splits is not None:
+        heads = min(shape.num_heads, 8)  # a few simdgroups a threadgroup: they share nothing
+        (out,) = _reduce(
+            inputs=[out, stats, dispatch.splits],
+            template=[("T", queries.dtype), ("DV", shape.value_size)],
+            grid=(32, shape.num_heads, dispatch.num_rows),
+            threadgroup=(32, heads, 1),
+            output_shapes=[out_shape],
+            output_dtypes=[queries.dtype],
+        )
+    return out, token
 
 
-def _attend_grouped(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-) -> mx.array:
-    """The same by plain operations, all query heads of a K/V head in one matrix product.
+def _parts(head_size: int) -> int:
+    """Simdgroups that share a row's head: 128 elements of it, or a little more, fit registers."""
+    return 1 if head_size <= 128 else 2 if head_size <= 256 else 4
 
-    On MLX's CPU backend four to eight times faster than the fused call: that one repeats K and V
-    for every query head, and takes exp at 19 ns an element where a power of two takes 6.
+
+def _keys(head_size: int, item_size: int) -> int:
+    """Rows of K or V staged at once: with padding and scores within 32 KB of threadgroup memory."""
+    if head_size <= 128:
+        return 32
+    return 16 if head_size <= 256 or item_size == 2 else 8
+
+
+@functools.lru_cache(maxsize=256)
+def _scoring(scale: float, softcap: float | None) -> mx.array:
+    """Scoring of shared/attention.metal."""
+    if softcap is None:
+        return mx.array([scale * _LOG2_E, *[0.0] * 7], mx.float32)
+    return mx.array([scale / softcap, softcap * _LOG2_E, *[0.0] * 6], mx.float32)
+
+
+@functools.lru_cache(maxsize=64)
+def _no_sinks(num_heads: int) -> mx.array:
+    return mx.full(max(num_heads, MIN_ELEMENTS), _LOWEST, mx.float32)
+
+
+def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str | None:
+    """Why the kernels do not serve such layers; None where they do.
+
+    Args:
+        shape: of the layers' attention.
+        dtype: of their queries.
+        block_size: of the pool.
     """
-    (n, q, num_heads, d), num_kv_heads = queries.shape, keys.shape[0]
-    group = num_heads // num_kv_heads
-    scaled = queries.astype(mx.float32) * (scale * _LOG2_E)
-    packed = scaled.reshape(n, q, num_kv_heads, group, d).transpose(2, 0, 3, 1, 4)
-    scores = packed.reshape(num_kv_heads, n, group * q, d) @ keys.swapaxes(-1, -2)
-    scores = scores.reshape(num_kv_heads, n, group, q, -1)
-    scores = mx.where(mask, scores, -mx.inf)
-    top = scores.max(axis=-1, keepdims=True)
-    rest = None
-    if sinks is not None:
-        rest = sinks.astype(mx.float32).reshape(num_kv_heads, 1, group, 1, 1) * _LOG2_E
-        top = mx.maximum(top, rest)
-    weights = mx.power(2.0, scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    if rest is not None:
-        total = total + mx.power(2.0, rest - top)
-    out = weights.reshape(num_kv_heads, n, group * q, -1) @ values
-    out = out.reshape(num_kv_heads, n, group, q, d) / total
-    return out.transpose(1, 3, 0, 2, 4).reshape(queries.shape).astype(queries.dtype)
+    if dtype not in VALUE_DTYPES:
+        return f"queries of {dtype} are not supported; expected float16, bfloat16 or float32"
+    if block_size not in BLOCK_SIZES:
+        return f"block_size {block_size} is not supported; choose one of {BLOCK_SIZES}"
+    if shape.num_heads % shape.num_kv_heads:
+        return f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} K/V heads"
+    sizes = (shape.head_size, shape.value_size)
+    if shape.latent and sizes not in LATENT_SIZES:
+        return f"latent attention of {sizes} is not supported; supported: {LATENT_SIZES}"
+    if not shape.latent and shape.head_size not in HEAD_SIZES:
+        return f"head size {shape.head_size} is not supported; supported: {HEAD_SIZES}"
+    return None
+
+
+def _check(
+    plan: AttentionPlan,
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    sinks: mx.array | None,
+    key_scales: mx.array | None,
+    value_scales: mx.array | None,
+) -> None:
+    """Raises ValueError naming the first argument that does not fit; host work only."""
+    shape = plan.shape
+    if key_pool.ndim != 4 or key_pool.dtype not in POOL_DTYPES:
+        raise ValueError(f"key_pool: found {key_pool.shape} {key_pool.dtype}; see run()")
+    if reason := unsupported(shape, queries.dtype, key_pool.shape[2]):
+        raise ValueError(reason)
+    expected = (plan.num_tokens, shape.num_heads, shape.head_size)
+    if queries.shape != expected:
+        raise ValueError(f"queries: expected {expected} as planned, found {queries.shape}")
+    if (key_pool.shape[0], key_pool.shape[3]) != (shape.num_kv_heads, shape.head_size):
+        raise ValueError(
+            f"key_pool: expected [{shape.num_kv_heads}, B, block_size, {shape.head_size}] as "
+            f"planned, found {key_pool.shape}"
+        )
+    if shape.latent and value_pool is not key_pool:
+        raise ValueError("value_pool: expected key_pool, whose rows begin with the values")
+    if (value_pool.shape, value_pool.dtype) != (key_pool.shape, key_pool.dtype):
+        raise ValueError(
+            f"value_pool: expected {key_pool.shape} {key_pool.dtype} as key_pool is, "
+            f"found {value_pool.shape} {value_pool.dtype}"
+        )
+    if sinks is not None and sinks.shape != (shape.num_heads,):
+        raise ValueError(f"sinks: expected ({shape.num_heads},), found {sinks.shape}")
+    check_scales("key_scales", key_scales, key_pool)
+    check_scales("value_scales", value_scales, value_pool)

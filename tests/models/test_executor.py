@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.attention import seam
 from vllm_metal.inputs import prepare
-from vllm_metal.kv_cache.pool import Region
+from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.layers import attention_layers
 from vllm_metal.models.loader import SelectedRows
@@ -80,7 +80,7 @@ def build(model_type: str):
 def executor(model, model_type: str, num_blocks: int):
     layers = attention_layers(model, model_type)
     regions = {
-        layer.name: Region(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+        layer.name: ScatterRegion(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}

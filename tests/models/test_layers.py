@@ -36,10 +36,10 @@ def test_full_and_window_layers_are_told_apart():
         "gemma3_text", sliding_window=24, sliding_window_pattern=2, query_pre_attn_scalar=16
     )
     assert attention_layers(gemma3, "gemma3_text") == [
-        AttentionLayer("layers.0", num_kv_heads=2, head_size=16, window=24),
-        AttentionLayer("layers.1", num_kv_heads=2, head_size=16, window=None),
-        AttentionLayer("layers.2", num_kv_heads=2, head_size=16, window=24),
-        AttentionLayer("layers.3", num_kv_heads=2, head_size=16, window=None),
+        AttentionLayer("layers.0", num_heads=4, num_kv_heads=2, head_size=16, window=24),
+        AttentionLayer("layers.1", num_heads=4, num_kv_heads=2, head_size=16, window=None),
+        AttentionLayer("layers.2", num_heads=4, num_kv_heads=2, head_size=16, window=24),
+        AttentionLayer("layers.3", num_heads=4, num_kv_heads=2, head_size=16, window=None),
     ]
 
 

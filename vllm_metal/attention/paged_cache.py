@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from metal_kernels import paged_attention
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.kv_cache.pool import Region
+from vllm_metal.kv_cache.region import Region
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,7 @@ class AttentionMetadata:
     """What a layer needs to know of one step; made fresh each step, shared by a KV cache group."""
 
     positions: mx.array  # [T] int32, position of each row in its request
-    slot_mapping: mx.array  # [T] int32, pool slot each row's K/V go to
-    plan: paged_attention.AttentionPlan
+    plan: Any  # what the layer's kind of region made of it
 
 
 class PagedCache(AttendingCache):
@@ -50,7 +49,7 @@ class PagedCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes this step's K/V, each [T, Hkv, 1, D], and returns them as they are."""
-        self._region.write(self.metadata.slot_mapping, keys[:, :, 0], values[:, :, 0])
+        self._region.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
         return keys, values
 
     def attend(
@@ -62,14 +61,7 @@ class PagedCache(AttendingCache):
         sinks: mx.array | None,
     ) -> mx.array:
         """[T, H, 1, D] queries over the request's whole context; same shape back."""
-        out = paged_attention.run(
-            self.metadata.plan,
-            queries[:, :, 0],
-            keys[:, :, 0],
-            values[:, :, 0],
-            self._region.keys,
-            self._region.values,
-            scale,
-            sinks,
+        out = self._region.attend(
+            self.metadata.plan, queries[:, :, 0], keys[:, :, 0], values[:, :, 0], scale, sinks
         )
         return out[:, :, None]

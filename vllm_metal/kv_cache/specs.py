@@ -11,7 +11,7 @@ import mlx.core as mx
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-from vllm_metal.kv_cache.pool import Region
+from vllm_metal.kv_cache.region import Region
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -41,7 +41,11 @@ def kv_cache_specs(
 
 
 def allocate_regions(
-    config: KVCacheConfig, layers: Sequence[AttentionLayer], block_size: int, dtype: mx.Dtype
+    config: KVCacheConfig,
+    layers: Sequence[AttentionLayer],
+    block_size: int,
+    dtype: mx.Dtype,
+    region_type: type[Region],
 ) -> dict[str, Region]:
     """The pool: a region for each layer name, the same one for layers that vLLM overlays.
 
@@ -60,7 +64,7 @@ def allocate_regions(
             offset = tensor.offset + index * tensor.layer_stride
             shape = (by_name[name].num_kv_heads, by_name[name].head_size)
             if offset not in regions:
-                regions[offset] = Region(config.num_blocks, block_size, *shape, dtype)
+                regions[offset] = region_type(config.num_blocks, block_size, *shape, dtype)
                 shapes[offset] = shape
             elif shapes[offset] != shape:
                 raise NotImplementedError(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.attention.paged_cache import PagedCache
-from vllm_metal.inputs import InputBatch, attention_metadata
-from vllm_metal.kv_cache.pool import Region
+from metal_kernels.paged_attention import AttentionShape
+from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
+from vllm_metal.inputs import InputBatch, step_layout
+from vllm_metal.kv_cache.region import Region, StepLayout
 from vllm_metal.models.loader import SelectedRows
 from vllm_metal.requests import BlockTables
 
@@ -45,19 +46,28 @@ class ModelExecutor:
         self._block_size = block_size
         self._caches = [PagedCache(regions[layer.name]) for layer in layers]
         self._regions = list(dict.fromkeys(regions.values()))
-        # Layers that share a block table and a window share a step's metadata.
-        self._kinds: dict[tuple[int, int | None], list[PagedCache]] = {}
+        self._region_type = type(self._regions[0])
+        # Layers that share a block table, shape and window share a step's metadata.
+        self._kinds: dict[tuple[int, AttentionShape, int | None], list[PagedCache]] = {}
         for layer, cache in zip(layers, self._caches, strict=True):
-            self._kinds.setdefault((group_of[layer.name], layer.window), []).append(cache)
+            kind = (group_of[layer.name], layer.shape, layer.window)
+            self._kinds.setdefault(kind, []).append(cache)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether a step may be handed to the device while the one before still runs."""
+        return self._region_type.pipelined
 
     def forward(self, batch: InputBatch, block_tables: BlockTables) -> mx.array:
         """[N + prompt rows, V] logits of the batch's `logits_indices`, not yet computed."""
         for region in self._regions:
-            region.flush()
-        for (group, window), caches in self._kinds.items():
-            metadata = attention_metadata(
-                batch, block_tables.tables_np[group], self._block_size, window
-            )
+            region.begin_step()
+        layouts: dict[int, StepLayout] = {}
+        for (group, shape, window), caches in self._kinds.items():
+            if group not in layouts:
+                layouts[group] = step_layout(batch, block_tables.tables_np[group], self._block_size)
+            plan = self._region_type.plan(layouts[group], shape, window)
+            metadata = AttentionMetadata(batch.positions, plan)
             for cache in caches:
                 cache.begin_step(metadata)
         return self._rows.logits(self._model, batch.input_ids, self._caches, batch.logits_indices)

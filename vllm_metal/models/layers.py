@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.attention.seam import AttendingCache
 
 
@@ -18,9 +19,14 @@ class AttentionLayer:
     """One layer's share of the KV cache."""
 
     name: str  # "layers.N", as vLLM's KV cache groups list it
+    num_heads: int
     num_kv_heads: int
     head_size: int
     window: int | None  # positions a query sees, itself included; None: all before it
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
 
 
 class _Probe(AttendingCache):
@@ -30,7 +36,7 @@ class _Probe(AttendingCache):
         self.offset = mx.zeros(1, mx.int32)
         self.key_shape: tuple[int, ...] | None = None
         self.value_shape: tuple[int, ...] | None = None
-        self.attended = False
+        self.num_heads: int | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.key_shape, self.value_shape = keys.shape, values.shape
@@ -44,7 +50,7 @@ class _Probe(AttendingCache):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        self.attended = True
+        self.num_heads = queries.shape[1]
         return queries
 
 
@@ -81,7 +87,7 @@ def _window(cache: Any, model_type: str) -> int | None:
 
 
 def _layer(name: str, probe: _Probe, window: int | None, model_type: str) -> AttentionLayer:
-    if probe.key_shape is None or not probe.attended:
+    if probe.key_shape is None or probe.num_heads is None:
         raise NotImplementedError(
             f"model_type {model_type!r} computes attention in {name} by itself, "
             "so the paged path cannot serve it"
@@ -91,4 +97,4 @@ def _layer(name: str, probe: _Probe, window: int | None, model_type: str) -> Att
             f"model_type {model_type!r}: keys {probe.key_shape} and values {probe.value_shape} of "
             f"{name} differ in shape, which the paged path does not serve"
         )
-    return AttentionLayer(name, probe.key_shape[1], probe.key_shape[3], window)
+    return AttentionLayer(name, probe.num_heads, probe.key_shape[1], probe.key_shape[3], window)

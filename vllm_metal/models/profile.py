@@ -10,9 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from metal_kernels import paged_attention
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
-from vllm_metal.kv_cache.pool import Region
+from vllm_metal.kv_cache.region import Region, StepLayout
 from vllm_metal.models.layers import AttentionLayer
 from vllm_metal.models.loader import SelectedRows, mlx_dtype
 
@@ -25,6 +24,7 @@ def profile_step(
     rows: SelectedRows,
     layers: Sequence[AttentionLayer],
     config: VllmConfig,
+    region_type: type[Region],
 ) -> None:
     """Runs one prompt of max_num_batched_tokens rows, with logits for max_num_seqs of them.
 
@@ -37,19 +37,17 @@ def profile_step(
     starts = np.array([0, num_tokens], np.int32)
     table = np.arange(num_blocks, dtype=np.int32)[None]
     slots = np.arange(num_tokens, dtype=np.int32)
+    layout = StepLayout(starts, starts[1:], table, slots, block_size)
+    positions = mx.array(slots)
     metadata = {
-        window: AttentionMetadata(
-            mx.array(slots),
-            mx.array(slots),
-            paged_attention.plan(starts, starts[1:], table, slots, block_size, window),
-        )
-        for window in {layer.window for layer in layers}
+        kind: AttentionMetadata(positions, region_type.plan(layout, *kind))
+        for kind in {(layer.shape, layer.window) for layer in layers}
     }
     caches = []
     dtype = mlx_dtype(config)
     for layer in layers:
-        region = Region(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        region = region_type(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
         caches.append(PagedCache(region))
-        caches[-1].begin_step(metadata[layer.window])
+        caches[-1].begin_step(metadata[layer.shape, layer.window])
     sampled = mx.arange(min(scheduler.max_num_seqs, num_tokens), dtype=mx.int32)
     mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))

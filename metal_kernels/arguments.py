@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels over a KV pool share: dtypes and their checks, tokens, padded metadata.
+
+A kernel that writes to a pool takes the pool as an input, which MLX neither copies nor orders. The
+order comes from tokens: small arrays that every kernel over the pool returns and that the next one
+takes. MLX binds each input, read or not, and has a dispatch wait for whichever wrote one of them.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+# MLX passes arrays of fewer elements in another address space, which is another kernel to compile.
+MIN_ELEMENTS = 8
+
+VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
+POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
+NO_SCALES = mx.array(np.zeros(MIN_ELEMENTS, np.float32))  # in their place for a pool of values
+
+TOKEN_SHAPE, TOKEN_DTYPE = (MIN_ELEMENTS,), mx.uint32
+_NOTHING_BEFORE = mx.array(np.zeros(TOKEN_SHAPE, np.uint32))
+
+
+def tokens(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    """Exactly two tokens that stand for all of `after`, [8] uint32 each.
+
+    Raises:
+        ValueError: `after` holds what no kernel over a pool returned.
+    """
+    for token in after:
+        if token.shape != TOKEN_SHAPE or token.dtype != TOKEN_DTYPE:
+            raise ValueError(
+                f"after: expected tokens, [8] uint32 arrays, found {token.shape} {token.dtype}"
+            )
+    first = after[0] if after else _NOTHING_BEFORE
+    return first, functools.reduce(mx.add, after[1:]) if len(after) > 1 else _NOTHING_BEFORE
+
+
+def merged(after: Sequence[mx.array]) -> mx.array:
+    """One token for all of `after`."""
+    first, second = tokens(after)
+    return first if second is _NOTHING_BEFORE else first + second
+
+
+def padded(metadata: mx.array, fill: int) -> mx.array:
+    """A flat array of at least 8 elements."""
+    missing = MIN_ELEMENTS - metadata.size
+    return metadata if missing <= 0 else mx.pad(metadata, (0, missing), constant_values=fill)
+
+
+def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
+    """Raises ValueError unless a pool of codes, and no other, has scales of its shape."""
+    if pool.dtype not in CODE_DTYPES:
+        if scales is not None:
+            raise ValueError(f"{name}: expected None for a pool of {pool.dtype}")
+    elif scales is None or scales.shape != pool.shape[:3] or scales.dtype != mx.float32:
+        found = "None" if scales is None else f"{scales.shape} {scales.dtype}"
+        raise ValueError(f"{name}: expected {pool.shape[:3]} float32, found {found}")

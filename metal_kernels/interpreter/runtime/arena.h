@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threadgroup memory: one array after another, with gaps, in one region.
+#pragma once
+
+#include <cstdint>
+
+namespace metal_cpu {
+
+constexpr uint64_t threadgroup_memory_limit = 32 * 1024;  // Apple GPUs, every family
+constexpr unsigned max_threadgroup_variables = 256;
+
+struct ThreadgroupVariable {
+  const char* name;
+  char* data;  // null: not met in this dispatch
+  uint64_t bytes;
+};
+
+struct Arena {
+  ThreadgroupVariable variables[max_threadgroup_variables];
+  unsigned count;  // indices in use are below it
+  uint64_t declared;
+  char* next;
+};
+
+extern Arena arena;
+
+char* arena_region();
+uint64_t arena_region_bytes();
+
+/// Forgets the variables of the last kernel.
+void clear_arena();
+
+/// Fills all variables with 0xFF, a NaN in every float format: reading before writing shows.
+void poison_arena();
+
+}  // namespace metal_cpu

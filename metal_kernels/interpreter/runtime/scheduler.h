@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// The state of one dispatch: its threads, simdgroups and barriers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "abi.h"
+#include "dispatch.h"
+
+namespace metal_cpu {
+
+enum class Wait : uint8_t { none, collective, simdgroup_barrier, threadgroup_barrier };
+
+struct Thread {
+  void* stack_pointer;
+  Fold fold;
+  const void* in;
+  void* out;
+  const void* site;  // return address of the call it waits in
+  unsigned mem_flags;
+  Wait wait;
+};
+
+/// Bit masks over lanes.
+struct Simdgroup {
+  uint32_t live;     // not returned from the kernel
+  uint32_t ready;    // able to run
+  uint32_t waiting;  // in a simdgroup function or barrier
+  bool mixed;        // the waiting lanes are not all in the same call
+};
+
+struct Threadgroup {
+  uint64_t index;
+  unsigned position[3];
+  unsigned size[3];
+  unsigned threads;
+  unsigned simdgroups;
+  unsigned finished;
+  unsigned at_barrier;
+  const void* barrier_site;  // of the first thread there
+  bool mixed;                // threads wait at different barriers
+};
+
+struct Scheduler {
+  const Launch* launch;
+  Counters* counters;
+  Violation* violation;  // set: the dispatch is being given up
+  void* main_stack_pointer;
+  unsigned current;  // index of the running thread in its threadgroup
+  uint64_t random;
+  Threadgroup group;
+  Thread threads[max_threads];
+  Simdgroup simdgroups[max_threads / simdgroup_size];
+};
+
+extern Scheduler scheduler;
+
+/// Ends the dispatch from inside a kernel thread: goes back to `metal_cpu_run`, which returns.
+[[noreturn]] void give_up(const char* kind, const std::string& text);
+
+/// `{site:ADDRESS}`, which Python replaces by a file and line.
+std::string site_text(const void* site);
+
+}  // namespace metal_cpu

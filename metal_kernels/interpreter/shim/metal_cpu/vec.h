@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// vec<T, N>: built from any mix of parts, converted to other element types only explicitly.
+#pragma once
+
+#include "types.h"
+
+namespace metal {
+
+template <typename T, int N>
+struct vec;
+
+namespace detail {
+
+// The compiler's own vector type carries the value, so that loads, stores and arithmetic are single
+// operations. It packs bool into bits and knows no bfloat class, hence the stand-ins.
+template <typename T>
+struct stored {
+  typedef T type;
+};
+template <>
+struct stored<bool> {
+  typedef uint8_t type;
+};
+template <>
+struct stored<bfloat> {
+  typedef uint16_t type;
+};
+template <typename T, int N>
+using native = typename stored<T>::type __attribute__((ext_vector_type(N)));
+
+template <typename T>
+inline constexpr bool computes_natively = !__is_same(T, bool) && !__is_same(T, bfloat);
+
+/// `v.zx` and the like, for reading and, without repeated letters, for writing. V, the type it
+/// stands for, is an argument so that the operators of V are found for it.
+template <typename V, typename T, int N, int... I>
+struct swizzle {
+  native<T, N> parent;
+
+  METAL_CPU_INLINE const T& at(int i) const { return reinterpret_cast<const T*>(this)[i]; }
+  METAL_CPU_INLINE T& at(int i) { return reinterpret_cast<T*>(this)[i]; }
+
+  METAL_CPU_INLINE operator V() const { return V(at(I)...); }
+  METAL_CPU_INLINE swizzle& operator=(const V& v) {
+    int i = 0;
+    ((at(I) = v[i++]), ...);
+    return *this;
+  }
+  METAL_CPU_INLINE swizzle& operator=(const swizzle& v) { return *this = V(v); }
+  METAL_CPU_INLINE swizzle& operator+=(const V& v) { return *this = V(*this) + v; }
+  METAL_CPU_INLINE swizzle& operator-=(const V& v) { return *this = V(*this) - v; }
+  METAL_CPU_INLINE swizzle& operator*=(const V& v) { return *this = V(*this) * v; }
+  METAL_CPU_INLINE swizzle& operator/=(const V& v) { return *this = V(*this) / v; }
+  METAL_CPU_INLINE T operator[](int i) const { return V(*this)[i]; }
+};
+
+template <typename T>
+struct is_vec {
+  static constexpr int size = 0;  // a scalar
+};
+template <typename T, int N>
+struct is_vec<vec<T, N>> {
+  static constexpr int size = N;
+  typedef T element;
+  typedef vec<T, N> type;
+};
+template <typename V, typename T, int N, int... I>
+struct is_vec<swizzle<V, T, N, I...>> {
+  static constexpr int size = sizeof...(I);
+  typedef T element;
+  typedef V type;
+};
+template <typename T>
+inline constexpr int parts = is_vec<T>::size ? is_vec<T>::size : 1;
+
+template <typename T, typename A>
+METAL_CPU_INLINE void append(T* to, int& i, const A& a) {
+  if constexpr (is_vec<A>::size == 0) {
+    to[i++] = T(a);
+  } else {
+    const typename is_vec<A>::type v = a;
+    for (int k = 0; k < is_vec<A>::size; ++k) to[i++] = T(v[k]);
+  }
+}
+
+#define METAL_CPU_S2(a, b, i, j) swizzle<vec<T, 2>, T, N, i, j> a##b;
+#define METAL_CPU_S3(a, b, c, i, j, k) swizzle<vec<T, 3>, T, N, i, j, k> a##b##c;
+#define METAL_CPU_S4(a, b, c, d, i, j, k, l) swizzle<vec<T, 4>, T, N, i, j, k, l> a##b##c##d;
+#define METAL_CPU_PAIRS2 \
+  METAL_CPU_S2(x, x, 0, 0) METAL_CPU_S2(x, y, 0, 1) METAL_CPU_S2(y, x, 1, 0) METAL_CPU_S2(y, y, 1, 1)
+#define METAL_CPU_PAIRS3                                                                 \
+  METAL_CPU_PAIRS2 METAL_CPU_S2(x, z, 0, 2) METAL_CPU_S2(y, z, 1, 2) METAL_CPU_S2(z, x, 2, 0) \
+      METAL_CPU_S2(z, y, 2, 1) METAL_CPU_S2(z, z, 2, 2)
+#define METAL_CPU_PAIRS4                                                                 \
+  METAL_CPU_PAIRS3 METAL_CPU_S2(x, w, 0, 3) METAL_CPU_S2(y, w, 1, 3) METAL_CPU_S2(z, w, 2, 3) \
+      METAL_CPU_S2(w, x, 3, 0) METAL_CPU_S2(w, y, 3, 1) METAL_CPU_S2(w, z, 3, 2)         \
+          METAL_CPU_S2(w, w, 3, 3)
+#define METAL_CPU_TRIPLES3                                             \
+  METAL_CPU_S3(x, y, z, 0, 1, 2) METAL_CPU_S3(x, z, y, 0, 2, 1)        \
+  METAL_CPU_S3(y, x, z, 1, 0, 2) METAL_CPU_S3(y, z, x, 1, 2, 0)        \
+  METAL_CPU_S3(z, x, y, 2, 0, 1) METAL_CPU_S3(z, y, x, 2, 1, 0)        \
+  METAL_CPU_S3(x, x, x, 0, 0, 0) METAL_CPU_S3(y, y, y, 1, 1, 1) METAL_CPU_S3(z, z, z, 2, 2, 2)
+
+/// The names a vector's value goes by.
+template <typename T, int N>
+union components;
+template <typename T>
+union components<T, 2> {
+  static constexpr int N = 2;
+  native<T, 2> v;
+  struct { T x, y; };
+  struct { T r, g; };
+  METAL_CPU_PAIRS2
+};
+template <typename T>
+union components<T, 3> {
+  static constexpr int N = 3;
+  native<T, 3> v;
+  struct { T x, y, z; };
+  struct { T r, g, b; };
+  METAL_CPU_PAIRS3
+  METAL_CPU_TRIPLES3
+};
+template <typename T>
+union components<T, 4> {
+  static constexpr int N = 4;
+  native<T, 4> v;
+  struct { T x, y, z, w; };
+  struct { T r, g, b, a; };
+  METAL_CPU_PAIRS4
+  METAL_CPU_TRIPLES3
+  METAL_CPU_S3(y, z, w, 1, 2, 3)
+  METAL_CPU_S3(w, z, y, 3, 2, 1)
+  METAL_CPU_S4(x, y, z, w, 0, 1, 2, 3)
+  METAL_CPU_S4(w, z, y, x, 3, 2, 1, 0)
+  METAL_CPU_S4(y, x, w, z, 1, 0, 3, 2)
+  METAL_CPU_S4(z, w, x, y, 2, 3, 0, 1)
+  METAL_CPU_S4(y, z, w, x, 1, 2, 3, 0)
+  METAL_CPU_S4(w, x, y, z, 3, 0, 1, 2)
+  METAL_CPU_S4(x, x, x, x, 0, 0, 0, 0)
+  METAL_CPU_S4(y, y, y, y, 1, 1, 1, 1)
+  METAL_CPU_S4(z, z, z, z, 2, 2, 2, 2)
+  METAL_CPU_S4(w, w, w, w, 3, 3, 3, 3)
+};
+
+}  // namespace detail
+}  // namespace metal

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel's text and buffers, and who compiles it.
+
+A .metal file holds functions, then a line `// ---- kernel body`, then the body of the kernel, whose
+signature `mx.fast.metal_kernel` generates from the names of its buffers. Whatever has that
+function's signature can run it: MLX on a Mac, the interpreter anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+_BODY = "// ---- kernel body\n"
+_SHARED = Path(__file__).parent / "shared"
+
+Compiler = Callable[..., Any]  # mx.fast.metal_kernel, or what has its signature
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel; compiled for each set of template arguments when first called with them."""
+
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    header: str  # functions
+    body: str
+
+    def __call__(self, **call: Any) -> list[mx.array]:
+        """Takes the arguments of a kernel made by `mx.fast.metal_kernel`, by name."""
+        return _compiled(_compiler, self)(**call)
+
+
+def load(
+    path: Path, input_names: Sequence[str], output_names: Sequence[str], shared: Sequence[str] = ()
+) -> Kernel:
+    """Reads a .metal file; `shared` names files of metal_kernels/shared to put before it."""
+    functions, body = path.read_text().split(_BODY)
+    header = [_numbered((_SHARED / name).read_text(), name, 1) for name in shared]
+    header.append(_numbered(functions, path.name, 1))
+    first_line = functions.count("\n") + 2
+    return Kernel(
+        name=path.stem,
+        input_names=tuple(input_names),
+        output_names=tuple(output_names),
+        header="".join(header),
+        body=_numbered(body, path.name, first_line),
+    )
+
+
+def _numbered(text: str, name: str, line: int) -> str:
+    """Makes a compiler's messages point into the file."""
+    return f'#line {line} "{name}"\n{text}'
+
+
+_compiler: Compiler = mx.fast.metal_kernel
+
+
+def use(compiler: Compiler) -> None:
+    """Makes every kernel run through `compiler` from now on."""
+    global _compiler
+    _compiler = compiler
+
+
+@contextmanager
+def using(compiler: Compiler) -> Iterator[None]:
+    """The same for the length of a `with` block."""
+    before = _compiler
+    use(compiler)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+@functools.cache
+def _compiled(compiler: Compiler, kernel: Kernel) -> Callable[..., list[mx.array]]:
+    return compiler(
+        name=kernel.name,
+        input_names=list(kernel.input_names),
+        output_names=list(kernel.output_names),
+        source=kernel.body,
+        header=kernel.header,
+    )

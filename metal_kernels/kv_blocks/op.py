@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""copy() and zero() work on whole blocks, for all heads; one dispatch a pool."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import arguments, kernel
+
+_THREADS = 256  # of a threadgroup
+_RUN_BYTES = 16  # what a thread moves
+_KERNEL = kernel.load(
+    Path(__file__).with_name("kv_blocks.metal"),
+    input_names=("pool", "sources", "targets", "after_0", "after_1"),
+    output_names=("token",),
+)
+
+
+def copy(
+    pools: Sequence[mx.array],
+    sources: np.ndarray,
+    targets: np.ndarray,
+    after: Sequence[mx.array] = (),
+) -> mx.array:
+    """Writes through the pools: they hold the copies once the token is computed.
+
+    Args:
+        pools: [Hkv, B, block_size, ...] each, row-contiguous, of any dtype: keys, values, scales.
+        sources: [P] integers, on the host: blocks to copy.
+        targets: [P] integers: where each goes. No block is both source and target, none a target
+            twice, so that the order of the copies does not matter.
+        after: tokens of what must have happened before.
+
+    Returns:
+        [8] uint32, the token of the last copy, which comes after all others.
+
+    Raises:
+        ValueError: blocks are not as above, or not in a pool.
+    """
+    _check_blocks("sources", sources, pools)
+    _check_blocks("targets", targets, pools)
+    if len(sources) != len(targets):
+        raise ValueError(f"targets: expected {len(sources)} as sources, found {len(targets)}")
+    if len(np.unique(targets)) != len(targets):
+        raise ValueError("targets: a block is named twice")
+    both = np.intersect1d(sources, targets)
+    if both.size:
+        raise ValueError(f"targets: block {both[0]} is also one of sources")
+    return _each(pools, sources, targets, after, is_copy=True)
+
+
+def zero(pools: Sequence[mx.array], blocks: np.ndarray, after: Sequence[mx.array] = ()) -> mx.array:
+    """Clears [P] blocks; else as `copy`. A block may be named twice."""
+    _check_blocks("blocks", blocks, pools)
+    blocks = np.unique(blocks)
+    return _each(pools, blocks, blocks, after, is_copy=False)
+
+
+def _check_blocks(name: str, blocks: np.ndarray, pools: Sequence[mx.array]) -> None:
+    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer):
+        raise ValueError(
+            f"{name}: expected a flat array of integers, found {blocks.shape} {blocks.dtype}"
+        )
+    num_blocks = min((pool.shape[1] for pool in pools), default=0)
+    outside = blocks[(blocks < 0) | (blocks >= num_blocks)]
+    if pools and outside.size:
+        raise ValueError(f"{name}: block {outside[0]} is not one of the pool's {num_blocks}")
+
+
+def _each(
+    pools: Sequence[mx.array],
+    sources: np.ndarray,
+    targets: np.ndarray,
+    after: Sequence[mx.array],
+    is_copy: bool,
+) -> mx.array:
+    token = arguments.merged(after)
+    if len(targets) == 0:
+        return token
+    source, target = (
+        arguments.padded(mx.array(blocks.astype(np.int32)), fill=0) for blocks in (sources, targets)
+    )
+    for pool in pools:
+        size = math.prod(pool.shape[2:])
+        run = math.gcd(size, _RUN_BYTES // pool.dtype.size)
+        (token,) = _KERNEL(
+            inputs=[pool, source, target, *arguments.tokens([token])],
+            template=[("T", pool.dtype), ("SIZE", size), ("RUN", run), ("COPY", is_copy)],
+            grid=(size // run, len(targets), pool.shape[0]),
+            threadgroup=(min(_THREADS, size // run), 1, 1),
+            output_shapes=[arguments.TOKEN_SHAPE],
+            output_dtypes=[arguments.TOKEN_DTYPE],
+        )
+    return token

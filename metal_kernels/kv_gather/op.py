@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gather() reads contexts out of the pool, as values, for attention that is not paged."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from metal_kernels import arguments, kernel
+
+_THREADS = 256  # of a threadgroup
+_RUN = 4  # elements of a thread, at most
+_KERNEL = kernel.load(
+    Path(__file__).with_name("kv_gather.metal"),
+    input_names=("pool", "scales", "block_table", "after_0", "after_1"),
+    output_names=("context", "token"),
+    shared=("numeric.metal",),
+)
+
+
+def gather(
+    pool: mx.array,
+    block_table: mx.array,
+    dtype: mx.Dtype,
+    after: Sequence[mx.array] = (),
+    scales: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Reads the blocks of n requests, W each.
+
+    Args:
+        pool: [Hkv, B, block_size, D] float16, bfloat16 or float32, or codes: uint8 for fp8 e4m3,
+            int8 for integers.
+        block_table: [n, W] int32; a block that the pool lacks, as -1, reads as zeros.
+        dtype: of the context: float16, bfloat16 or float32.
+        after: tokens of what must have happened before.
+        scales: [Hkv, B, block_size] float32, for a pool of codes: value = code * scale.
+
+    Returns:
+        context: [Hkv, n, W * block_size, D] of `dtype`.
+        token: [8] uint32, for what must not happen before this read.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    _check(pool, block_table, dtype)
+    arguments.check_scales("scales", scales, pool)
+    (num_heads, _, block_size, head_size), (n, w) = pool.shape, block_table.shape
+    shape = (num_heads, n, w * block_size, head_size)
+    if n * w == 0:
+        return mx.zeros(shape, dtype), arguments.merged(after)
+    run = math.gcd(head_size, _RUN)
+    runs = block_size * head_size // run
+    context, token = _KERNEL(
+        inputs=[
+            pool,
+            arguments.NO_SCALES if scales is None else scales,
+            arguments.padded(block_table.flatten(), fill=-1),
+            *arguments.tokens(after),
+        ],
+        template=[("T", dtype), ("C", pool.dtype), ("HEAD_SIZE", head_size), ("RUN", run)],
+        grid=(runs, w, num_heads * n),
+        threadgroup=(min(_THREADS, runs), 1, 1),
+        output_shapes=[shape, arguments.TOKEN_SHAPE],
+        output_dtypes=[dtype, arguments.TOKEN_DTYPE],
+    )
+    return context, token
+
+
+def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
+    if pool.ndim != 4 or pool.dtype not in arguments.POOL_DTYPES:
+        raise ValueError(
+            "pool: expected [Hkv, B, block_size, D] floats, uint8 or int8, "
+            f"found {pool.shape} {pool.dtype}"
+        )
+    if pool.size < arguments.MIN_ELEMENTS:
+        raise ValueError(f"pool: expected 8 elements or more, found {pool.size}")
+    if block_table.ndim != 2 or block_table.dtype != mx.int32:
+        raise ValueError(
+            f"block_table: expected [n, W] int32, found {block_table.shape} {block_table.dtype}"
+        )
+    if dtype not in arguments.VALUE_DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, found {dtype}")

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same in MLX operations."""
+
+import mlx.core as mx
+
+
+def gather(
+    pool: mx.array, block_table: mx.array, dtype: mx.Dtype, scales: mx.array | None = None
+) -> mx.array:
+    """The context that `kv_gather.gather` returns for the same arguments."""
+    n, w = block_table.shape
+    num_heads, num_blocks, block_size, head_size = pool.shape
+    inside = (block_table >= 0) & (block_table < num_blocks)
+    blocks = mx.where(inside, block_table, 0)
+    values = decode(pool[:, blocks], None if scales is None else scales[:, blocks])
+    values = mx.where(inside[..., None, None], values, 0.0).astype(dtype)
+    return values.reshape(num_heads, n, w * block_size, head_size)
+
+
+def decode(elements: mx.array, scales: mx.array | None = None) -> mx.array:
+    """[..., D] elements of a pool as float32; scales: [...] float32 where they are codes."""
+    if scales is None:
+        return elements.astype(mx.float32)
+    if elements.dtype == mx.uint8:
+        return mx.from_fp8(elements, dtype=mx.float32) * scales[..., None]
+    return elements.astype(mx.float32) * scales[..., None]

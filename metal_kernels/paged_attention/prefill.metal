@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention for many packed rows: prefill, long verify windows, and latent (MLA) attention.
+//
+// A threadgroup takes one tile and one K/V head, ROW_GROUPS * 8 packed rows. It stages KEYS rows of
+// K, then of V, in threadgroup memory, decoded, each row loaded once for all its query rows. A
+// simdgroup owns eight packed rows and one of SPLIT ranges of the head size: its part of Q and of
+// the output stays in registers as 8x8 matrices; where SPLIT > 1 the parts of the scores are summed
+// through threadgroup memory. Tiled softmax after FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+
+// Lane's place in an 8x8 matrix: its row, and the first of two neighbouring columns. Apple does not
+// document it; MLX's own matrix kernels rely on it, and the self-check would find it changed.
+struct Place {
+    int row;
+    int column;
+
+    Place(uint lane) {
+        const int quad = int(lane) / 4;
+        row = (quad & 4) + (int(lane) / 2) % 4;
+        column = (quad & 2) * 2 + (int(lane) % 2) * 2;
+    }
+};
+
+typedef metal::simdgroup_matrix<float, 8, 8> Matrix;
+
+// Rows [base, base + KEYS) of K or V of the context into a tile of rows of STRIDE elements; zeros
+// from `end` on. All threads take part.
+template <typename T, typename C, int D, int KEYS, int STRIDE, int THREADS, bool SCALED>
+inline void stage(
+    const device C* pool,
+    const device float* scales,
+    thread const Context& context,
+    int row_size,
+    int base,
+    int end,
+    uint thread_index,
+    threadgroup T* tile) {
+    constexpr int WIDE = 4;  // divides every head size
+    for (int chunk = int(thread_index); chunk < KEYS * (D / WIDE); chunk += THREADS) {
+        const int key = chunk / (D / WIDE);
+        const int d = chunk % (D / WIDE) * WIDE;
+        threadgroup T* to = tile + key * STRIDE + d;
+        if (base + key < end) {
+            const ulong slot = context.slot(base + key);
+            const float scale = SCALED ? scales[slot] : 1.0f;
+            const metal::vec<C, WIDE> codes =
+                *(const device metal::vec<C, WIDE>*)(pool + slot * row_size + d);
+            for (int i = 0; i < WIDE; i++) {
+                to[i] = T(decode_element(codes[i]) * scale);
+            }
+        } else {
+            for (int i = 0; i < WIDE; i++) {
+                to[i] = T(0.0f);
+            }
+        }
+    }
+}
+
+template <
+    typename T,
+    typename C,
+    typename O,
+    int D,
+    int DV,
+    int ROW_GROUPS,
+    int SPLIT,
+    int KEYS,
+    bool SCALED,
+    bool LATENT,
+    bool PARTIAL>
+inline void prefill(
+    const device T* queries,
+    const constant int* queries_shape,
+    const device C* key_pool,
+    const constant int* pool_shape,
+    const device C* value_pool,
+    const device float* key_scales,
+    const device float* value_scales,
+    const device int* block_tables,
+    const constant int* tables_shape,
+    const device Request* requests,
+    const device Tile* tiles,
+    const device Limits* limits,
+    const device Scoring* scoring,
+    const device float* sinks,
+    device O* out,
+    device float* out_stats,
+    threadgroup T* tile_memory,
+    threadgroup float* score_memory,
+    uint tile_index,
+    uint kv_head,
+    uint simdgroup,
+    uint lane) {
+    constexpr int THREADS = ROW_GROUPS * SPLIT * 32;
+    constexpr int STRIDE = D + 16 / int(sizeof(T));  // rows start in different banks
+    constexpr int QM = D / SPLIT / 8;                // matrices of a simdgroup's part of a Q row
+    constexpr int OM = DV / SPLIT / 8;               // likewise of an output row
+    constexpr int SM = KEYS / 8;
+    const device Tile& tile = tiles[tile_index];
+    const device Request& request = requests[tile.request];
+    const int num_heads = queries_shape[1];
+    const int group = num_heads / pool_shape[0];
+    const int end = tile.end;
+    const int window = limits->window;
+    const float cap = scoring->cap;
+    const uint thread_index = simdgroup * 32 + lane;
+    const int row_group = int(simdgroup) / SPLIT;
+    const int part = int(simdgroup) % SPLIT;
+    const Place place(lane);
+
+    // This lane's packed row; rows past the tile's last repeat it and are not written.
+    const int in_tile = row_group * 8 + place.row;
+    const bool present = in_tile < tile.packed_count;
+    const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1);
+    const int row = packed / group;
+    const int head = int(kv_head) * group + packed % group;
+    const int position = request.first_position + row;
+
+    Matrix q[QM];
+    Matrix acc[OM];
+    const device T* query = queries + (ulong(request.first_row + row) * num_heads + head) * D;
+    for (int m = 0; m < QM; m++) {
+        const int d = part * (D / SPLIT) + m * 8 + place.column;
+        q[m].thread_elements()[0] = float(query[d]) * scoring->scale;
+        q[m].thread_elements()[1] = float(query[d + 1]) * scoring->scale;
+    }
+    for (int m = 0; m < OM; m++) {
+        acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    // A sink is a key of weight without value.
+    float top = tile.split == 0 ? metal::max(sinks[head] * LOG2_E, LOWEST) : LOWEST;
+    float total = top > LOWEST ? 1.0f : 0.0f;
+
+    const Context context(
+        pool_shape, kv_head, block_tables + ulong(tile.request) * uint(tables_shape[1]));
+    for (int base = tile.begin; base < end; base += KEYS) {
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // V of before is done with
+        stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
+            key_pool, key_scales, context, D, base, end, thread_index, tile_memory);
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+        Matrix scores[SM];
+        for (int s = 0; s < SM; s++) {
+            scores[s] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+            for (int m = 0; m < QM; m++) {
+                // K transposed: its matrix row is a place in the head, its column a key.
+                const threadgroup T* from = tile_memory + (s * 8 + place.column) * STRIDE +
+                    part * (D / SPLIT) + m * 8 + place.row;
+                Matrix k;
+                k.thread_elements()[0] = float(from[0]);
+                k.thread_elements()[1] = float(from[STRIDE]);
+                metal::simdgroup_multiply_accumulate(scores[s], q[m], k, scores[s]);
+            }
+        }
+        if (SPLIT > 1) {
+            threadgroup float* sums = score_memory + row_group * SPLIT * 8 * KEYS;
+            for (int s = 0; s < SM; s++) {
+                const int at = (part * 8 + place.row) * KEYS + s * 8 + place.column;
+                sums[at] = scores[s].thread_elements()[0];
+                sums[at + 1] = scores[s].thread_elements()[1];
+            }
+            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+            for (int s = 0; s < SM; s++) {
+                float first = 0.0f;
+                float second = 0.0f;
+                for (int p = 0; p < SPLIT; p++) {
+                    const int at = (p * 8 + place.row) * KEYS + s * 8 + place.column;
+                    first += sums[at];
+                    second += sums[at + 1];
+                }
+                scores[s].thread_elements()[0] = first;
+                scores[s].thread_elements()[1] = second;
+            }
+        }
+
+        // Running softmax; the four lanes of a matrix row differ in bits 0 and 3.
+        float next = top;
+        for (int s = 0; s < SM; s++) {
+            for (int e = 0; e < 2; e++) {
+                const int key = base + s * 8 + place.column + e;
+                const bool seen = key <= position && position - key < window;
+                const float score = score_of(scores[s].thread_elements()[e], cap);
+                scores[s].thread_elements()[e] = seen ? score : LOWEST;
+                next = metal::max(next, scores[s].thread_elements()[e]);
+            }
+        }
+        next = metal::max(next, metal::simd_shuffle_xor(next, 1));
+        next = metal::max(next, metal::simd_shuffle_xor(next, 8));
+        const float rescale = metal::exp2(top - next);
+        float sum = 0.0f;
+        for (int s = 0; s < SM; s++) {
+            for (int e = 0; e < 2; e++) {
+                const float score = scores[s].thread_elements()[e];
+                const float weight = score > LOWEST ? metal::exp2(score - next) : 0.0f;
+                scores[s].thread_elements()[e] = weight;
+                sum += weight;
+            }
+        }
+        sum += metal::simd_shuffle_xor(sum, 1);
+        sum += metal::simd_shuffle_xor(sum, 8);
+        total = total * rescale + sum;
+        top = next;
+        for (int m = 0; m < OM; m++) {
+            acc[m].thread_elements()[0] *= rescale;
+            acc[m].thread_elements()[1] *= rescale;
+        }
+
+        if (!LATENT) {
+            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // K is done with
+            stage<T, C, DV, KEYS, STRIDE, THREADS, SCALED>(
+                value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
+            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        }
+        for (int m = 0; m < OM; m++) {
+            for (int s = 0; s < SM; s++) {
+                const threadgroup T* from = tile_memory + (s * 8 + place.row) * STRIDE +
+                    part * (DV / SPLIT) + m * 8 + place.column;
+                Matrix v;
+                v.thread_elements()[0] = float(from[0]);
+                v.thread_elements()[1] = float(from[1]);
+                metal::simdgroup_multiply_accumulate(acc[m], scores[s], v, acc[m]);
+            }
+        }
+    }
+
+    if (present) {
+        const int out_row = tile.split * limits->out_rows + request.first_out_row + row;
+        const ulong at = ulong(out_row) * num_heads + head;
+        const float factor = PARTIAL ? 1.0f : 1.0f / total;
+        for (int m = 0; m < OM; m++) {
+            const int d = part * (DV / SPLIT) + m * 8 + place.column;
+            out[at * DV + d] = O(acc[m].thread_elements()[0] * factor);
+            out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * factor);
+        }
+        if (PARTIAL && part == 0 && place.column == 0) {
+            out_stats[at * 2] = top;
+            out_stats[at * 2 + 1] = total;
+        }
+    }
+}
+
+// ---- kernel body
+threadgroup T tile_memory[KEYS * (D + 16 / sizeof(T))];
+threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
+prefill<T, C, O, D, DV, ROW_GROUPS, SPLIT, KEYS, SCALED, LATENT, PARTIAL>(
+    queries, queries_shape, key_pool, key_pool_shape, value_pool, key_scales, value_scales,
+    block_tables, block_tables_shape, (const device Request*)requests, (const device Tile*)tiles,
+    (const device Limits*)limits, (const device Scoring*)scoring, sinks, out, out_stats,
+    tile_memory, score_memory, threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
+    for (int i = 0; i < 8; i++) {
+        token[i] = after[0];
+    }
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the attention kernels share: how a tile of queries is described, where a request's K/V lie.
+// Scores are kept in units of log2, so that exp2 serves as the exponential.
+
+constant constexpr float LOG2_E = 1.4426950408889634f;
+
+// A request's rows in the step; fields as plan.py lays them out.
+struct Request {
+    int first_row;       // of the queries
+    int first_out_row;   // of the output
+    int first_position;  // in the request, of its first row
+    int unused;
+};
+
+// What one threadgroup works on: query rows against a range of the context. Rows are packed: packed
+// row p is query row p / group, head p % group of the query heads that share a K/V head.
+struct Tile {
+    int request;
+    int packed_begin;
+    int packed_count;
+    int begin;  // first context position
+    int end;    // past the last
+    int split;  // which part of the context this is
+    int unused[2];
+};
+
+// What holds for all tiles of a dispatch.
+struct Limits {
+    int window;    // positions a query sees, itself included
+    int out_rows;  // rows of the output, or of each split's part of it
+    int unused[6];
+};
+
+// How dot products become scores.
+struct Scoring {
+    float scale;  // on the queries, log2(e) or the cap's divisor included
+    float cap;    // of tanh, in units of log2; 0: none
+    float unused[6];
+};
+
+inline float score_of(float product, float cap) {
+    return cap > 0.0f ? cap * metal::precise::tanh(product) : product;
+}
+
+// Where one K/V head of one request lies in a pool of [heads, blocks, block_size, row].
+struct Context {
+    ulong first_slot;  // of the head
+    uint shift;        // log2 of the block size
+    const device int* table;
+
+    Context(const constant int* pool_shape, uint head, const device int* request_table) {
+        first_slot = ulong(head) * uint(pool_shape[1]) * uint(pool_shape[2]);
+        shift = ctz(uint(pool_shape[2]));
+        table = request_table;
+    }
+
+    // Slot of a position, counted from the pool's first.
+    ulong slot(int position) const {
+        const uint offset = uint(position) & ((1u << shift) - 1u);
+        return first_slot + (ulong(table[uint(position) >> shift]) << shift) + offset;
+    }
+};

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elements of a KV cache as floats and back.
+//
+// A cache holds half, bfloat16_t or float values, or one-byte codes with a float scale per row, where
+// value = code * scale: uint8_t for fp8 e4m3 in its finite form (1 sign, 4 exponent and 3 mantissa
+// bits, bias 7, no infinities; Micikevicius et al. 2022, arXiv:2209.05433), int8_t for integers.
+
+// Below every attention score, and finite: sums and differences of two scores stay finite or LOWEST.
+constant float LOWEST = -3.0e38f;
+
+inline float decode_element(float value) {
+  return value;
+}
+
+inline float decode_element(half value) {
+  return static_cast<float>(value);
+}
+
+inline float decode_element(bfloat16_t value) {
+  return static_cast<float>(value);
+}
+
+inline float decode_element(int8_t code) {
+  return static_cast<float>(code);
+}
+
+// Exponent and mantissa are a half's with its low bits cut and a bias of 7 for 15, subnormals too.
+// The two NaN codes, which encode_element never makes, read as +-480.
+inline float decode_element(uint8_t code) {
+  const uint wide = code;
+  const ushort bits = static_cast<ushort>((wide & 0x80u) << 8 | (wide & 0x7fu) << 7);
+  return static_cast<float>(as_type<half>(bits)) * 256.0f;
+}
+
+// The largest code of a quantised cache; 0 for one that holds values.
+template <typename C>
+inline float largest_code() {
+  return 0.0f;
+}
+
+template <>
+inline float largest_code<uint8_t>() {
+  return 448.0f;
+}
+
+template <>
+inline float largest_code<int8_t>() {
+  return 127.0f;
+}
+
+// Rounds to the nearest value of C, ties to even.
+template <typename C>
+inline C encode_element(float value) {
+  return static_cast<C>(value);
+}
+
+// Saturates, NaN too: a row with a NaN has a NaN for its scale.
+template <>
+inline uint8_t encode_element<uint8_t>(float value) {
+  const uint bits = as_type<uint>(value);
+  const uint sign = bits >> 24 & 0x80u;
+  const uint magnitude = bits & 0x7fffffffu;
+  if (magnitude >= as_type<uint>(448.0f)) {
+    return static_cast<uint8_t>(sign | 0x7eu);
+  }
+  if (magnitude < as_type<uint>(0x1p-6f)) {
+    // Subnormal: a multiple of 2^-9, which is the spacing of floats from 2^14 on.
+    const uint steps = as_type<uint>(as_type<float>(magnitude) + 0x1p14f) - as_type<uint>(0x1p14f);
+    return static_cast<uint8_t>(sign | steps);
+  }
+  const uint odd = magnitude >> 20 & 1u;
+  const uint rebiased = magnitude - (120u << 23);  // a float's bias is 127, this one's 7
+  return static_cast<uint8_t>(sign | (rebiased + 0x7ffffu + odd) >> 20);
+}
+
+template <>
+inline int8_t encode_element<int8_t>(float value) {
+  return static_cast<int8_t>(clamp(rint(value), -127.0f, 127.0f));
+}
