@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
+    _add_doctor(commands.add_parser("doctor", help="check every Metal kernel on this machine"))
     return parser
 
 
@@ -91,6 +92,24 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_model)
 
 
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run every Metal kernel against its reference, over all dtypes, head sizes, block sizes "
+        "and caches (some minutes), time them, and write what was found to a file that tells "
+        "nothing of the user. The exit status is 1 if a kernel fails. Without a Metal device the "
+        "kernels are interpreted, for a few shapes."
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="PATH",
+        default=Path("vllm-metal-doctor.json"),
+        help="JSON file to write; default: %(default)s",
+    )
+    parser.add_argument("--quick", action="store_true", help="a few shapes only")
+    parser.set_defaults(run=_doctor)
+
+
 def _convert(args: argparse.Namespace) -> int:
     # Imported here so that --help answers at once.
     from vllm_metal.models.gguf import ConvertOptions, convert
@@ -112,6 +131,12 @@ def _model(args: argparse.Namespace) -> int:
 
     print(embedded_model_path(dequantize=args.dequantize))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from vllm_metal import doctor
+
+    return doctor.run(args.report, args.quick)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one MLX device of this process and its memory figures."""
 
+import os
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,6 +19,12 @@ class MemoryFigures:
     active: int  # held by live MLX arrays
 
 
+#: MLX ends a command buffer once the arrays bound in it hold this many Mi elements, 40 or 50 by
+#: default. A KV pool counts whole, so that each layer would end two; the limit on the number of
+#: dispatches stays. MLX reads the variable when it first uses the GPU.
+_BOUND_PER_COMMAND_BUFFER = ("MLX_MAX_MB_PER_BUFFER", str(2**20))
+
+
 def select(device: Device) -> None:
     """Makes `device` MLX's default.
 
@@ -29,6 +36,8 @@ def select(device: Device) -> None:
             "VLLM_METAL_DEVICE=metal: MLX finds no Metal device; "
             "set VLLM_METAL_DEVICE=cpu for MLX's CPU backend"
         )
+    if device == "metal":
+        os.environ.setdefault(*_BOUND_PER_COMMAND_BUFFER)
     mx.set_default_device(mx.Device(mx.gpu if device == "metal" else mx.cpu))
 
 

@@ -159,7 +159,8 @@ class MetalWorker(WorkerBase):
         return  # only data-parallel ranks must keep step with each other
 
     def shutdown(self) -> None:
-        """Lets go of the model and the pool."""
+        """Lets go of the model and the pool, once nothing on the device uses them."""
+        mx.synchronize()
         for name in ("runner", "model", "_rows", "_requests"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -55,12 +55,14 @@ def write(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check_rows("keys", keys, key_pool, key_scales)
+    _check_rows("keys", keys, key_pool)
     if (values is None) != (value_pool is None):
         raise ValueError("values and value_pool: expected both or neither")
     if values is not None and value_pool is not None:
-        _check_rows("values", values, value_pool, value_scales)
+        _check_rows("values", values, value_pool)
         _check_alike(keys, values, key_pool, value_pool)
+        arguments.check_scales("value_scales", value_scales, value_pool)
+    arguments.check_scales("key_scales", key_scales, key_pool)
     num_tokens, num_heads, key_size = keys.shape
     _check_slot_mapping(slot_mapping, num_tokens)
     if num_tokens == 0:
@@ -92,7 +94,7 @@ def write(
     return token
 
 
-def _check_rows(name: str, rows: mx.array, pool: mx.array, scales: mx.array | None) -> None:
+def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
     """`name` is keys or values."""
     part = name.removesuffix("s")
     if rows.ndim != 3 or rows.dtype not in arguments.VALUE_DTYPES:
@@ -106,7 +108,6 @@ def _check_rows(name: str, rows: mx.array, pool: mx.array, scales: mx.array | No
         )
     if pool.dtype not in arguments.POOL_DTYPES:
         raise ValueError(f"{part}_pool: expected floats, uint8 or int8, found {pool.dtype}")
-    arguments.check_scales(f"{part}_scales", scales, pool)
 
 
 def _check_alike(

@@ -13,24 +13,24 @@ template <typename C, int D, int N>
 inline void load_row(const device C* row, uint lane, thread float* elements) {
     const int first = int(lane) * N;
     if (D % 32 != 0) {
-        for (int i = 0; i < N; i++) {
+        UNROLLED for (int i = 0; i < N; i++) {
             elements[i] = first + i < D ? decode_element(row[first + i]) : 0.0f;
         }
     } else if (N % 4 == 0) {
-        for (int i = 0; i < N; i += 4) {
+        UNROLLED for (int i = 0; i < N; i += 4) {
             const metal::vec<C, 4> four = *(const device metal::vec<C, 4>*)(row + first + i);
-            for (int j = 0; j < 4; j++) {
+            UNROLLED for (int j = 0; j < 4; j++) {
                 elements[i + j] = decode_element(four[j]);
             }
         }
     } else if (N % 2 == 0) {
-        for (int i = 0; i < N; i += 2) {
+        UNROLLED for (int i = 0; i < N; i += 2) {
             const metal::vec<C, 2> two = *(const device metal::vec<C, 2>*)(row + first + i);
             elements[i] = decode_element(two[0]);
             elements[i + 1] = decode_element(two[1]);
         }
     } else {
-        for (int i = 0; i < N; i++) {
+        UNROLLED for (int i = 0; i < N; i++) {
             elements[i] = decode_element(row[first + i]);
         }
     }
@@ -45,17 +45,17 @@ inline void load_strip(
     int present,
     uint lane,
     thread float (&strip)[STRIP][N]) {
-    for (int k = 0; k < STRIP; k++) {
+    UNROLLED for (int k = 0; k < STRIP; k++) {
         if (k < present) {
             load_row<C, D, N>(pool + (slot + k) * D, lane, strip[k]);
             if (SCALED) {
                 const float scale = scales[slot + k];
-                for (int i = 0; i < N; i++) {
+                UNROLLED for (int i = 0; i < N; i++) {
                     strip[k][i] *= scale;
                 }
             }
         } else {
-            for (int i = 0; i < N; i++) {
+            UNROLLED for (int i = 0; i < N; i++) {
                 strip[k][i] = 0.0f;
             }
         }
@@ -84,7 +84,7 @@ inline void decode(
     const constant int* tables_shape,
     const device Request* requests,
     const device Tile* tiles,
-    const device Limits* limits,
+    const device Bounds* bounds,
     const device Scoring* scoring,
     const device float* sinks,
     device O* out,
@@ -102,7 +102,7 @@ inline void decode(
     const int group = num_heads / pool_shape[0];
     const int count = tile.packed_count;
     const int end = tile.end;
-    const int window = limits->window;
+    const int window = bounds->window;
     const float cap = scoring->cap;
 
     float q[ROWS][N];
@@ -110,13 +110,13 @@ inline void decode(
     float top[ROWS];
     float total[ROWS];
     int position[ROWS];
-    for (int r = 0; r < ROWS; r++) {
+    UNROLLED for (int r = 0; r < ROWS; r++) {
         const int packed = tile.packed_begin + metal::min(r, count - 1);
         const int row = packed / group;
         const int head = int(kv_head) * group + packed % group;
         const ulong place = ulong(request.first_row + row) * num_heads + head;
         load_row<T, D, N>(queries + place * D, lane, q[r]);
-        for (int i = 0; i < N; i++) {
+        UNROLLED for (int i = 0; i < N; i++) {
             q[r][i] *= scoring->scale;
             acc[r][i] = 0.0f;
         }
@@ -135,16 +135,16 @@ inline void decode(
         float strip[STRIP][N];
         float4 weights[ROWS];
         load_strip<C, D, N, SCALED>(key_pool, key_scales, slot, present, lane, strip);
-        for (int r = 0; r < ROWS; r++) {
+        UNROLLED for (int r = 0; r < ROWS; r++) {
             float4 score = float4(0.0f);
-            for (int k = 0; k < STRIP; k++) {
-                for (int i = 0; i < N; i++) {
+            UNROLLED for (int k = 0; k < STRIP; k++) {
+                UNROLLED for (int i = 0; i < N; i++) {
                     score[k] += q[r][i] * strip[k][i];
                 }
             }
             score = metal::simd_sum(score);
             float next = top[r];
-            for (int k = 0; k < STRIP; k++) {
+            UNROLLED for (int k = 0; k < STRIP; k++) {
                 const int key = base + k;
                 const bool seen = key <= position[r] && position[r] - key < window;
                 score[k] = seen ? score_of(score[k], cap) : LOWEST;
@@ -152,34 +152,34 @@ inline void decode(
             }
             const float rescale = metal::exp2(top[r] - next);
             float sum = 0.0f;
-            for (int k = 0; k < STRIP; k++) {
+            UNROLLED for (int k = 0; k < STRIP; k++) {
                 weights[r][k] = score[k] > LOWEST ? metal::exp2(score[k] - next) : 0.0f;
                 sum += weights[r][k];
             }
             total[r] = total[r] * rescale + sum;
             top[r] = next;
-            for (int i = 0; i < N; i++) {
+            UNROLLED for (int i = 0; i < N; i++) {
                 acc[r][i] *= rescale;
             }
         }
         load_strip<C, D, N, SCALED>(value_pool, value_scales, slot, present, lane, strip);
-        for (int r = 0; r < ROWS; r++) {
-            for (int k = 0; k < STRIP; k++) {
-                for (int i = 0; i < N; i++) {
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+            UNROLLED for (int k = 0; k < STRIP; k++) {
+                UNROLLED for (int i = 0; i < N; i++) {
                     acc[r][i] += weights[r][k] * strip[k][i];
                 }
             }
         }
     }
 
-    for (int r = 0; r < ROWS; r++) {
+    UNROLLED for (int r = 0; r < ROWS; r++) {
         if (lane == 0) {
             stats[(r * SIMDGROUPS + int(simdgroup)) * 2] = top[r];
             stats[(r * SIMDGROUPS + int(simdgroup)) * 2 + 1] = total[r];
         }
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    for (int r = 0; r < ROWS; r++) {
+    UNROLLED for (int r = 0; r < ROWS; r++) {
         if (r >= count) {
             break;  // the same for the whole threadgroup
         }
@@ -193,7 +193,7 @@ inline void decode(
             all_total += stats[at + 1] * metal::exp2(stats[at] - all_top);
         }
         const float rescale = metal::exp2(top[r] - all_top);
-        for (int i = 0; i < N; i++) {
+        UNROLLED for (int i = 0; i < N; i++) {
             const int d = int(lane) * N + i;
             if (D % 32 == 0 || d < D) {
                 merged[int(simdgroup) * D + d] = acc[r][i] * rescale;
@@ -201,7 +201,7 @@ inline void decode(
         }
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         const int packed = tile.packed_begin + r;
-        const int row = tile.split * limits->out_rows + request.first_out_row + packed / group;
+        const int row = tile.split * bounds->out_rows + request.first_out_row + packed / group;
         const ulong place = ulong(row) * num_heads + int(kv_head) * group + packed % group;
         for (int d = int(simdgroup * 32 + lane); d < D; d += SIMDGROUPS * 32) {
             float sum = 0.0f;
@@ -224,7 +224,7 @@ threadgroup float stats[ROWS * SIMDGROUPS * 2];
 decode<T, C, O, D, ROWS, SIMDGROUPS, SCALED, PARTIAL>(
     queries, queries_shape, key_pool, key_pool_shape, value_pool, key_scales, value_scales,
     block_tables, block_tables_shape, (const device Request*)requests, (const device Tile*)tiles,
-    (const device Limits*)limits, (const device Scoring*)scoring, sinks, out, out_stats, merged,
+    (const device Bounds*)bounds, (const device Scoring*)scoring, sinks, out, out_stats, merged,
     stats, threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {

@@ -8,12 +8,12 @@ import math
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels.arguments import (
     CODE_DTYPES,
     MIN_ELEMENTS,
     NO_SCALES,
-    POOL_DTYPES,
     TOKEN_DTYPE,
     TOKEN_SHAPE,
     VALUE_DTYPES,
@@ -40,7 +40,7 @@ _INPUTS = (
     "block_tables",
     "requests",
     "tiles",
-    "limits",
+    "bounds",
     "scoring",
     "sinks",
     "after",
@@ -69,7 +69,7 @@ def run(
     Args:
         plan: of this step, for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
-        key_pool: [Hkv, B, block_size, D], a float dtype, uint8 (fp8 e4m3) or int8.
+        key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
         value_pool: the same; for latent attention `key_pool` itself, whose first DV are the values.
         after: [8] uint32, token of the write this must see.
         scale: factor on the scores.
@@ -101,7 +101,7 @@ def run(
             plan.block_tables,
             dispatch.requests,
             dispatch.tiles,
-            dispatch.limits,
+            dispatch.bounds,
             scoring,
             sinks,
             after,
@@ -189,7 +189,7 @@ def _scoring(scale: float, softcap: float | None) -> mx.array:
 
 @functools.lru_cache(maxsize=64)
 def _no_sinks(num_heads: int) -> mx.array:
-    return mx.full(max(num_heads, MIN_ELEMENTS), _LOWEST, mx.float32)
+    return mx.array(np.full(max(num_heads, MIN_ELEMENTS), _LOWEST, np.float32))
 
 
 def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str | None:
@@ -225,10 +225,15 @@ def _check(
 ) -> None:
     """Raises ValueError naming the first argument that does not fit; host work only."""
     shape = plan.shape
-    if key_pool.ndim != 4 or key_pool.dtype not in POOL_DTYPES:
-        raise ValueError(f"key_pool: found {key_pool.shape} {key_pool.dtype}; see run()")
+    if key_pool.ndim != 4:
+        raise ValueError(f"key_pool: expected [Hkv, B, block_size, D], found {key_pool.shape}")
     if reason := unsupported(shape, queries.dtype, key_pool.shape[2]):
         raise ValueError(reason)
+    if key_pool.dtype not in (queries.dtype, *CODE_DTYPES):
+        raise ValueError(
+            f"key_pool: expected {queries.dtype} as queries are, uint8 or int8; "
+            f"found {key_pool.dtype}"
+        )
     expected = (plan.num_tokens, shape.num_heads, shape.head_size)
     if queries.shape != expected:
         raise ValueError(f"queries: expected {expected} as planned, found {queries.shape}")

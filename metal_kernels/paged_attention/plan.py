@@ -56,7 +56,7 @@ class Dispatch:
     num_splits: int  # S, the most that any request's context is split into
     requests: mx.array  # [max(R, 2), 4] int32, Request
     tiles: mx.array  # [N, 8] int32, Tile
-    limits: mx.array  # [8] int32, Limits
+    bounds: mx.array  # [8] int32, Bounds
     splits: mx.array | None  # [max(n, 8)] int32, of each output row; None: none is split
 
 
@@ -168,8 +168,8 @@ def _dispatch(
     requests[members, 0] = query_start_loc[members]
     requests[members, 1] = _starts(query_lens)
     requests[members, 2] = seq_lens[members] - query_lens
-    limits = np.zeros(8, np.int32)
-    limits[:2] = window, num_rows
+    bounds = np.zeros(8, np.int32)
+    bounds[:2] = window, num_rows
     splits = np.ones(max(num_rows, 8), np.int32)
     splits[:num_rows] = np.repeat(of_request, query_lens)
     return Dispatch(
@@ -180,7 +180,7 @@ def _dispatch(
         num_splits=num_splits,
         requests=mx.array(requests),
         tiles=mx.array(tiles),
-        limits=mx.array(limits),
+        bounds=mx.array(bounds),
         splits=mx.array(splits) if num_splits > 1 else None,
     )
 

@@ -44,11 +44,11 @@ inline void stage(
             const float scale = SCALED ? scales[slot] : 1.0f;
             const metal::vec<C, WIDE> codes =
                 *(const device metal::vec<C, WIDE>*)(pool + slot * row_size + d);
-            for (int i = 0; i < WIDE; i++) {
+            UNROLLED for (int i = 0; i < WIDE; i++) {
                 to[i] = T(decode_element(codes[i]) * scale);
             }
         } else {
-            for (int i = 0; i < WIDE; i++) {
+            UNROLLED for (int i = 0; i < WIDE; i++) {
                 to[i] = T(0.0f);
             }
         }
@@ -79,7 +79,7 @@ inline void prefill(
     const constant int* tables_shape,
     const device Request* requests,
     const device Tile* tiles,
-    const device Limits* limits,
+    const device Bounds* bounds,
     const device Scoring* scoring,
     const device float* sinks,
     device O* out,
@@ -100,7 +100,7 @@ inline void prefill(
     const int num_heads = queries_shape[1];
     const int group = num_heads / pool_shape[0];
     const int end = tile.end;
-    const int window = limits->window;
+    const int window = bounds->window;
     const float cap = scoring->cap;
     const uint thread_index = simdgroup * 32 + lane;
     const int row_group = int(simdgroup) / SPLIT;
@@ -118,12 +118,12 @@ inline void prefill(
     Matrix q[QM];
     Matrix acc[OM];
     const device T* query = queries + (ulong(request.first_row + row) * num_heads + head) * D;
-    for (int m = 0; m < QM; m++) {
+    UNROLLED for (int m = 0; m < QM; m++) {
         const int d = part * (D / SPLIT) + m * 8 + place.column;
         q[m].thread_elements()[0] = float(query[d]) * scoring->scale;
         q[m].thread_elements()[1] = float(query[d + 1]) * scoring->scale;
     }
-    for (int m = 0; m < OM; m++) {
+    UNROLLED for (int m = 0; m < OM; m++) {
         acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
     // A sink is a key of weight without value.
@@ -139,9 +139,9 @@ inline void prefill(
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
         Matrix scores[SM];
-        for (int s = 0; s < SM; s++) {
+        UNROLLED for (int s = 0; s < SM; s++) {
             scores[s] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-            for (int m = 0; m < QM; m++) {
+            UNROLLED for (int m = 0; m < QM; m++) {
                 // K transposed: its matrix row is a place in the head, its column a key.
                 const threadgroup T* from = tile_memory + (s * 8 + place.column) * STRIDE +
                     part * (D / SPLIT) + m * 8 + place.row;
@@ -153,16 +153,16 @@ inline void prefill(
         }
         if (SPLIT > 1) {
             threadgroup float* sums = score_memory + row_group * SPLIT * 8 * KEYS;
-            for (int s = 0; s < SM; s++) {
+            UNROLLED for (int s = 0; s < SM; s++) {
                 const int at = (part * 8 + place.row) * KEYS + s * 8 + place.column;
                 sums[at] = scores[s].thread_elements()[0];
                 sums[at + 1] = scores[s].thread_elements()[1];
             }
             metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-            for (int s = 0; s < SM; s++) {
+            UNROLLED for (int s = 0; s < SM; s++) {
                 float first = 0.0f;
                 float second = 0.0f;
-                for (int p = 0; p < SPLIT; p++) {
+                UNROLLED for (int p = 0; p < SPLIT; p++) {
                     const int at = (p * 8 + place.row) * KEYS + s * 8 + place.column;
                     first += sums[at];
                     second += sums[at + 1];
@@ -174,8 +174,8 @@ inline void prefill(
 
         // Running softmax; the four lanes of a matrix row differ in bits 0 and 3.
         float next = top;
-        for (int s = 0; s < SM; s++) {
-            for (int e = 0; e < 2; e++) {
+        UNROLLED for (int s = 0; s < SM; s++) {
+            UNROLLED for (int e = 0; e < 2; e++) {
                 const int key = base + s * 8 + place.column + e;
                 const bool seen = key <= position && position - key < window;
                 const float score = score_of(scores[s].thread_elements()[e], cap);
@@ -187,8 +187,8 @@ inline void prefill(
         next = metal::max(next, metal::simd_shuffle_xor(next, 8));
         const float rescale = metal::exp2(top - next);
         float sum = 0.0f;
-        for (int s = 0; s < SM; s++) {
-            for (int e = 0; e < 2; e++) {
+        UNROLLED for (int s = 0; s < SM; s++) {
+            UNROLLED for (int e = 0; e < 2; e++) {
                 const float score = scores[s].thread_elements()[e];
                 const float weight = score > LOWEST ? metal::exp2(score - next) : 0.0f;
                 scores[s].thread_elements()[e] = weight;
@@ -199,7 +199,7 @@ inline void prefill(
         sum += metal::simd_shuffle_xor(sum, 8);
         total = total * rescale + sum;
         top = next;
-        for (int m = 0; m < OM; m++) {
+        UNROLLED for (int m = 0; m < OM; m++) {
             acc[m].thread_elements()[0] *= rescale;
             acc[m].thread_elements()[1] *= rescale;
         }
@@ -210,8 +210,8 @@ inline void prefill(
                 value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
             metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         }
-        for (int m = 0; m < OM; m++) {
-            for (int s = 0; s < SM; s++) {
+        UNROLLED for (int m = 0; m < OM; m++) {
+            UNROLLED for (int s = 0; s < SM; s++) {
                 const threadgroup T* from = tile_memory + (s * 8 + place.row) * STRIDE +
                     part * (DV / SPLIT) + m * 8 + place.column;
                 Matrix v;
@@ -223,10 +223,10 @@ inline void prefill(
     }
 
     if (present) {
-        const int out_row = tile.split * limits->out_rows + request.first_out_row + row;
+        const int out_row = tile.split * bounds->out_rows + request.first_out_row + row;
         const ulong at = ulong(out_row) * num_heads + head;
         const float factor = PARTIAL ? 1.0f : 1.0f / total;
-        for (int m = 0; m < OM; m++) {
+        UNROLLED for (int m = 0; m < OM; m++) {
             const int d = part * (DV / SPLIT) + m * 8 + place.column;
             out[at * DV + d] = O(acc[m].thread_elements()[0] * factor);
             out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * factor);
@@ -244,7 +244,7 @@ threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
 prefill<T, C, O, D, DV, ROW_GROUPS, SPLIT, KEYS, SCALED, LATENT, PARTIAL>(
     queries, queries_shape, key_pool, key_pool_shape, value_pool, key_scales, value_scales,
     block_tables, block_tables_shape, (const device Request*)requests, (const device Tile*)tiles,
-    (const device Limits*)limits, (const device Scoring*)scoring, sinks, out, out_stats,
+    (const device Bounds*)bounds, (const device Scoring*)scoring, sinks, out, out_stats,
     tile_memory, score_memory, threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {

@@ -2,6 +2,9 @@
 // What the attention kernels share: how a tile of queries is described, where a request's K/V lie.
 // Scores are kept in units of log2, so that exp2 serves as the exponential.
 
+// Before loops over arrays that must stay in registers: an index known only at run time spills them.
+#define UNROLLED _Pragma("clang loop unroll(full)")
+
 constant constexpr float LOG2_E = 1.4426950408889634f;
 
 // A request's rows in the step; fields as plan.py lays them out.
@@ -25,7 +28,7 @@ struct Tile {
 };
 
 // What holds for all tiles of a dispatch.
-struct Limits {
+struct Bounds {
     int window;    // positions a query sees, itself included
     int out_rows;  // rows of the output, or of each split's part of it
     int unused[6];

@@ -10,7 +10,7 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel, paged_attention
-from vllm_metal import envs
+from vllm_metal import envs, selfcheck
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.region import Region
 from vllm_metal.kv_cache.scatter import ScatterRegion
@@ -45,7 +45,10 @@ def region_type(
         kernel.use(metal_kernel)
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
-        reasons = _self_check(shapes, dtype, block_size)
+        logger.info("Checking the Metal kernels on this machine, as on every first start of a kind")
+        if failed := selfcheck.failures(selfcheck.cases(layers, dtype, block_size)):
+            advice = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
+            reasons = {f"they fail their self-check: {'; '.join(failed)}. {advice}"}
     if not reasons:
         return KernelRegion
     reason = "; ".join(sorted(str(reason) for reason in reasons))

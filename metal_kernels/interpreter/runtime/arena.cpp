@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "arena.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 
 #include "scheduler.h"
 
@@ -29,8 +28,8 @@ char* arena_region() {
     void* memory = mmap(nullptr, arena_region_bytes(), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-      std::perror("the interpreter cannot reserve threadgroup memory");
-      std::abort();
+      perror("the interpreter cannot reserve threadgroup memory");
+      abort();
     }
     return static_cast<char*>(memory);
   }();
@@ -46,7 +45,7 @@ void clear_arena() {
 
 void poison_arena() {
   for (unsigned i = 0; i < arena.count; ++i)
-    if (arena.variables[i].data) std::memset(arena.variables[i].data, 0xFF, arena.variables[i].bytes);
+    if (arena.variables[i].data) memset(arena.variables[i].data, 0xFF, arena.variables[i].bytes);
 }
 
 }  // namespace metal_cpu
@@ -60,12 +59,12 @@ extern "C" void* metal_cpu_threadgroup_memory(
   if (variable.data) return variable.data;
   arena.declared = (arena.declared + alignment - 1) / alignment * alignment + bytes;
   if (arena.declared > threadgroup_memory_limit)
-    give_up("threadgroup_memory", "threadgroup variable '" + std::string(name) + "' brings the kernel to " +
-                                      std::to_string(arena.declared) + " bytes of threadgroup memory; a GPU has " +
-                                      std::to_string(threadgroup_memory_limit));
+    give_up("threadgroup_memory",
+            "threadgroup variable '%s' brings the kernel to %lu bytes of threadgroup memory; a GPU has %lu",
+            name, (unsigned long)arena.declared, (unsigned long)threadgroup_memory_limit);
   char* data = arena.next;
   data += (alignment - reinterpret_cast<uintptr_t>(data) % alignment) % alignment;
-  std::memset(data, 0xFF, bytes);
+  memset(data, 0xFF, bytes);
   variable = {name, data, bytes};
   arena.next = data + bytes + gap;
   if (index >= arena.count) arena.count = index + 1;

@@ -2,7 +2,7 @@
 // Threadgroup memory: one array after another, with gaps, in one region.
 #pragma once
 
-#include <cstdint>
+#include <stdint.h>
 
 namespace metal_cpu {
 

@@ -2,7 +2,7 @@
 // What Python passes and gets back; mirrored by ctypes structures in launch.py.
 #pragma once
 
-#include <cstdint>
+#include <stdint.h>
 
 #include "abi.h"
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fiber.h"
 
+#include <stdio.h>
+#include <stdlib.h>
 #include <sys/mman.h>
-
-#include <cstdio>
-#include <cstdlib>
 
 #include "abi.h"
 
@@ -59,8 +58,8 @@ char* stack_region() {
     void* memory = mmap(nullptr, stack_bytes * max_threads, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-      std::perror("the interpreter cannot reserve its stacks");
-      std::abort();
+      perror("the interpreter cannot reserve its stacks");
+      abort();
     }
     // The lowest page of each stack stays out of reach: an overflow must not reach a neighbour.
     for (unsigned i = 0; i < max_threads; ++i)

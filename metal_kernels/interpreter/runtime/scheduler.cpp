@@ -4,9 +4,8 @@
 // between two synchronisation points is atomic here, and only the order of threads varies.
 #include "scheduler.h"
 
-#include <cstdio>
-#include <cstring>
-#include <map>
+#include <stdarg.h>
+#include <stdio.h>
 
 #include "arena.h"
 #include "fiber.h"
@@ -221,28 +220,38 @@ void thread_main() {
   __builtin_unreachable();
 }
 
+const char* describe(Wait wait) {
+  switch (wait) {
+    case Wait::none: return "returned from the kernel";
+    case Wait::collective: return "in a simdgroup function";
+    case Wait::simdgroup_barrier: return "at simdgroup_barrier";
+    case Wait::threadgroup_barrier: return "at threadgroup_barrier";
+  }
+  return "";
+}
+
 /// Nobody can run and not everybody has returned.
 void report_divergence() {
-  std::map<std::string, unsigned> places;
-  for (unsigned i = 0; i < scheduler.group.threads; ++i) {
+  const Threadgroup& group = scheduler.group;
+  Violation& violation = *scheduler.violation;
+  snprintf(violation.kind, sizeof violation.kind, "divergence");
+  char* text = violation.text;
+  char* const end = text + sizeof violation.text;
+  text += snprintf(text, end - text, "threads of threadgroup (%u, %u, %u) wait for each other for ever:",
+                   group.position[0], group.position[1], group.position[2]);
+  auto same_place = [](const Thread& a, const Thread& b) {
+    return a.wait == b.wait && (a.wait == Wait::none || a.site == b.site);
+  };
+  for (unsigned i = 0, places = 0; i < group.threads && end - text > 120; ++i) {
     const Thread& thread = scheduler.threads[i];
-    switch (thread.wait) {
-      case Wait::none: places["returned from the kernel"]++; break;
-      case Wait::collective: places["in a simdgroup function at " + site_text(thread.site)]++; break;
-      case Wait::simdgroup_barrier: places["at simdgroup_barrier, " + site_text(thread.site)]++; break;
-      case Wait::threadgroup_barrier: places["at threadgroup_barrier, " + site_text(thread.site)]++; break;
-    }
+    bool seen = false;
+    for (unsigned k = 0; k < i && !seen; ++k) seen = same_place(scheduler.threads[k], thread);
+    if (seen) continue;
+    unsigned count = 0;
+    for (unsigned k = i; k < group.threads; ++k) count += same_place(scheduler.threads[k], thread);
+    text += snprintf(text, end - text, "%s %u %s", places++ ? ";" : "", count, describe(thread.wait));
+    if (thread.wait != Wait::none) text += snprintf(text, end - text, " {site:%p}", thread.site);
   }
-  std::string text = "threads of threadgroup (" + std::to_string(scheduler.group.position[0]) + ", " +
-                     std::to_string(scheduler.group.position[1]) + ", " +
-                     std::to_string(scheduler.group.position[2]) + ") wait for each other for ever:";
-  const char* separator = " ";
-  for (const auto& [place, count] : places) {
-    text += separator + std::to_string(count) + " " + place;
-    separator = "; ";
-  }
-  std::snprintf(scheduler.violation->kind, sizeof scheduler.violation->kind, "divergence");
-  std::snprintf(scheduler.violation->text, sizeof scheduler.violation->text, "%s", text.c_str());
 }
 
 void run_threadgroup(uint64_t index, const unsigned* position) {
@@ -278,15 +287,12 @@ void run_threadgroup(uint64_t index, const unsigned* position) {
 
 }  // namespace
 
-std::string site_text(const void* site) {
-  char text[32];
-  std::snprintf(text, sizeof text, "{site:%p}", site);
-  return text;
-}
-
-void give_up(const char* kind, const std::string& text) {
-  std::snprintf(scheduler.violation->kind, sizeof scheduler.violation->kind, "%s", kind);
-  std::snprintf(scheduler.violation->text, sizeof scheduler.violation->text, "%s", text.c_str());
+void give_up(const char* kind, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  snprintf(scheduler.violation->kind, sizeof scheduler.violation->kind, "%s", kind);
+  vsnprintf(scheduler.violation->text, sizeof scheduler.violation->text, format, arguments);
+  va_end(arguments);
   // Kernel code owns nothing that needs a destructor, so its frames are simply left behind.
   void* never;
   metal_cpu_switch(&never, scheduler.main_stack_pointer);

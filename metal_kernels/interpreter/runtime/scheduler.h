@@ -2,8 +2,7 @@
 // The state of one dispatch: its threads, simdgroups and barriers.
 #pragma once
 
-#include <cstdint>
-#include <string>
+#include <stdint.h>
 
 #include "abi.h"
 #include "dispatch.h"
@@ -57,9 +56,8 @@ struct Scheduler {
 extern Scheduler scheduler;
 
 /// Ends the dispatch from inside a kernel thread: goes back to `metal_cpu_run`, which returns.
-[[noreturn]] void give_up(const char* kind, const std::string& text);
-
-/// `{site:ADDRESS}`, which Python replaces by a file and line.
-std::string site_text(const void* site);
+/// `format` as of printf. A code address is written `{site:%p}`, and Python puts file and line there.
+[[noreturn]] void give_up(const char* kind, const char* format, ...)
+    __attribute__((format(printf, 2, 3)));
 
 }  // namespace metal_cpu

@@ -79,9 +79,7 @@ def test_ragged_batches_equal_the_formula(
     values = np.stack([c[p] for c, p in zip(contexts_v, positions, strict=True)])
     sinks = rng.normal(size=heads).astype(np.float32) if with_sinks else None
 
-    plan = reference.plan(
-        starts, seq_lens, tables, np.array(slots, np.int32), block_size, window
-    )
+    plan = reference.plan(starts, seq_lens, tables, np.array(slots, np.int32), block_size, window)
     found = reference.run(
         plan,
         *(mx.array(a) for a in (queries, keys, values)),

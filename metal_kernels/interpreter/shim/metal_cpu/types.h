@@ -12,7 +12,8 @@
 #define kernel
 
 // Functions of the shim must vanish into the kernel: call sites tell synchronisation points apart.
-#define METAL_CPU_INLINE __attribute__((always_inline)) inline
+// Without lines of their own they show in messages as the line that calls them.
+#define METAL_CPU_INLINE __attribute__((always_inline, nodebug)) inline
 
 typedef __UINT8_TYPE__ uint8_t;
 typedef __UINT16_TYPE__ uint16_t;
@@ -212,9 +213,11 @@ struct numeric_limits<bfloat> {
 
 /// The same bits as another type of the same size.
 template <typename To, typename From>
-METAL_CPU_INLINE constexpr To as_type(From from) {
+METAL_CPU_INLINE To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type between types of different sizes");
-  return __builtin_bit_cast(To, from);
+  To to;
+  __builtin_memcpy(static_cast<void*>(&to), &from, sizeof to);
+  return to;
 }
 
 }  // namespace metal

@@ -57,6 +57,8 @@ struct swizzle {
 template <typename T>
 struct is_vec {
   static constexpr int size = 0;  // a scalar
+  typedef T type;
+  typedef T element;
 };
 template <typename T, int N>
 struct is_vec<vec<T, N>> {
@@ -102,46 +104,186 @@ METAL_CPU_INLINE void append(T* to, int& i, const A& a) {
   METAL_CPU_S3(x, x, x, 0, 0, 0) METAL_CPU_S3(y, y, y, 1, 1, 1) METAL_CPU_S3(z, z, z, 2, 2, 2)
 
 /// The names a vector's value goes by.
-template <typename T, int N>
-union components;
+template <typename T, int size>
+struct components;
 template <typename T>
-union components<T, 2> {
+struct components<T, 2> {
   static constexpr int N = 2;
-  native<T, 2> v;
-  struct { T x, y; };
-  struct { T r, g; };
-  METAL_CPU_PAIRS2
+  union {
+    native<T, 2> v;
+    struct { T x, y; };
+    struct { T r, g; };
+    METAL_CPU_PAIRS2
+  };
 };
 template <typename T>
-union components<T, 3> {
+struct components<T, 3> {
   static constexpr int N = 3;
-  native<T, 3> v;
-  struct { T x, y, z; };
-  struct { T r, g, b; };
-  METAL_CPU_PAIRS3
-  METAL_CPU_TRIPLES3
+  union {
+    native<T, 3> v;
+    struct { T x, y, z; };
+    struct { T r, g, b; };
+    METAL_CPU_PAIRS3
+    METAL_CPU_TRIPLES3
+  };
 };
 template <typename T>
-union components<T, 4> {
+struct components<T, 4> {
   static constexpr int N = 4;
-  native<T, 4> v;
-  struct { T x, y, z, w; };
-  struct { T r, g, b, a; };
-  METAL_CPU_PAIRS4
-  METAL_CPU_TRIPLES3
-  METAL_CPU_S3(y, z, w, 1, 2, 3)
-  METAL_CPU_S3(w, z, y, 3, 2, 1)
-  METAL_CPU_S4(x, y, z, w, 0, 1, 2, 3)
-  METAL_CPU_S4(w, z, y, x, 3, 2, 1, 0)
-  METAL_CPU_S4(y, x, w, z, 1, 0, 3, 2)
-  METAL_CPU_S4(z, w, x, y, 2, 3, 0, 1)
-  METAL_CPU_S4(y, z, w, x, 1, 2, 3, 0)
-  METAL_CPU_S4(w, x, y, z, 3, 0, 1, 2)
-  METAL_CPU_S4(x, x, x, x, 0, 0, 0, 0)
-  METAL_CPU_S4(y, y, y, y, 1, 1, 1, 1)
-  METAL_CPU_S4(z, z, z, z, 2, 2, 2, 2)
-  METAL_CPU_S4(w, w, w, w, 3, 3, 3, 3)
+  union {
+    native<T, 4> v;
+    struct { T x, y, z, w; };
+    struct { T r, g, b, a; };
+    METAL_CPU_PAIRS4
+    METAL_CPU_TRIPLES3
+    METAL_CPU_S3(y, z, w, 1, 2, 3)
+    METAL_CPU_S3(w, z, y, 3, 2, 1)
+    METAL_CPU_S4(x, y, z, w, 0, 1, 2, 3)
+    METAL_CPU_S4(w, z, y, x, 3, 2, 1, 0)
+    METAL_CPU_S4(y, x, w, z, 1, 0, 3, 2)
+    METAL_CPU_S4(z, w, x, y, 2, 3, 0, 1)
+    METAL_CPU_S4(y, z, w, x, 1, 2, 3, 0)
+    METAL_CPU_S4(w, x, y, z, 3, 0, 1, 2)
+    METAL_CPU_S4(x, x, x, x, 0, 0, 0, 0)
+    METAL_CPU_S4(y, y, y, y, 1, 1, 1, 1)
+    METAL_CPU_S4(z, z, z, z, 2, 2, 2, 2)
+    METAL_CPU_S4(w, w, w, w, 3, 3, 3, 3)
+  };
 };
 
 }  // namespace detail
+
+template <typename T, int N>
+struct vec : detail::components<T, N> {
+  static_assert(N >= 2 && N <= 4, "Metal's vectors have 2 to 4 components");
+  typedef detail::native<T, N> native;
+  typedef typename detail::stored<T>::type stored;
+
+  vec() = default;
+  vec(const vec&) = default;
+  METAL_CPU_INLINE vec& operator=(const vec& other) {
+    this->v = other.v;
+    return *this;
+  }
+  METAL_CPU_INLINE vec(T s) { this->v = native(__builtin_bit_cast(stored, s)); }
+  METAL_CPU_INLINE explicit vec(native v) { this->v = v; }
+  template <typename U, typename = enable_if_t<!__is_same(T, U)>>
+  METAL_CPU_INLINE explicit vec(const vec<U, N>& from) {
+    if constexpr (detail::computes_natively<T> && detail::computes_natively<U>) {
+      this->v = __builtin_convertvector(from.v, native);
+    } else {
+      for (int i = 0; i < N; ++i) set(i, T(from[i]));
+    }
+  }
+  template <typename V, typename U, int M, int... I, typename = enable_if_t<!__is_same(V, vec)>>
+  METAL_CPU_INLINE explicit vec(const detail::swizzle<V, U, M, I...>& from) : vec(V(from)) {}
+  template <typename A, typename B, typename... Rest>
+  METAL_CPU_INLINE vec(const A& first, const B& second, const Rest&... rest) {
+    static_assert(detail::parts<A> + detail::parts<B> + (0 + ... + detail::parts<Rest>) == N,
+                  "the parts do not add up to the vector's size");
+    T values[N];
+    int i = 0;
+    detail::append(values, i, first);
+    detail::append(values, i, second);
+    (detail::append(values, i, rest), ...);
+    for (int k = 0; k < N; ++k) set(k, values[k]);
+  }
+
+  METAL_CPU_INLINE const T& operator[](int i) const { return reinterpret_cast<const T*>(this)[i]; }
+  METAL_CPU_INLINE T& operator[](int i) { return reinterpret_cast<T*>(this)[i]; }
+  METAL_CPU_INLINE void set(int i, T x) { this->v[i] = __builtin_bit_cast(stored, x); }
+
+#define METAL_CPU_OPERATOR(op)                                                \
+  METAL_CPU_INLINE friend vec operator op(const vec& a, const vec& b) {       \
+    if constexpr (detail::computes_natively<T>) {                             \
+      return vec(native(a.v op b.v));                                         \
+    } else {                                                                  \
+      vec r;                                                                  \
+      for (int i = 0; i < N; ++i) r.set(i, T(a[i] op b[i]));                  \
+      return r;                                                               \
+    }                                                                         \
+  }                                                                           \
+  METAL_CPU_INLINE vec& operator op##=(const vec& b) { return *this = *this op b; }
+  METAL_CPU_OPERATOR(+)
+  METAL_CPU_OPERATOR(-)
+  METAL_CPU_OPERATOR(*)
+  METAL_CPU_OPERATOR(/)
+  METAL_CPU_OPERATOR(%)
+  METAL_CPU_OPERATOR(&)
+  METAL_CPU_OPERATOR(|)
+  METAL_CPU_OPERATOR(^)
+  METAL_CPU_OPERATOR(<<)
+  METAL_CPU_OPERATOR(>>)
+#undef METAL_CPU_OPERATOR
+
+#define METAL_CPU_COMPARISON(op)                                                          \
+  METAL_CPU_INLINE friend vec<bool, N> operator op(const vec& a, const vec& b) {          \
+    vec<bool, N> r;                                                                       \
+    for (int i = 0; i < N; ++i) r.set(i, a[i] op b[i]);                                   \
+    return r;                                                                             \
+  }
+  METAL_CPU_COMPARISON(==)
+  METAL_CPU_COMPARISON(!=)
+  METAL_CPU_COMPARISON(<)
+  METAL_CPU_COMPARISON(<=)
+  METAL_CPU_COMPARISON(>)
+  METAL_CPU_COMPARISON(>=)
+  METAL_CPU_COMPARISON(&&)
+  METAL_CPU_COMPARISON(||)
+#undef METAL_CPU_COMPARISON
+
+  METAL_CPU_INLINE vec operator+() const { return *this; }
+  METAL_CPU_INLINE vec operator-() const {
+    vec r;
+    for (int i = 0; i < N; ++i) r.set(i, T(-(*this)[i]));
+    return r;
+  }
+  METAL_CPU_INLINE vec operator~() const { return vec(native(~this->v)); }
+  METAL_CPU_INLINE vec<bool, N> operator!() const {
+    vec<bool, N> r;
+    for (int i = 0; i < N; ++i) r.set(i, !(*this)[i]);
+    return r;
+  }
+  METAL_CPU_INLINE vec& operator++() { return *this += vec(T(1)); }
+  METAL_CPU_INLINE vec& operator--() { return *this -= vec(T(1)); }
+};
+
+/// The same without padding or alignment, for memory.
+template <typename T, int N>
+struct packed_vec {
+  T data[N];
+  packed_vec() = default;
+  METAL_CPU_INLINE packed_vec(const vec<T, N>& v) {
+    for (int i = 0; i < N; ++i) data[i] = v[i];
+  }
+  METAL_CPU_INLINE operator vec<T, N>() const {
+    vec<T, N> v;
+    for (int i = 0; i < N; ++i) v.set(i, data[i]);
+    return v;
+  }
+  METAL_CPU_INLINE T operator[](int i) const { return data[i]; }
+  METAL_CPU_INLINE T& operator[](int i) { return data[i]; }
+};
+
+#define METAL_CPU_VECTORS(T)            \
+  typedef vec<T, 2> T##2;               \
+  typedef vec<T, 3> T##3;               \
+  typedef vec<T, 4> T##4;               \
+  typedef packed_vec<T, 2> packed_##T##2; \
+  typedef packed_vec<T, 3> packed_##T##3; \
+  typedef packed_vec<T, 4> packed_##T##4;
+METAL_CPU_VECTORS(bool)
+METAL_CPU_VECTORS(char)
+METAL_CPU_VECTORS(uchar)
+METAL_CPU_VECTORS(short)
+METAL_CPU_VECTORS(ushort)
+METAL_CPU_VECTORS(int)
+METAL_CPU_VECTORS(uint)
+METAL_CPU_VECTORS(long)
+METAL_CPU_VECTORS(ulong)
+METAL_CPU_VECTORS(half)
+METAL_CPU_VECTORS(bfloat)
+METAL_CPU_VECTORS(float)
+#undef METAL_CPU_VECTORS
+
 }  // namespace metal

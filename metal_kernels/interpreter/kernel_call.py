@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for `mx.fast.metal_kernel` that runs kernels here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from . import memory, toolchain, translate
+from .launch import Buffer, Program, Result, Schedule, dispatch, load
+from .signature import Input, Mentions, Parameter, Signature, TemplateArgument
+
+# Limit of every Apple GPU.
+MAX_THREADS = 1024
+
+Scalar = bool | int | float
+Observer = Callable[[str, Sequence[Buffer], Result], None]
+
+_KIND = {"input": 0, "output": 1, "shape": 2, "strides": 2, "ndim": 2}
+_MATH_MODES = ("safe", "relaxed", "fast")
+
+
+@dataclass(frozen=True)
+class Executor:
+    """How kernels are compiled and run, and who is told of it."""
+
+    mode: toolchain.Mode
+    schedule: Schedule
+    observe: Observer | None = None
+
+    def metal_kernel(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        ensure_row_contiguous: bool = True,
+        atomic_outputs: bool = False,
+        compile_options: dict[str, str] | None = None,
+    ) -> MetalKernel:
+        """As `mx.fast.metal_kernel`, whose errors it raises too."""
+        if not output_names:
+            raise ValueError("[metal_kernel] Must specify at least one output.")
+        for option, value in (compile_options or {}).items():
+            if option != "math_mode":
+                raise ValueError(f"[metal_kernel] Unknown compile option `{option}`.")
+            if value not in _MATH_MODES:
+                raise ValueError(
+                    "[metal_kernel] Expected math_mode to be 'safe', 'relaxed', or 'fast'."
+                )
+        return MetalKernel(
+            self,
+            name,
+            tuple(input_names),
+            tuple(output_names),
+            source,
+            header,
+            ensure_row_contiguous,
+            atomic_outputs,
+        )
+
+
+class MetalKernel:
+    """A kernel; compiled when first called with a combination of types."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        name: str,
+        input_names: tuple[str, ...],
+        output_names: tuple[str, ...],
+        source: str,
+        header: str,
+        ensure_row_contiguous: bool,
+        atomic_outputs: bool,
+    ) -> None:
+        self._executor = executor
+        self._name = name
+        self._input_names = input_names
+        self._output_names = output_names
+        self._source = source
+        self._header = header
+        self._ensure_row_contiguous = ensure_row_contiguous
+        self._atomic_outputs = atomic_outputs
+        self._mentions = Mentions.of(source, input_names)
+        self._compiled: dict[tuple[object, ...], tuple[Signature, Program]] = {}
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[Scalar | mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[TemplateArgument] | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: mx.Stream | mx.Device | None = None,
+    ) -> list[mx.array]:
+        """Runs the kernel at once and returns its outputs; arguments as MLX's.
+
+        Raises:
+            ValueError: a call MLX would refuse.
+            CompileError: the kernel does not compile.
+            KernelViolation: it does what is undefined on a GPU, as far as this mode can see.
+        """
+        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+        self._check_counts(arrays, output_shapes, output_dtypes)
+        grid, threadgroup = _dispatch_size(grid, threadgroup)
+        signature, program = self._program(arrays, tuple(output_dtypes), tuple(template or ()))
+        if verbose:
+            print(
+                f"Generated source code for `{self._name}`:\n```\n"
+                f"{signature.text(self._header, self._source)}\n```"
+            )
+        keep_alive: list[object] = []
+        outputs = [
+            memory.allocate(tuple(shape), dtype, init_value)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+        if arrays:
+            mx.eval(arrays)
+        views = []
+        for array in arrays:
+            if self._ensure_row_contiguous:
+                array, seen = memory.row_contiguous(array)
+            else:
+                seen = memory.view(array)
+            keep_alive.append(array)
+            views.append((array, seen))
+        buffers = [
+            _bind(p, views, outputs, init_value is not None, keep_alive)
+            for p in signature.parameters
+        ]
+        result = dispatch(
+            program, self._name, buffers, grid, threadgroup, self._executor.schedule
+        )
+        if self._executor.observe is not None:
+            self._executor.observe(self._name, buffers, result)
+        return outputs
+
+    def _check_counts(
+        self,
+        arrays: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> None:
+        for what, got, names in (
+            ("inputs", arrays, self._input_names),
+            ("output_shapes", output_shapes, self._output_names),
+            ("output_dtypes", output_dtypes, self._output_names),
+        ):
+            if len(got) != len(names):
+                raise ValueError(
+                    f"[metal_kernel] Expected `{what}` to have size {len(names)} "
+                    f"but got size {len(got)}."
+                )
+
+    def _program(
+        self,
+        arrays: Sequence[mx.array],
+        output_dtypes: tuple[mx.Dtype, ...],
+        template: tuple[TemplateArgument, ...],
+    ) -> tuple[Signature, Program]:
+        inputs = tuple(Input.of(array) for array in arrays)
+        # True == 1, but a bool makes another kernel than an int.
+        key = (inputs, output_dtypes, template, tuple(type(value) for _, value in template))
+        found = self._compiled.get(key)
+        if found is None:
+            signature = Signature(
+                self._name,
+                self._input_names,
+                self._output_names,
+                inputs,
+                output_dtypes,
+                _checked(template),
+                self._mentions,
+                self._atomic_outputs,
+            )
+            text = translate.unit(signature, self._header, self._source)
+            mode = self._executor.mode
+            found = signature, load(toolchain.build_kernel(text, mode), mode)
+            self._compiled[key] = found
+        return found
+
+
+def _checked(template: tuple[TemplateArgument, ...]) -> tuple[TemplateArgument, ...]:
+    for _, value in template:
+        if not isinstance(value, bool | int | mx.Dtype):
+            raise ValueError(
+                "[metal_kernel] Invalid template argument. "
+                "Must be `mlx.core.Dtype`, `int` or `bool`."
+            )
+    return template
+
+
+def _dispatch_size(
+    grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Grid and threadgroup in threads; MLX cuts a threadgroup down to the grid."""
+    gx, gy, gz = grid
+    tx, ty, tz = threadgroup
+    if min(gx, gy, gz, tx, ty, tz) < 1:
+        raise ValueError(f"[metal_kernel] empty grid {grid} or threadgroup {threadgroup}.")
+    if tx * ty * tz > MAX_THREADS:
+        raise ValueError(
+            f"Thread group size ({tx * ty * tz}) is greater than  the maximum allowed threads per "
+            f"threadgroup ({MAX_THREADS})."
+        )
+    return (gx, gy, gz), (min(tx, gx), min(ty, gy), min(tz, gz))
+
+
+def _bind(
+    parameter: Parameter,
+    inputs: Sequence[tuple[mx.array, memory.View]],
+    outputs: Sequence[mx.array],
+    initialised: bool,
+    keep_alive: list[object],
+) -> Buffer:
+    kind = _KIND[parameter.role]
+    if parameter.role == "output":
+        array = outputs[parameter.array]
+        address = memory.view(array).address
+        return Buffer(parameter.name, address, array.nbytes, array.itemsize, kind, initialised)
+    array, view = inputs[parameter.array]
+    if parameter.role == "input":
+        span = _span(view) * array.itemsize
+        return Buffer(parameter.name, view.address, span, array.itemsize, kind, True)
+    values: ctypes.Array[ctypes.c_int32] | ctypes.Array[ctypes.c_int64]
+    if parameter.role == "strides":
+        values = (ctypes.c_int64 * array.ndim)(*view.strides)
+    elif parameter.role == "shape":
+        values = (ctypes.c_int32 * array.ndim)(*array.shape)
+    else:
+        values = (ctypes.c_int32 * 1)(array.ndim)
+    keep_alive.append(values)
+    size = ctypes.sizeof(values)
+    element = size // len(values)
+    return Buffer(parameter.name, ctypes.addressof(values), size, element, kind, True)
+
+
+def _span(view: memory.View) -> int:
+    """Elements from the first to past the last."""
+    if 0 in view.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+
+
+metal_kernel = Executor(toolchain.RUN, Schedule(0)).metal_kernel

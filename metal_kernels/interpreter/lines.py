@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code addresses in the runtime's messages, turned into file and line of the .metal source."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from functools import cache
+from pathlib import Path
+
+_SITE = re.compile(r"\{site:(0x[0-9a-f]+)\}")
+_OWN = Path(__file__).parent / "shim"
+
+
+def resolve(text: str, entry: int, library: Path) -> str:
+    """Replaces every `{site:ADDRESS}`; by nothing where the library's lines cannot be read."""
+    if "{site:" not in text:
+        return text
+    try:
+        entry_offset, table = _table(library)
+    except ImportError:  # pyelftools is optional
+        return _SITE.sub("(file and line need the package pyelftools)", text)
+    except Exception:  # not ELF, or written by a compiler that says it differently
+        return _SITE.sub("", text)
+    base = entry - entry_offset
+
+    def place(match: re.Match[str]) -> str:
+        # A return address belongs to the instruction after the call.
+        found = _lookup(table, int(match.group(1), 16) - 1 - base)
+        return found or "at an unknown line"
+
+    return _SITE.sub(place, text)
+
+
+def _lookup(table: list[tuple[int, str]], offset: int) -> str:
+    index = bisect.bisect_right(table, (offset, "\U0010ffff")) - 1
+    return table[index][1] if index >= 0 else ""
+
+
+@cache
+def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
+    """The offset of `metal_cpu_entry`, and (offset, "file:line") sorted."""
+    from elftools.elf.elffile import ELFFile
+
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        symbols = elf.get_section_by_name(".dynsym").get_symbol_by_name("metal_cpu_entry")
+        table = []
+        dwarf = elf.get_dwarf_info()
+        for unit in dwarf.iter_CUs():
+            program = dwarf.line_program_for_CU(unit)
+            names = [entry.name.decode() for entry in program["file_entry"]]
+            first = 0 if program["version"] >= 5 else 1
+            for entry in program.get_entries():
+                state = entry.state
+                if state is not None and not state.end_sequence:
+                    name = Path(names[state.file - first]).name
+                    table.append((state.address, f"{name}:{state.line}"))
+        return symbols[0]["st_value"], sorted(table)

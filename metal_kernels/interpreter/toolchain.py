@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling kernels and the runtime: which compiler, which flags, where the results are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_RUN_SOURCES = ("fiber.cpp", "arena.cpp", "scheduler.cpp")
+_CHECK_SOURCES = (*_RUN_SOURCES, "check.cpp", "shadow.cpp", "traffic.cpp")
+
+# No C++ library: kernels have none on a GPU, and the first use of ziglang's takes a minute to build.
+_COMMON = ("-x", "c++", "-nostdinc++", "-fPIC", "-fno-exceptions", "-fno-rtti", "-g1")
+_RUNTIME = (*_COMMON, "-std=c++17", "-O2", "-fno-threadsafe-statics", "-Wall")
+# As strict as Metal: C++17 and no later, one rounding for every operation, no contraction.
+_KERNEL = (
+    *_COMMON,
+    "-std=c++17",
+    "-Werror=c++20-extensions",
+    "-nostdinc",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    # MLX's CPU allocator gives addresses at multiples of 8; Metal's buffers start at pages.
+    "-fmax-type-align=8",
+    "-Xclang",
+    "-ffloat16-excess-precision=none",
+    "-fno-sanitize=undefined",
+    "-Wno-unknown-attributes",
+    "-Wno-ignored-attributes",
+    f"-I{_HERE / 'shim'}",
+)
+
+
+class CompileError(RuntimeError):
+    """The compiler refused a kernel; the text is what it said."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How kernels are compiled, and the runtime they are linked with."""
+
+    name: str
+    kernel_flags: tuple[str, ...]
+    runtime_flags: tuple[str, ...]
+    runtime_sources: tuple[str, ...]
+
+
+RUN = Mode("run", ("-O2",), (), _RUN_SOURCES)
+# ThreadSanitizer's calls at every access, answered by our own runtime. They exist for 1, 2, 4, 8
+# and 16 bytes only and wider accesses would go unseen, hence no vectorisation.
+CHECK = Mode(
+    "check",
+    (
+        "-O2",
+        "-fno-vectorize",
+        "-fno-slp-vectorize",
+        "-fsanitize=thread",
+        "-mllvm",
+        "-tsan-instrument-func-entry-exit=0",
+        "-mllvm",
+        "-tsan-instrument-read-before-write=1",
+        "-DMETAL_CPU_CHECK=1",
+    ),
+    ("-DMETAL_CPU_CHECK=1",),
+    _CHECK_SOURCES,
+)
+
+
+def cache_folder() -> Path:
+    """`$VLLM_METAL_CACHE/interpreter`, or else ~/.cache/vllm-metal/interpreter."""
+    root = os.environ.get("VLLM_METAL_CACHE")
+    base = Path(root) if root else Path.home() / ".cache" / "vllm-metal"
+    folder = base / "interpreter"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@cache
+def compiler() -> tuple[str, ...]:
+    """The command of a clang that knows ext_vector_type and _Float16.
+
+    `$VLLM_METAL_CLANG` names one; otherwise the one in the package `ziglang` is used.
+
+    Raises:
+        RuntimeError: neither is there.
+    """
+    named = os.environ.get("VLLM_METAL_CLANG")
+    if named:
+        return tuple(named.split())
+    if importlib.util.find_spec("ziglang") is None:
+        raise RuntimeError(
+            "Running Metal kernels on a CPU needs a clang: pip install 'vllm-metal[interpreter]', "
+            "or name a clang++ in VLLM_METAL_CLANG."
+        )
+    return (sys.executable, "-m", "ziglang", "cc")
+
+
+def build_kernel(text: str, mode: Mode, extra_flags: Sequence[str] = ()) -> Path:
+    """The shared library of a kernel's translation unit, compiled unless it already was.
+
+    Raises:
+        CompileError: the text does not compile.
+    """
+    runtime = build_runtime(mode)
+    flags = (*_KERNEL, *mode.kernel_flags, *extra_flags)
+    key = _hash(text, str(runtime), *flags, *_fingerprint())
+    target = cache_folder() / f"kernel-{key}{_suffix()}"
+    if not target.exists():
+        unit = target.with_name(f"{target.stem}-{os.getpid()}.cpp")
+        unit.write_text(text)
+        made = unit.with_suffix(".o")
+        try:
+            _invoke([*flags, "-c", str(unit), "-o", str(made)])
+            _link([str(made), str(runtime)], target)
+        finally:
+            unit.unlink(missing_ok=True)
+            made.unlink(missing_ok=True)
+    return target
+
+
+def build_runtime(mode: Mode) -> Path:
+    """The shared library all kernels of a mode are linked with."""
+    return _runtime(mode, cache_folder())
+
+
+@cache
+def _runtime(mode: Mode, folder: Path) -> Path:
+    flags = (*_RUNTIME, *mode.runtime_flags)
+    target = folder / f"runtime-{mode.name}-{_hash(*flags, *_fingerprint())}{_suffix()}"
+    if not target.exists():
+        objects = []
+        for name in mode.runtime_sources:
+            made = target.with_name(f"{target.stem}-{Path(name).stem}-{os.getpid()}.o")
+            _invoke([*flags, "-c", str(_HERE / "runtime" / name), "-o", str(made)])
+            objects.append(made)
+        try:
+            _link([str(o) for o in objects], target)
+        finally:
+            for made in objects:
+                made.unlink(missing_ok=True)
+    return target
+
+
+def _link(inputs: Sequence[str], target: Path) -> None:
+    # Under another name first: a process that looks for the target must never see half of it.
+    made = target.with_name(f"{target.name}-{os.getpid()}")
+    name = [f"-Wl,-install_name,{target}"] if sys.platform == "darwin" else []
+    _invoke(["-shared", "-g1", *inputs, *name, "-lm", "-o", str(made)])
+    made.replace(target)
+
+
+def _invoke(arguments: Sequence[str]) -> None:
+    environment = dict(os.environ)
+    environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(cache_folder() / "zig"))
+    done = subprocess.run(
+        [*compiler(), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise CompileError(done.stderr.strip() or f"the compiler ended with {done.returncode}")
+
+
+@cache
+def _fingerprint() -> tuple[str, ...]:
+    """What a compiled library depends on besides its own text."""
+    folders = (_HERE / "shim", _HERE / "runtime")
+    texts = [p.read_text() for f in folders for p in sorted(f.rglob("*")) if p.is_file()]
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout
+    return (*texts, version, platform.machine(), _processor())
+
+
+def _processor() -> str:
+    """Compilers aim at the processor they run on: a cache may be shared between several."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _hash(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _suffix() -> str:
+    return ".dylib" if sys.platform == "darwin" else ".so"

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a kernel's Metal text to a C++ translation unit.
+
+Metal is C++ but for address spaces, which the shim makes empty macros, attributes, which the
+compiler ignores, and `threadgroup` variables: one object per threadgroup, declared inside a function
+that every thread of it runs. Those become references into memory the runtime hands out. Lines stay
+where they are, so that messages point into the .metal file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .signature import ATTRIBUTES, Signature
+
+_TOKEN = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'   # not code
+      |^[ \t]*\#(?:[^\n\\]|\\.)*                                 # nor a preprocessor line
+      |[A-Za-z_]\w*|.""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+_DECLARATOR = re.compile(r"\s*([A-Za-z_]\w*)\s*((?:\[.*\]\s*)*)", re.DOTALL)
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_OPEN, _CLOSE = "([{<", ")]}>"
+
+
+def unit(signature: Signature, header: str, source: str) -> str:
+    """The C++ text of a kernel, with the `metal_cpu_entry` the runtime calls for each thread."""
+    return (
+        '#include "mlx_prelude.h"\nusing namespace metal;\n'
+        f'{header}\n#line 1 "signature"\n{signature.head}{_with_arena(source)}\n}}\n'
+        f'#line 1 "entry"\n{_entry(signature)}'
+    )
+
+
+def _entry(signature: Signature) -> str:
+    arguments = []
+    for p in signature.parameters:
+        pointer = p.type.rstrip("*&")
+        value = f"({pointer}*)buffers[{p.index}]"
+        arguments.append(f"*{value}" if p.type.endswith("&") else value)
+    for name in signature.mentions.attributes:
+        if ATTRIBUTES[name] == "uint3":
+            arguments.append(f"uint3(at.{name}[0], at.{name}[1], at.{name}[2])")
+        else:
+            arguments.append(f"at.{name}")
+    call = f"{signature.function}{signature.arguments}({', '.join(arguments)})"
+    return (
+        'extern "C" void metal_cpu_entry(void* const* buffers, const metal_cpu::Position& at) {\n'
+        f"  {call};\n}}\n"
+    )
+
+
+@dataclass(frozen=True)
+class _Statement:
+    start: int  # of the word `threadgroup`
+    end: int  # of the semicolon
+    text: str  # between, without comments
+
+
+def _with_arena(body: str) -> str:
+    """Replaces the declarations of threadgroup variables in a kernel's body."""
+    out, done, count = [], 0, 0
+    for statement in _declarations(body):
+        variables = _variables(statement.text)
+        if not variables:
+            continue
+        out.append(body[done : statement.start])
+        for type, name, extents in variables:
+            out.append(
+                f"typedef {type} metal_cpu_type_{count}{extents}; "
+                f"metal_cpu_type_{count}& {name} = *(metal_cpu_type_{count}*)"
+                f'metal_cpu_threadgroup_memory({count}, "{name}", '
+                f"sizeof(metal_cpu_type_{count}), alignof(metal_cpu_type_{count}));"
+            )
+            count += 1
+        out.append("\n" * body.count("\n", statement.start, statement.end))
+        done = statement.end + 1
+    out.append(body[done:])
+    return "".join(out)
+
+
+def _declarations(body: str) -> Iterator[_Statement]:
+    """Statements that begin with `threadgroup`."""
+    begins, start, text = True, -1, ""
+    parentheses = 0
+    for match in _TOKEN.finditer(body):
+        token = match.group()
+        if token.startswith(("//", "/*")) or token.lstrip(" \t").startswith("#"):
+            continue
+        if start < 0 and begins and token == "threadgroup" and parentheses == 0:
+            start, text = match.start(), ""
+        elif start >= 0:
+            if token == ";":
+                yield _Statement(start, match.start(), text)
+                start = -1
+            else:
+                text += " " if token.isspace() else token
+        if token.isspace():
+            continue
+        parentheses += (token == "(") - (token == ")")
+        begins = token in (";", "{", "}")
+
+
+def _variables(text: str) -> list[tuple[str, str, str]]:
+    """(type, name, extents) of each variable of `float a[4], b`; none if it declares a pointer."""
+    parts = _split(text)
+    if any(_outside_brackets(part, "*&") for part in parts):
+        return []
+    if any(_outside_brackets(part, "(=") for part in parts):
+        raise ValueError(f"cannot read the declaration: threadgroup {text};")
+    head = parts[0]
+    end = _extents_start(head)
+    words = list(_WORD.finditer(head[:end]))
+    name_at = words[-1].start()
+    type = head[:name_at].strip()
+    declarators = [head[name_at:], *parts[1:]]
+    found = []
+    for declarator in declarators:
+        match = _DECLARATOR.fullmatch(declarator)
+        if match is None:
+            raise ValueError(f"cannot read the declaration: threadgroup {text};")
+        found.append((type, match.group(1), match.group(2).strip()))
+    return found
+
+
+def _extents_start(declaration: str) -> int:
+    """Where the `[...]` at the end of a declaration begin."""
+    end = len(declaration.rstrip())
+    while declaration[:end].rstrip().endswith("]"):
+        depth = 0
+        for i in range(end - 1, -1, -1):
+            depth += (declaration[i] == "]") - (declaration[i] == "[")
+            if depth == 0:
+                end = i
+                break
+    return end
+
+
+def _depths(text: str) -> Iterator[tuple[int, str, int]]:
+    """Each character with how many brackets are open around it."""
+    depth = extents = 0
+    for i, c in enumerate(text):
+        extents += (c == "[") - (c == "]")
+        bracket = extents == 0 or c not in "<>"  # a comparison, within an array's extent
+        depth -= bracket and c in _CLOSE
+        yield i, c, depth
+        depth += bracket and c in _OPEN
+
+
+def _split(text: str) -> list[str]:
+    parts, start = [], 0
+    for i, c, depth in _depths(text):
+        if c == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+def _outside_brackets(text: str, wanted: str) -> bool:
+    return any(c in wanted for _, c, depth in _depths(text) if depth == 0)

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays engine steps on this machine's kernels and compares them with the references."""
+
+from metal_kernels.selfcheck.case import KERNELS, Case, Outcome, dtype_name
+from metal_kernels.selfcheck.checks import STEPS, check, check_kernel, in_use
+
+__all__ = [
+    "KERNELS",
+    "STEPS",
+    "Case",
+    "Outcome",
+    "check",
+    "check_kernel",
+    "dtype_name",
+    "in_use",
+]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked, and how it fared; both travel between processes as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from metal_kernels.paged_attention import AttentionShape
+
+#: In the order they are checked: each leans on kv_write.
+KERNELS = ("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce")
+_DTYPES = ("dtype", "cache_dtype")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of layer over one kind of pool."""
+
+    shape: AttentionShape
+    dtype: mx.Dtype  # of queries, keys and values
+    cache_dtype: mx.Dtype  # of the pool: `dtype`, or uint8 (fp8 e4m3) or int8
+    block_size: int
+    window: int | None = None  # positions a query sees, itself included; None: all before it
+    sinks: bool = False  # in every other step
+    softcap: float | None = None
+    kernels: tuple[str, ...] = KERNELS  # which of them to check
+
+    def to_json(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self)
+        return fields | {name: dtype_name(fields[name]) for name in _DTYPES}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Case:
+        dtypes = {name: getattr(mx, fields[name]) for name in _DTYPES}
+        shape, kernels = AttentionShape(**fields["shape"]), tuple(fields["kernels"])
+        return Case(**fields | dtypes | {"shape": shape, "kernels": kernels})
+
+    def __str__(self) -> str:
+        size = self.shape.head_size
+        parts = [
+            f"{self.shape.num_heads}/{self.shape.num_kv_heads} heads of "
+            + (f"{size} (values {self.shape.value_size})" if self.shape.latent else f"{size}"),
+            dtype_name(self.dtype),
+            f"{dtype_name(self.cache_dtype)} cache in blocks of {self.block_size}",
+        ]
+        if self.window is not None:
+            parts.append(f"window {self.window}")
+        if self.softcap is not None:
+            parts.append(f"soft cap {self.softcap}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one kernel fared in one case."""
+
+    kernel: str
+    case: Case
+    ok: bool
+    detail: str = ""  # what went wrong and where
+    largest_error: float | None = None  # of the element nearest to its tolerance, or furthest past
+    tolerance: float | None = None  # that element's; both None where nothing was computed
+    seconds: float = 0.0  # compiling included
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "case": self.case.to_json()}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Outcome:
+        return Outcome(**fields | {"case": Case.from_json(fields["case"])})
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Such as ``bfloat16``."""
+    return str(dtype).rpartition(".")[2]

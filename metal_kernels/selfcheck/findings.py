@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays the same steps by the references and compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.kv_blocks import reference as blocks_reference
+from metal_kernels.kv_gather import reference as gather_reference
+from metal_kernels.kv_write import reference as write_reference
+from metal_kernels.kv_write.reference import Pools
+from metal_kernels.paged_attention import reference as attention_reference
+from metal_kernels.selfcheck.case import Case
+from metal_kernels.selfcheck.play import LAYERS, moves, play, score_scale
+from metal_kernels.selfcheck.steps import Layout, Step, contents, steps
+
+_FLOAT_EPS = 2.0**-23
+_CONTEXT_AXES = ("head", "request", "position", "element")
+_POOL_AXES = ("head", "block", "offset", "element")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison's element that comes nearest to its tolerance, or goes furthest past it."""
+
+    error: float
+    tolerance: float
+    detail: str
+
+    @property
+    def excess(self) -> float:
+        return self.error - self.tolerance
+
+
+def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
+    played = steps(case, kernel, num_steps)
+    results, pool = play(case, kernel, played)
+    with mx.stream(mx.cpu):  # where MLX's own arithmetic is plain float32 on every machine
+        wanted = contents(case, len(played[0].layout.blocks))
+        for index, (step, found) in enumerate(zip(played, results, strict=True)):
+            slots = mx.array(step.layout.slot_mapping)
+            wanted = write_reference.write(step.keys, step.values, slots, *wanted)
+            if kernel == "kv_blocks":
+                wanted = _moved(wanted, step.layout)
+            mx.eval([array for array in wanted if array is not None])
+            where = f"step {index // LAYERS}, layer {index % LAYERS}: "
+            if kernel == "kv_gather":
+                yield from _compare_contexts(where, case, step.layout, found, wanted)
+            elif found:
+                yield _compare_attention(where, case, step, found[0], wanted)
+        yield from _compare_pools(case, pool, wanted)
+
+
+def _moved(pools: Pools, layout: Layout) -> Pools:
+    sources, targets, cleared = moves(layout)
+    there = [array for array in pools if array is not None]
+    moved = iter(blocks_reference.zero(blocks_reference.copy(there, sources, targets), cleared))
+    return Pools(*(None if array is None else next(moved) for array in pools))
+
+
+def _compare_contexts(
+    where: str, case: Case, layout: Layout, found: list[mx.array], wanted: Pools
+) -> Iterator[Finding]:
+    """Exact, but for a scale of the cache whose division was not rounded to nearest."""
+    table = mx.array(layout.block_tables)
+    scales = (wanted.key_scales, wanted.value_scales)
+    for part, array, pool, scale in zip(("K", "V"), found, wanted[:2], scales, strict=False):
+        expected = _floats(gather_reference.gather(pool, table, case.dtype, scale))
+        allowed = np.abs(expected) * (0.0 if scale is None else 2 * _FLOAT_EPS)
+        yield _compare(where + part, _CONTEXT_AXES, _floats(array), expected, allowed)
+
+
+def _compare_attention(
+    where: str, case: Case, step: Step, found: mx.array, pools: Pools
+) -> Finding:
+    """Tolerance: one unit in the last place of the output's dtype, and what float32 makes of it.
+
+    Of the latter: a score sums D products of about 1/sqrt(D), whose roundings add up to some
+    sqrt(D) eps at worst; exp2 and the division add a few eps, tanh one for each unit of its cap.
+    That is the relative error of a weight, and so of numerator and denominator of a mean of V.
+    """
+    layout = step.layout
+    keys = gather_reference.decode(pools.keys, pools.key_scales)
+    if pools.values is None:
+        values = keys[..., : case.shape.value_size]
+    else:
+        values = gather_reference.decode(pools.values, pools.value_scales)
+    plan = attention_reference.plan(
+        layout.query_start_loc,
+        layout.seq_lens,
+        layout.block_tables,
+        layout.slot_mapping,
+        case.block_size,
+        case.window,
+    )
+    expected = attention_reference.run(
+        plan,
+        step.queries.astype(mx.float32),
+        None,
+        None,
+        keys,
+        values,
+        scale=score_scale(case),
+        sinks=step.sinks,
+        softcap=case.softcap,
+        fused=False,
+    )
+    wanted = _floats(expected)
+    weight_error = _FLOAT_EPS * (math.sqrt(case.shape.head_size) + 8 + (case.softcap or 0.0))
+    largest_value = float(mx.abs(values).max())
+    allowed = np.abs(wanted) * mx.finfo(case.dtype).eps + 2 * weight_error * largest_value
+    return _compare(f"{where}output", ("row", "head", "element"), _floats(found), wanted, allowed)
+
+
+def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]:
+    """Values are exact. Codes may be off by one: where a quotient is close to a tie of two."""
+    for part, index in (("K", 0), ("V", 1)):
+        elements, pool, scales = found[index], wanted[index], wanted[2 + index]
+        if elements is None or pool is None:
+            continue
+        expected = _floats(gather_reference.decode(pool, scales))
+        allowed = np.zeros_like(expected)
+        if scales is not None and case.cache_dtype == mx.uint8:  # 3 bits of mantissa, 2^-9 at least
+            allowed = np.abs(expected) / 8 + _floats(scales)[..., None] * 2.0**-9
+        elif scales is not None:
+            allowed = allowed + _floats(scales)[..., None]
+        array = _floats(gather_reference.decode(elements, found[2 + index]))
+        yield _compare(f"pool at the end: {part}", _POOL_AXES, array, expected, allowed)
+
+
+def _floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+def _compare(
+    where: str, axes: tuple[str, ...], found: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
+) -> Finding:
+    error = np.abs(found - wanted)
+    error[np.isnan(error)] = np.finfo(np.float32).max
+    excess = error - allowed
+    place = np.unravel_index(np.argmax(excess), excess.shape)
+    index = ", ".join(f"{axis} {at}" for axis, at in zip(axes, place, strict=True))
+    return Finding(
+        error=float(error[place]),
+        tolerance=float(allowed[place]),
+        detail=f"{where} at {index} is {found[place]:.6g}, expected {wanted[place]:.6g} within "
+        f"{allowed[place]:.2g}; {np.mean(excess > 0):.1%} of the elements are off",
+    )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays steps by the kernels, each queued while the one before it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels.kv_write.reference import Pools
+from metal_kernels.paged_attention import AttentionPlan
+from metal_kernels.selfcheck.case import Case
+from metal_kernels.selfcheck.steps import Layout, Step, contents
+
+LAYERS = 2  # of a step; they share the pool, so that reads and writes also meet within a step
+_LOAD = 1024  # rows of the matrix product beside each step, some 1 ms of a GPU
+
+
+class _Pool:
+    """K/V as an engine keeps them: arrays that stay, and tokens that put their uses in order."""
+
+    def __init__(self, case: Case, num_blocks: int) -> None:
+        self.case = case
+        self.arrays = contents(case, num_blocks)
+        self.tokens: Sequence[mx.array] = ()
+
+    def write(self, step: Step) -> mx.array:
+        keys, values, key_scales, value_scales = self.arrays
+        slots = mx.array(step.layout.slot_mapping)
+        token = kv_write.write(
+            step.keys,
+            step.values,
+            slots,
+            keys,
+            values,
+            after=self.tokens,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+        self.tokens = [token]
+        return token
+
+
+def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
+    pool.write(step)
+    return []
+
+
+def _gather(pool: _Pool, step: Step) -> list[mx.array]:
+    table, written = mx.array(step.layout.block_tables), pool.write(step)
+    keys, values, key_scales, value_scales = pool.arrays
+    gather = functools.partial(kv_gather.gather, after=[written])
+    contexts = [gather(keys, table, pool.case.dtype, scales=key_scales)]
+    if values is not None:
+        contexts.append(gather(values, table, pool.case.dtype, scales=value_scales))
+    pool.tokens = [token for _, token in contexts]
+    return [context for context, _ in contexts]
+
+
+def _move_blocks(pool: _Pool, step: Step) -> list[mx.array]:
+    written = pool.write(step)
+    arrays = [array for array in pool.arrays if array is not None]
+    sources, targets, cleared = moves(step.layout)
+    copied = kv_blocks.copy(arrays, sources, targets, after=[written])
+    pool.tokens = [kv_blocks.zero(arrays, cleared, after=[copied])]
+    return []
+
+
+def moves(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks to copy, where to, and one to clear."""
+    return layout.blocks[:2], layout.blocks[2:4], layout.blocks[4:5]
+
+
+def _attend(pool: _Pool, step: Step) -> list[mx.array]:
+    written = pool.write(step)
+    keys, values, key_scales, value_scales = pool.arrays
+    out, pool.tokens = paged_attention.run(
+        plan(pool.case, step.layout),
+        step.queries,
+        keys,
+        keys if values is None else values,
+        after=written,
+        scale=score_scale(pool.case),
+        softcap=pool.case.softcap,
+        sinks=step.sinks,
+        key_scales=key_scales,
+        value_scales=key_scales if values is None else value_scales,
+    )
+    return [out]
+
+
+def plan(case: Case, layout: Layout) -> AttentionPlan:
+    return paged_attention.plan(
+        layout.query_start_loc, layout.seq_lens, layout.block_tables, case.shape, case.window
+    )
+
+
+def score_scale(case: Case) -> float:
+    return float(case.shape.head_size**-0.5)
+
+
+_USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
+    "kv_write": _only_write,
+    "kv_gather": _gather,
+    "kv_blocks": _move_blocks,
+    "decode": _attend,
+    "prefill": _attend,
+    "reduce": _attend,
+}
+
+
+def play(case: Case, kernel: str, played: Sequence[Step]) -> tuple[list[list[mx.array]], Pools]:
+    """What each step reads, and the pool at the end. A step is queued while the last one runs."""
+    pool = _Pool(case, len(played[0].layout.blocks))
+    load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))
+    results: list[list[mx.array]] = []
+    waiting: list[mx.array] = []
+    for first in range(0, len(played), LAYERS):
+        reads = [_USES[kernel](pool, step) for step in played[first : first + LAYERS]]
+        load = load @ load  # keeps the device busy, so that dispatches get in each other's way
+        queued = [load, *pool.tokens, *(array for read in reads for array in read)]
+        mx.async_eval(queued)
+        mx.eval(waiting)
+        waiting = queued
+        results += reads
+    mx.eval(waiting)
+    return results, pool.arrays

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of an engine that are played: which requests, which blocks, what contents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.arguments import CODE_DTYPES
+from metal_kernels.kv_gather import reference as gather_reference
+from metal_kernels.kv_write import reference as write_reference
+from metal_kernels.kv_write.reference import Pools
+from metal_kernels.selfcheck.case import KERNELS, Case
+
+_LONG = 600  # positions: two parts at least where contexts are split, none shorter than 256
+_SPARE_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a step's R requests and T rows lie in the pool."""
+
+    query_start_loc: np.ndarray  # [R + 1] int32
+    seq_lens: np.ndarray  # [R] int32
+    block_tables: np.ndarray  # [R, W] int32
+    slot_mapping: np.ndarray  # [T] int32
+    blocks: np.ndarray  # [B] int32, all of the pool in the order they were handed out
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one layer does in one step."""
+
+    layout: Layout
+    queries: mx.array  # [T, H, D]
+    keys: mx.array  # [T, Hkv, D]
+    values: mx.array | None  # [T, Hkv, D]; None: the keys hold them
+    sinks: mx.array | None  # [H]
+
+
+def layouts(case: Case, kernel: str, count: int) -> list[Layout]:
+    """Each step deals the pool's few blocks out anew, so it writes over what the last ones read.
+
+    A request's newest rows are this step's; before them lies whatever earlier steps left there.
+    """
+    rng = np.random.default_rng(KERNELS.index(kernel))
+    batches = [_requests(case, kernel, index) for index in range(count)]
+    most = max(sum(-(-length // case.block_size) for _, length in batch) for batch in batches)
+    return [_layout(case, batch, rng.permutation(most + _SPARE_BLOCKS)) for batch in batches]
+
+
+def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
+    """Query rows and context of each request; tiles of every size come up within a few steps."""
+    group, block = case.shape.group, case.block_size
+    windows = range(1, max(1, case.shape.decode_rows // group) + 1)
+    chunks = [max(1, rows // group) for rows in (64, 8, 16, 32) if rows <= case.shape.tile_rows]
+    window, chunk = windows[(step + 1) % len(windows)], chunks[step % len(chunks)]
+    if kernel == "reduce":
+        query = (window, chunk)[step % 2]
+        split = (query, _LONG + query + 7 * step)
+        # Two requests of many heads keep the device busy without a split.
+        return [split, (1, block + 3)] if case.shape.num_kv_heads <= 32 else [split]
+    if kernel == "prefill":
+        if step % 4 == 3:  # a long chunk among decodes
+            long = case.shape.tile_rows // group + 3
+            return [(1, 2 * block + 5), (long, long + block + 3), (window, 3 * block)]
+        return [(chunk, chunk + 2 * block + step % block), (1, 2 * block + 1)]
+    return [(window, 2 * block + 2 + 3 * step % block), (1, 3 * block), (window, block + window)]
+
+
+def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> Layout:
+    query_lens, seq_lens = (np.array(part, np.int32) for part in zip(*requests, strict=True))
+    counts = -(-seq_lens // case.block_size)
+    tables = np.zeros((len(requests), counts.max()), np.int32)
+    slots = []
+    for row, (query, length) in enumerate(requests):
+        first = int(counts[:row].sum())
+        tables[row, : counts[row]] = blocks[first : first + counts[row]]
+        positions = np.arange(length - query, length)
+        block = tables[row, positions // case.block_size]
+        slots.append(block * case.block_size + positions % case.block_size)
+    return Layout(
+        query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        seq_lens=seq_lens,
+        block_tables=tables,
+        slot_mapping=np.concatenate(slots).astype(np.int32),
+        blocks=blocks.astype(np.int32),
+    )
+
+
+def contents(case: Case, num_blocks: int) -> Pools:
+    """A pool before the first step, which no other call shares memory with."""
+    rng = np.random.default_rng(0)
+    shape = (case.shape.num_kv_heads, num_blocks, case.block_size, case.shape.head_size)
+    keys, key_scales = write_reference.encode(_rows(rng, shape, case, True), case.cache_dtype)
+    if case.shape.latent:
+        return Pools(keys, None, key_scales, None)
+    values, value_scales = write_reference.encode(_rows(rng, shape, case, True), case.cache_dtype)
+    return Pools(keys, values, key_scales, value_scales)
+
+
+def steps(case: Case, kernel: str, count: int) -> list[Step]:
+    """Rows are such that a cache of codes holds them exactly, but where the codes are the test."""
+    rng = np.random.default_rng(1 + KERNELS.index(kernel))
+    exact = kernel != "kv_write"
+    played = []
+    for index, layout in enumerate(layouts(case, kernel, count)):
+        size = case.shape.head_size
+        rows = (len(layout.slot_mapping), case.shape.num_kv_heads, size)
+        queries = (rows[0], case.shape.num_heads, size)
+        sinks = mx.array(rng.normal(size=case.shape.num_heads).astype(np.float32))
+        played.append(
+            Step(
+                layout=layout,
+                queries=mx.array(rng.normal(size=queries).astype(np.float32)).astype(case.dtype),
+                keys=_rows(rng, rows, case, exact),
+                values=None if case.shape.latent else _rows(rng, rows, case, exact),
+                sinks=sinks.astype(case.dtype) if case.sinks and index % 2 else None,
+            )
+        )
+    return played
+
+
+def _rows(rng: np.random.Generator, shape: tuple[int, ...], case: Case, exact: bool) -> mx.array:
+    """[..., D] of the case's dtype; exact: codes times a power of two, which all dtypes hold."""
+    rows = mx.array(rng.normal(size=shape).astype(np.float32))
+    if exact and case.cache_dtype in CODE_DTYPES:
+        codes, _ = write_reference.encode(rows, case.cache_dtype)
+        step = 2.0**-7 if case.cache_dtype == mx.uint8 else 2.0**-5
+        rows = gather_reference.decode(codes, mx.full(shape[:-1], step))
+    return rows.astype(case.dtype)

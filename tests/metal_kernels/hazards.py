@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is every two dispatches that touch the same cache, one writing, in order on Metal?
+
+MLX lets dispatches overlap except where it knows better, and it does not know of kernels that write
+through an input. Logger records what kernels were given; prove() replays that through a double of
+MLX's bookkeeping and lists the pairs left without order; prove_always() asks for more: an order
+that holds wherever command buffers end and whatever else is encoded between.
+
+The double follows MLX 0.32 (CommandEncoder in mlx/backend/metal/device.cpp, ml-explore/mlx#3630 for
+writes after reads; docs/metal-checklist.md says how each rule was found). All buffers are untracked
+by Metal, so nothing else orders them:
+- dispatches of an encoder overlap; a barrier, which everything before it and after it obeys, goes
+  before a dispatch that binds an output of one since the last barrier, or has for its output what
+  such a one bound;
+- an encoder waits, before its first dispatch, for the last earlier encoder that had for an output
+  what it binds; else encoders overlap, those of different command buffers too;
+- a command buffer, of one encoder, ends once it has more than MLX_MAX_OPS_PER_BUFFER dispatches.
+Left out, as none concerns a cache: several streams, groups of dispatches declared concurrent,
+temporaries, and that a buffer ends also where an evaluation does, or by the size of what it binds:
+a large cache ends it at every dispatch, which is ops_per_buffer=0 here.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+# By kernel, the inputs it writes through.
+WRITTEN = {
+    "kv_write": ("key_pool", "value_pool", "key_scales", "value_scales"),
+    "kv_blocks": ("pool",),
+}
+_CACHES = ("pool", "key_pool", "value_pool", "scales", "key_scales", "value_scales")
+_TOKEN = ((8,), mx.uint32)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, stop) of memory."""
+
+    start: int
+    stop: int
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What MLX binds, and what it does not know of: `written`, inputs written through."""
+
+    name: str
+    inputs: tuple[Span, ...]
+    outputs: tuple[Span, ...]
+    written: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two dispatches by their places in the log, the earlier first."""
+
+    first: int
+    second: int
+    names: str
+    kind: str  # "write, write", "write, read" or "read, write"
+
+
+def conflicts(log: Sequence[Dispatch]) -> Iterator[Conflict]:
+    """Pairs over the same bytes of a cache of which at least one writes."""
+    for j, later in enumerate(log):
+        for i, earlier in enumerate(log[:j]):
+            if not (earlier.written or later.written):
+                continue
+            if _meet(earlier.written, later.written):
+                kind = "write, write"
+            elif _meet(earlier.written, later.inputs):
+                kind = "write, read"
+            elif _meet(earlier.inputs, later.written):
+                kind = "read, write"
+            else:
+                continue
+            yield Conflict(i, j, f"{earlier.name}, {later.name}", kind)
+
+
+def _meet(some: Iterable[Span], others: Sequence[Span]) -> bool:
+    return any(span.overlaps(other) for span in some for other in others)
+
+
+@dataclass
+class Encoder:
+    """MLX's bookkeeping of one stream; names are those of its members."""
+
+    ops_per_buffer: int
+    buffer: int = 0  # the current command buffer
+    epoch: int = 0  # how many barriers it has
+    ops: int = 0
+    prev_inputs: set[Span] = field(default_factory=set)  # since the last barrier
+    prev_outputs: set[Span] = field(default_factory=set)
+    all_inputs: set[Span] = field(default_factory=set)  # of this encoder
+    all_outputs: set[Span] = field(default_factory=set)
+    prev_ce_outputs: dict[Span, int] = field(default_factory=dict)  # span: last buffer to write it
+    waits: list[int] = field(default_factory=list)  # by buffer, the bits of those it comes after
+
+    def encode(self, dispatch: Dispatch) -> tuple[int, int]:
+        """Its command buffer, and the number of barriers before it there."""
+        bound, outputs = {*dispatch.inputs, *dispatch.outputs}, set(dispatch.outputs)
+        if bound & self.prev_outputs or outputs & self.prev_inputs:
+            self.epoch += 1
+            self.prev_inputs, self.prev_outputs = set(), set()
+        self.prev_inputs |= bound
+        self.prev_outputs |= outputs
+        self.all_inputs |= bound
+        self.all_outputs |= outputs
+        place = (self.buffer, self.epoch)
+        self.ops += 1
+        if self.ops > self.ops_per_buffer:
+            self.end_encoding()
+        return place
+
+    def end_encoding(self) -> None:
+        waits = 0
+        for span in self.all_inputs & self.prev_ce_outputs.keys():
+            earlier = self.prev_ce_outputs[span]
+            waits |= 1 << earlier | self.waits[earlier]
+        self.waits.append(waits)
+        self.prev_ce_outputs |= dict.fromkeys(self.all_outputs, self.buffer)
+        for spans in (self.prev_inputs, self.prev_outputs, self.all_inputs, self.all_outputs):
+            spans.clear()
+        self.buffer += 1
+        self.epoch = self.ops = 0
+
+
+def prove(log: Sequence[Dispatch], ops_per_buffer: int) -> list[Conflict]:
+    """Conflicts that nothing orders when MLX encodes the log as it is; none: proven."""
+    encoder = Encoder(ops_per_buffer)
+    places = [encoder.encode(dispatch) for dispatch in log]
+    encoder.end_encoding()
+
+    def ordered(i: int, j: int) -> bool:
+        (buffer, epoch), (later_buffer, later_epoch) = places[i], places[j]
+        if buffer == later_buffer:
+            return epoch < later_epoch
+        return bool(encoder.waits[later_buffer] >> buffer & 1)
+
+    return [pair for pair in conflicts(log) if not ordered(pair.first, pair.second)]
+
+
+def prove_always(log: Sequence[Dispatch]) -> list[Conflict]:
+    """Conflicts whose later dispatch does not depend on the earlier one through arrays.
+
+    Such a dependence fixes the order of encoding, and every step of it is a barrier or a wait.
+    """
+    producers: dict[Span, int] = {}
+    ancestors: list[int] = []  # bits
+    for i, dispatch in enumerate(log):
+        before = 0
+        for producer in (producers[span] for span in dispatch.inputs if span in producers):
+            before |= 1 << producer | ancestors[producer]
+        ancestors.append(before)
+        producers |= dict.fromkeys(dispatch.outputs, i)
+    return [pair for pair in conflicts(log) if not ancestors[pair.second] >> pair.first & 1]
+
+
+class Logger:
+    """Wraps what compiles kernels, for `kernel.using(Logger(compiler).metal_kernel)`.
+
+    Takes only kernels and what MLX makes of their tokens: other operations would order more, never
+    less. An array is known by its address, so none is freed; and by what it is computed from, so a
+    token that was evaluated since MLX made it out of others counts as new.
+    """
+
+    def __init__(self, compiler: Callable[..., Callable[..., list[mx.array]]]) -> None:
+        self.log: list[Dispatch] = []
+        self._compiler = compiler
+        self._kept: list[mx.array] = []
+        self._tokens: dict[str, mx.array] = {}  # by a name of ours
+
+    def metal_kernel(
+        self, name: str, input_names: list[str], output_names: list[str], **source: Any
+    ) -> Callable[..., list[mx.array]]:
+        """As `mx.fast.metal_kernel`."""
+        run = self._compiler(
+            name=name, input_names=input_names, output_names=output_names, **source
+        )
+
+        def call(inputs: list[mx.array], **rest: Any) -> list[mx.array]:
+            self._trace([array for array in inputs if (array.shape, array.dtype) == _TOKEN])
+            outputs = run(inputs=inputs, **rest)
+            mx.eval(outputs)
+            self._record(name, dict(zip(input_names, inputs, strict=True)), outputs)
+            return outputs
+
+        return call
+
+    def _record(self, name: str, inputs: dict[str, mx.array], outputs: list[mx.array]) -> None:
+        spans = {key: self._span(array, key in _CACHES) for key, array in inputs.items()}
+        written = [
+            key for key in WRITTEN.get(name, ()) if inputs[key].ndim > 1
+        ]  # not a placeholder
+        self.log.append(
+            Dispatch(
+                name,
+                tuple(spans.values()),
+                tuple(self._span(array, True) for array in outputs),
+                tuple(spans[key] for key in written),
+            )
+        )
+        for array in outputs:
+            if (array.shape, array.dtype) == _TOKEN:
+                self._tokens[f"token{len(self._tokens)}"] = array
+
+    def _trace(self, tokens: list[mx.array]) -> None:
+        """Adds a dispatch for each token that operations of MLX make out of known ones."""
+        for token in tokens:
+            if any(token is known for known in self._tokens.values()):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "graph"
+                mx.export_to_dot(str(file), token, **self._tokens)
+                sources = set(re.findall(r'"(token\d+)" ->', file.read_text()))
+            if sources:
+                known = [self._span(self._tokens[source], True) for source in sorted(sources)]
+                self.log.append(Dispatch("mlx", tuple(known), (self._span(token, True),)))
+                self._tokens[f"token{len(self._tokens)}"] = token
+
+    def _span(self, array: mx.array, in_place: bool) -> Span:
+        """Where an array lies; nowhere if MLX binds a copy of it, which `in_place` forbids."""
+        self._kept.append(array)
+        view = memoryview(array)  # type: ignore[arg-type]
+        if view.nbytes == 0 or not view.c_contiguous:
+            if in_place and view.nbytes:
+                raise ValueError(f"an array of {array.shape} is not row-contiguous: MLX copies it")
+            return Span(0, 0)
+        start = np.frombuffer(view, np.uint8).ctypes.data
+        return Span(start, start + view.nbytes)

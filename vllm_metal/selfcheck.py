@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether our kernels work on this machine: checked in a process of its own, remembered on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+import metal_kernels
+from metal_kernels.selfcheck import Case, Outcome
+from vllm_metal import device, envs
+
+if TYPE_CHECKING:
+    from vllm_metal.models.layers import AttentionLayer
+
+#: The kernels a server launches.
+SERVING = ("kv_write", "decode", "prefill", "reduce")
+COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
+#: Seconds for one kernel of one case. It compiles up to eight variants, of well under a second
+#: each, and then runs for less; only a hang takes this long.
+TIME_LIMIT = 60.0
+_KERNELS_FOLDER = Path(metal_kernels.__file__).parent
+
+
+def cases(layers: Sequence[AttentionLayer], dtype: mx.Dtype, block_size: int) -> list[Case]:
+    """What a model's layers ask of the kernels."""
+    kinds = dict.fromkeys((layer.shape, layer.window) for layer in layers)
+    return [
+        Case(shape, dtype, dtype, block_size, window, sinks=True, kernels=SERVING)
+        for shape, window in kinds
+    ]
+
+
+def failures(
+    wanted: Sequence[Case],
+    command: Sequence[str] = COMMAND,
+    time_limit: float = TIME_LIMIT,
+    folder: Path | None = None,
+) -> list[str]:
+    """One line for each kernel that fails; checked once for each machine and state of the kernels.
+
+    Args:
+        wanted: what to check.
+        command: of the checking process; it reads cases and prints as metal_kernels.selfcheck does.
+        time_limit: seconds for each kernel.
+        folder: where results are kept; default: of the user's cache folder.
+    """
+    folder = folder or results_folder()
+    path = folder / f"{_key(wanted)}.json"
+    found = _read(path)
+    if found is None:
+        found = list(outcomes(wanted, command, time_limit))
+        _write(path, found)
+    failed: dict[str, Outcome] = {}
+    for outcome in found:
+        if not outcome.ok:
+            failed.setdefault(outcome.kernel, outcome)
+    return [f"{name} ({outcome.case}): {outcome.detail}" for name, outcome in failed.items()]
+
+
+def outcomes(
+    wanted: Sequence[Case], command: Sequence[str] = COMMAND, time_limit: float = TIME_LIMIT
+) -> Iterator[Outcome]:
+    """Checks the cases in a process of its own, up to the first kernel that hangs or kills it.
+
+    That kernel's outcome is then the last. A process that fails outside a kernel is put down to
+    the first kernel.
+    """
+    if not wanted:
+        return
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": _python_path()},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
+    running, said = (wanted[0], wanted[0].kernels[0]), ""
+    try:
+        _send(process.stdin, json.dumps([case.to_json() for case in wanted]))
+        while (line := lines.get(timeout=time_limit)) is not None:
+            message = _parsed(line)
+            if message is None:
+                said = line.strip() or said
+            elif "running" in message:
+                running = (wanted[message["case"]], message["running"])
+            else:
+                yield Outcome.from_json(message)
+        if status := process.wait():
+            ended = f"signal {-status}" if status < 0 else f"status {status}"
+            yield _stopped(*running, f"ended its process with {ended}: {said}")
+    except queue.Empty:
+        yield _stopped(*running, f"did not end within {time_limit:g} s")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def results_folder() -> Path:
+    return envs.cache_dir() / "selfcheck"
+
+
+def remembered(folder: Path | None = None) -> list[Case]:
+    """The cases of all results on disk: what was served on this machine."""
+    paths = sorted((folder or results_folder()).glob("*.json"))
+    return list(dict.fromkeys(outcome.case for path in paths for outcome in _read(path) or ()))
+
+
+def forget(folder: Path | None = None) -> None:
+    """Makes every next start check anew."""
+    for path in (folder or results_folder()).glob("*.json"):
+        path.unlink(missing_ok=True)
+
+
+def _stopped(case: Case, kernel: str, detail: str) -> Outcome:
+    return Outcome(kernel, case, ok=False, detail=detail)
+
+
+def _python_path() -> str:
+    """Finds metal_kernels where this process found it."""
+    inherited = os.environ.get("PYTHONPATH")
+    root = str(_KERNELS_FOLDER.parent)
+    return f"{root}{os.pathsep}{inherited}" if inherited else root
+
+
+def _pump(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _send(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+        stream.close()
+    except BrokenPipeError:
+        pass  # it has died already, and its status says so
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A line of the protocol; None for one that something else printed."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and "case" in message else None
+
+
+def _key(wanted: Sequence[Case]) -> str:
+    """Changes with all that could change a result."""
+    sources = hashlib.sha256()
+    for path in sorted(_KERNELS_FOLDER.rglob("*")):
+        name = path.relative_to(_KERNELS_FOLDER)
+        if path.suffix in (".metal", ".py") and name.parts[0] != "interpreter":
+            sources.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+    facts = {
+        "chip": device.name("metal" if mx.metal.is_available() else "cpu"),
+        "system": platform.platform(),
+        "mlx": version("mlx"),
+        "sources": sources.hexdigest(),
+        "cases": [case.to_json() for case in wanted],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> list[Outcome] | None:
+    """None where there is no file, or one that is cut off or of another version."""
+    try:
+        return [Outcome.from_json(fields) for fields in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write(path: Path, found: Sequence[Outcome]) -> None:
+    """Whole or not at all; without it the next start checks again."""
+    text = json.dumps([outcome.to_json() for outcome in found], indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, suffix=".part", delete=False
+        ) as part:
+            part.write(text)
+        os.replace(part.name, path)
+    except OSError:
+        return
