@@ -18,9 +18,16 @@ from typing import Any
 import mlx.core as mx
 
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import KERNELS, Case, Outcome, dtype_name
+from metal_kernels.selfcheck import (
+    KERNELS,
+    Case,
+    Outcome,
+    Timing,
+    copy_bandwidth,
+    dtype_name,
+    timings,
+)
 from vllm_metal import compat, device, envs, selfcheck
-from vllm_metal.kernel_timing import Timing, copy_bandwidth, timings
 
 _PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch", "numpy")
 _GIB = 2**30
@@ -159,7 +166,7 @@ def _runner() -> Runner | None:
 
 
 def _checked(wanted: Sequence[Case], runner: Runner) -> Iterator[Outcome]:
-    """All outcomes; where a kernel hangs or kills the process, the cases after it run in another."""
+    """All outcomes; where a kernel hangs or kills the process, the next case has a new one."""
     left = list(wanted)
     while left:
         last = None

@@ -50,7 +50,7 @@ def failures(
     time_limit: float = TIME_LIMIT,
     folder: Path | None = None,
 ) -> list[str]:
-    """One line for each kernel that fails; checked once for each machine and state of the kernels.
+    """A line for each way in which kernels fail; checked once a machine and state of the kernels.
 
     Args:
         wanted: what to check.
@@ -68,7 +68,13 @@ def failures(
     for outcome in found:
         if not outcome.ok:
             failed.setdefault(outcome.kernel, outcome)
-    return [f"{name} ({outcome.case}): {outcome.detail}" for name, outcome in failed.items()]
+    reasons: dict[str, list[Outcome]] = {}  # a text that does not compile fails all that need it
+    for outcome in failed.values():
+        reasons.setdefault(outcome.detail, []).append(outcome)
+    return [
+        f"{', '.join(outcome.kernel for outcome in alike)} ({alike[0].case}): {detail}"
+        for detail, alike in reasons.items()
+    ]
 
 
 def outcomes(

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Metal kernels on a CPU, for tests on machines without a GPU.
 
-    from metal_kernels import interpreter, kernel
-    with kernel.using(interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
-        ...
+from metal_kernels import interpreter, kernel
+with kernel.using(interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
+    ...
 """
 
+from .checker import Checker, Dispatch, Traffic
 from .kernel_call import metal_kernel
 from .launch import KernelViolation
 from .toolchain import CompileError
 
-__all__ = ["CompileError", "KernelViolation", "metal_kernel"]
+__all__ = [
+    "Checker",
+    "CompileError",
+    "Dispatch",
+    "KernelViolation",
+    "Traffic",
+    "metal_kernel",
+]

@@ -13,8 +13,9 @@ from . import memory, toolchain, translate
 from .launch import Buffer, Program, Result, Schedule, dispatch, load
 from .signature import Input, Mentions, Parameter, Signature, TemplateArgument
 
-# Limit of every Apple GPU.
+# Limits of every Apple GPU.
 MAX_THREADS = 1024
+MAX_BUFFERS = 31
 
 Scalar = bool | int | float
 Observer = Callable[[str, Sequence[Buffer], Result], None]
@@ -137,9 +138,7 @@ class MetalKernel:
             _bind(p, views, outputs, init_value is not None, keep_alive)
             for p in signature.parameters
         ]
-        result = dispatch(
-            program, self._name, buffers, grid, threadgroup, self._executor.schedule
-        )
+        result = dispatch(program, self._name, buffers, grid, threadgroup, self._executor.schedule)
         if self._executor.observe is not None:
             self._executor.observe(self._name, buffers, result)
         return outputs
@@ -182,6 +181,11 @@ class MetalKernel:
                 self._mentions,
                 self._atomic_outputs,
             )
+            if len(signature.parameters) > MAX_BUFFERS:
+                raise ValueError(
+                    f"[metal_kernel] {self._name} needs {len(signature.parameters)} buffers; "
+                    f"Metal binds {MAX_BUFFERS}."
+                )
             text = translate.unit(signature, self._header, self._source)
             mode = self._executor.mode
             found = signature, load(toolchain.build_kernel(text, mode), mode)

@@ -37,7 +37,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """"forward", "reverse" or "random:SEED"."""
+        """ "forward", "reverse" or "random:SEED"."""
         if text == "forward":
             return Schedule(0)
         if text == "reverse":
@@ -181,6 +181,8 @@ def dispatch(
     with program.lock:
         program.run(ctypes.byref(launch), ctypes.byref(counters), ctypes.byref(violation))
     if violation.kind:
-        text = lines.resolve(violation.text.decode(errors="replace"), program.entry, program.library)
+        text = lines.resolve(
+            violation.text.decode(errors="replace"), program.entry, program.library
+        )
         raise KernelViolation(kernel, violation.kind.decode(), text)
-    return Result(counters, traffic)
+    return Result(counters, tuple(traffic))

@@ -41,14 +41,20 @@ def _lookup(table: list[tuple[int, str]], offset: int) -> str:
 def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
     """The offset of `metal_cpu_entry`, and (offset, "file:line") sorted."""
     from elftools.elf.elffile import ELFFile
+    from elftools.elf.sections import SymbolTableSection
 
     with library.open("rb") as file:
         elf = ELFFile(file)
-        symbols = elf.get_section_by_name(".dynsym").get_symbol_by_name("metal_cpu_entry")
+        exported = elf.get_section_by_name(".dynsym")
+        assert isinstance(exported, SymbolTableSection)
+        symbols = exported.get_symbol_by_name("metal_cpu_entry")
+        assert symbols
         table = []
         dwarf = elf.get_dwarf_info()
         for unit in dwarf.iter_CUs():
             program = dwarf.line_program_for_CU(unit)
+            if program is None:
+                continue
             names = [entry.name.decode() for entry in program["file_entry"]]
             first = 0 if program["version"] >= 5 else 1
             for entry in program.get_entries():

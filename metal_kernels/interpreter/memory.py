@@ -57,7 +57,7 @@ class View:
 
 
 def view(array: mx.array) -> View:
-    """Evaluates `array`. RuntimeError inside a transformation such as mx.compile, which has none."""
+    """Evaluates `array`; MLX refuses that inside a transformation such as mx.compile."""
     mx.eval(array)
     if array.size == 0:
         return View(0, tuple(array.shape), (0,) * array.ndim)
@@ -83,8 +83,10 @@ def row_contiguous(array: mx.array) -> tuple[mx.array, View]:
 def allocate(shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -> mx.array:
     """An evaluated array of our own: full of `init_value`, or of 0xFF bytes (a NaN in every float
     format), because Metal does not clear what it allocates."""
-    array = mx.full(shape, 0 if init_value is None else init_value, dtype=dtype)
+    if init_value is not None:
+        return mx.full(shape, mx.array(init_value, dtype=dtype))
+    array = mx.zeros(shape, dtype=dtype)
     address = view(array).address
-    if init_value is None and address:
+    if address:
         ctypes.memset(address, 0xFF, array.nbytes)
     return array

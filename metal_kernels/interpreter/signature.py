@@ -128,7 +128,7 @@ class Signature:
         """The function's name, unique to the types: two functions never share one."""
         parts = ["custom_kernel_" + self.name]
         if self.template:
-            parts.append(re.sub(r"<|>|(, )", "_", self.arguments)[:-1])
+            parts.append(re.sub(r"<|>|-|(, )", "_", self.arguments)[:-1])
         parts += [
             type_name(x.dtype) + ("s" if x.scalar else "c" if x.small else "") for x in self.inputs
         ]
@@ -198,8 +198,7 @@ class Signature:
             return ""
         called = self.function + self.arguments
         return (
-            f'\ntemplate [[host_name("{self.function}")]] [[kernel]] '
-            f"decltype({called}) {called};\n"
+            f'\ntemplate [[host_name("{self.function}")]] [[kernel]] decltype({called}) {called};\n'
         )
 
     def text(self, header: str, source: str) -> str:

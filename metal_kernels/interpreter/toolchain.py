@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +17,9 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _RUN_SOURCES = ("fiber.cpp", "arena.cpp", "scheduler.cpp")
-_CHECK_SOURCES = (*_RUN_SOURCES, "check.cpp", "shadow.cpp", "traffic.cpp")
+_CHECK_SOURCES = (*_RUN_SOURCES, "check.cpp", "regions.cpp", "shadow.cpp", "traffic.cpp")
 
-# No C++ library: kernels have none on a GPU, and the first use of ziglang's takes a minute to build.
+# No C++ library: kernels have none on a GPU, and ziglang takes a minute to build its own.
 _COMMON = ("-x", "c++", "-nostdinc++", "-fPIC", "-fno-exceptions", "-fno-rtti", "-g1")
 _RUNTIME = (*_COMMON, "-std=c++17", "-O2", "-fno-threadsafe-statics", "-Wall")
 # As strict as Metal: C++17 and no later, one rounding for every operation, no contraction.
@@ -29,15 +30,24 @@ _KERNEL = (
     "-nostdinc",
     "-ffp-contract=off",
     "-fno-math-errno",
+    # MLX's CPU allocator aligns to 8 bytes, a GPU's to a page: 16-byte loads must not rely on more.
+    "-fmax-type-align=8",
     # MLX's CPU allocator gives addresses at multiples of 8; Metal's buffers start at pages.
     "-fmax-type-align=8",
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-fno-sanitize=undefined",
+    # Calls in two branches stay two calls, also of functions with a barrier or simdgroup function
+    # inside: which threads meet there is a property of the source.
+    *("-mllvm", "-sink-common-insts=false", "-mllvm", "-hoist-common-insts=false"),
+    *("-mllvm", "-enable-tail-merge=false"),
     "-Wno-unknown-attributes",
     "-Wno-ignored-attributes",
     f"-I{_HERE / 'shim'}",
 )
+
+
+_building = threading.Lock()  # temporary names are one process's, not one thread's
 
 
 class CompileError(RuntimeError):
@@ -63,6 +73,8 @@ CHECK = Mode(
         "-O2",
         "-fno-vectorize",
         "-fno-slp-vectorize",
+        "-mllvm",  # would split a vector's load into those of the components used
+        "-disable-vector-combine",
         "-fsanitize=thread",
         "-mllvm",
         "-tsan-instrument-func-entry-exit=0",
@@ -84,7 +96,6 @@ def cache_folder() -> Path:
     return folder
 
 
-@cache
 def compiler() -> tuple[str, ...]:
     """The command of a clang that knows ext_vector_type and _Float16.
 
@@ -112,8 +123,14 @@ def build_kernel(text: str, mode: Mode, extra_flags: Sequence[str] = ()) -> Path
     """
     runtime = build_runtime(mode)
     flags = (*_KERNEL, *mode.kernel_flags, *extra_flags)
-    key = _hash(text, str(runtime), *flags, *_fingerprint())
+    key = _hash(text, str(runtime), *flags, *_fingerprint(compiler()))
     target = cache_folder() / f"kernel-{key}{_suffix()}"
+    with _building:
+        _build_missing(text, flags, runtime, target)
+    return target
+
+
+def _build_missing(text: str, flags: Sequence[str], runtime: Path, target: Path) -> None:
     if not target.exists():
         unit = target.with_name(f"{target.stem}-{os.getpid()}.cpp")
         unit.write_text(text)
@@ -124,18 +141,17 @@ def build_kernel(text: str, mode: Mode, extra_flags: Sequence[str] = ()) -> Path
         finally:
             unit.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
-    return target
 
 
 def build_runtime(mode: Mode) -> Path:
     """The shared library all kernels of a mode are linked with."""
-    return _runtime(mode, cache_folder())
+    return _runtime(mode, cache_folder(), compiler())
 
 
 @cache
-def _runtime(mode: Mode, folder: Path) -> Path:
+def _runtime(mode: Mode, folder: Path, command: tuple[str, ...]) -> Path:
     flags = (*_RUNTIME, *mode.runtime_flags)
-    target = folder / f"runtime-{mode.name}-{_hash(*flags, *_fingerprint())}{_suffix()}"
+    target = folder / f"runtime-{mode.name}-{_hash(*flags, *_fingerprint(command))}{_suffix()}"
     if not target.exists():
         objects = []
         for name in mode.runtime_sources:
@@ -158,27 +174,35 @@ def _link(inputs: Sequence[str], target: Path) -> None:
     made.replace(target)
 
 
-def _invoke(arguments: Sequence[str]) -> None:
+def _invoke(arguments: Sequence[str]) -> str:
+    """Runs the compiler; what it prints."""
     environment = dict(os.environ)
     environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(cache_folder() / "zig"))
-    done = subprocess.run(
-        [*compiler(), *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    command = compiler()
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    except OSError as error:
+        raise RuntimeError(
+            f"The compiler {command[0]!r} cannot be run ({error}): VLLM_METAL_CLANG must name a "
+            "clang++, or be unset to use the one of the package ziglang."
+        ) from error
     if done.returncode:
         raise CompileError(done.stderr.strip() or f"the compiler ended with {done.returncode}")
+    return done.stdout
 
 
 @cache
-def _fingerprint() -> tuple[str, ...]:
+def _fingerprint(command: tuple[str, ...]) -> tuple[str, ...]:
     """What a compiled library depends on besides its own text."""
     folders = (_HERE / "shim", _HERE / "runtime")
     texts = [p.read_text() for f in folders for p in sorted(f.rglob("*")) if p.is_file()]
-    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout
-    return (*texts, version, platform.machine(), _processor())
+    return (*texts, *command, _invoke(["--version"]), platform.machine(), _processor())
 
 
 def _processor() -> str:

@@ -2,9 +2,9 @@
 """From a kernel's Metal text to a C++ translation unit.
 
 Metal is C++ but for address spaces, which the shim makes empty macros, attributes, which the
-compiler ignores, and `threadgroup` variables: one object per threadgroup, declared inside a function
-that every thread of it runs. Those become references into memory the runtime hands out. Lines stay
-where they are, so that messages point into the .metal file.
+compiler ignores, and `threadgroup` variables: one object per threadgroup, declared inside a
+function that every thread of it runs. Those become references into memory the runtime hands out.
+Lines stay where they are, so that messages point into the .metal file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def unit(signature: Signature, header: str, source: str) -> str:
     """The C++ text of a kernel, with the `metal_cpu_entry` the runtime calls for each thread."""
     return (
         '#include "mlx_prelude.h"\nusing namespace metal;\n'
-        f'{header}\n#line 1 "signature"\n{signature.head}{_with_arena(source)}\n}}\n'
+        f'{header}\n#line 1 "signature"\n{signature.head}'
+        f'#line 1 "{signature.name}"\n{_with_arena(source)}\n}}\n'
         f'#line 1 "entry"\n{_entry(signature)}'
     )
 
@@ -73,7 +74,7 @@ def _with_arena(body: str) -> str:
                 f"typedef {type} metal_cpu_type_{count}{extents}; "
                 f"metal_cpu_type_{count}& {name} = *(metal_cpu_type_{count}*)"
                 f'metal_cpu_threadgroup_memory({count}, "{name}", '
-                f"sizeof(metal_cpu_type_{count}), alignof(metal_cpu_type_{count}));"
+                f"sizeof(metal_cpu_type_{count}), sizeof({type}), alignof(metal_cpu_type_{count}));"
             )
             count += 1
         out.append("\n" * body.count("\n", statement.start, statement.end))

@@ -3,14 +3,18 @@
 
 from metal_kernels.selfcheck.case import KERNELS, Case, Outcome, dtype_name
 from metal_kernels.selfcheck.checks import STEPS, check, check_kernel, in_use
+from metal_kernels.selfcheck.timing import Timing, copy_bandwidth, timings
 
 __all__ = [
     "KERNELS",
     "STEPS",
     "Case",
     "Outcome",
+    "Timing",
     "check",
     "check_kernel",
+    "copy_bandwidth",
     "dtype_name",
     "in_use",
+    "timings",
 ]

@@ -30,8 +30,8 @@ class Case:
     kernels: tuple[str, ...] = KERNELS  # which of them to check
 
     def to_json(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        return fields | {name: dtype_name(fields[name]) for name in _DTYPES}
+        dtypes = {name: dtype_name(getattr(self, name)) for name in _DTYPES}
+        return vars(self) | dtypes | {"shape": dataclasses.asdict(self.shape)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Case:

@@ -46,11 +46,11 @@ def check_kernel(case: Case, kernel: str, num_steps: int = STEPS) -> Outcome:
     """Checks one kernel of KERNELS; kv_write is taken to be right."""
     start = time.perf_counter()
     try:
-        worst = max(findings(case, kernel, num_steps), key=lambda finding: finding.excess)
+        worst = max(findings(case, kernel, num_steps), key=lambda finding: finding.share)
     except Exception as error:  # whatever a compiler or a driver raises is this check's result
         seconds = round(time.perf_counter() - start, 3)
         return Outcome(kernel, case, False, _first_error(error), seconds=seconds)
-    ok = worst.excess <= 0
+    ok = worst.share <= 1
     detail = "" if ok else worst.detail
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(kernel, case, ok, detail, worst.error, worst.tolerance, seconds)

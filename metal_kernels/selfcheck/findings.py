@@ -20,6 +20,7 @@ from metal_kernels.selfcheck.play import LAYERS, moves, play, score_scale
 from metal_kernels.selfcheck.steps import Layout, Step, contents, steps
 
 _FLOAT_EPS = 2.0**-23
+_LARGEST = float(np.finfo(np.float32).max)  # for NaN and infinity, which JSON has not
 _CONTEXT_AXES = ("head", "request", "position", "element")
 _POOL_AXES = ("head", "block", "offset", "element")
 
@@ -33,8 +34,9 @@ class Finding:
     detail: str
 
     @property
-    def excess(self) -> float:
-        return self.error - self.tolerance
+    def share(self) -> float:
+        """Of the tolerance; above 1 is wrong."""
+        return float(_share(np.array(self.error), np.array(self.tolerance)))
 
 
 def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
@@ -58,9 +60,12 @@ def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
 
 def _moved(pools: Pools, layout: Layout) -> Pools:
     sources, targets, cleared = moves(layout)
-    there = [array for array in pools if array is not None]
-    moved = iter(blocks_reference.zero(blocks_reference.copy(there, sources, targets), cleared))
-    return Pools(*(None if array is None else next(moved) for array in pools))
+
+    def after(array: mx.array) -> mx.array:
+        return blocks_reference.zero(blocks_reference.copy([array], sources, targets), cleared)[0]
+
+    keys, *others = pools
+    return Pools(after(keys), *(None if array is None else after(array) for array in others))
 
 
 def _compare_contexts(
@@ -68,11 +73,12 @@ def _compare_contexts(
 ) -> Iterator[Finding]:
     """Exact, but for a scale of the cache whose division was not rounded to nearest."""
     table = mx.array(layout.block_tables)
-    scales = (wanted.key_scales, wanted.value_scales)
-    for part, array, pool, scale in zip(("K", "V"), found, wanted[:2], scales, strict=False):
-        expected = _floats(gather_reference.gather(pool, table, case.dtype, scale))
-        allowed = np.abs(expected) * (0.0 if scale is None else 2 * _FLOAT_EPS)
-        yield _compare(where + part, _CONTEXT_AXES, _floats(array), expected, allowed)
+    for index, array in enumerate(found):
+        pool, scales = wanted[index], wanted[2 + index]
+        assert pool is not None  # found what there is
+        expected = _floats(gather_reference.gather(pool, table, case.dtype, scales))
+        allowed = np.abs(expected) * (0.0 if scales is None else 2 * _FLOAT_EPS)
+        yield _compare(where + "KV"[index], _CONTEXT_AXES, _floats(array), expected, allowed)
 
 
 def _compare_attention(
@@ -140,14 +146,18 @@ def _floats(array: mx.array) -> np.ndarray:
 def _compare(
     where: str, axes: tuple[str, ...], found: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
 ) -> Finding:
-    error = np.abs(found - wanted)
-    error[np.isnan(error)] = np.finfo(np.float32).max
-    excess = error - allowed
-    place = np.unravel_index(np.argmax(excess), excess.shape)
+    error = np.nan_to_num(np.abs(found - wanted), nan=_LARGEST, posinf=_LARGEST)
+    share = _share(error, allowed)
+    place = np.unravel_index(np.argmax(share), share.shape)
     index = ", ".join(f"{axis} {at}" for axis, at in zip(axes, place, strict=True))
     return Finding(
         error=float(error[place]),
         tolerance=float(allowed[place]),
         detail=f"{where} at {index} is {found[place]:.6g}, expected {wanted[place]:.6g} within "
-        f"{allowed[place]:.2g}; {np.mean(excess > 0):.1%} of the elements are off",
+        f"{allowed[place]:.2g}; {np.mean(share > 1):.1%} of the elements are off",
     )
+
+
+def _share(error: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    share = np.where(error > 0, np.inf, 0.0)
+    return np.divide(error, allowed, out=share, where=allowed > 0, dtype=np.float64)

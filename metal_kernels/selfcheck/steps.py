@@ -59,7 +59,7 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
     window, chunk = windows[(step + 1) % len(windows)], chunks[step % len(chunks)]
     if kernel == "reduce":
         query = (window, chunk)[step % 2]
-        split = (query, _LONG + query + 7 * step)
+        split = (query, _LONG + query + 7 * (step % 8))
         # Two requests of many heads keep the device busy without a split.
         return [split, (1, block + 3)] if case.shape.num_kv_heads <= 32 else [split]
     if kernel == "prefill":

@@ -45,7 +45,7 @@ def region_type(
         kernel.use(metal_kernel)
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
-        logger.info("Checking the Metal kernels on this machine, as on every first start of a kind")
+        logger.info("Checking the Metal kernels; the result is kept for the next start")
         if failed := selfcheck.failures(selfcheck.cases(layers, dtype, block_size)):
             advice = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
             reasons = {f"they fail their self-check: {'; '.join(failed)}. {advice}"}

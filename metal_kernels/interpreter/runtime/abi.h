@@ -3,9 +3,9 @@
 // kernel units are compiled without any.
 #pragma once
 
-// Without it the compiler may copy such a call into both arms of a branch, and threads that execute
-// the same source line would be seen to wait at different places.
-#define METAL_CPU_SYNC [[clang::convergent]]
+// The compiler must neither copy such a call into both arms of a branch nor make one of two: threads
+// wait together if and only if they execute the same call of the source.
+#define METAL_CPU_SYNC [[clang::convergent, clang::nomerge]]
 
 namespace metal_cpu {
 
@@ -59,7 +59,8 @@ METAL_CPU_SYNC void metal_cpu_simdgroup_barrier(unsigned mem_flags);
 
 /// The memory of the `index`-th threadgroup variable of the kernel.
 void* metal_cpu_threadgroup_memory(
-    unsigned index, const char* name, unsigned long bytes, unsigned long alignment);
+    unsigned index, const char* name, unsigned long bytes, unsigned long element_bytes,
+    unsigned long alignment);
 
 unsigned metal_cpu_lane();
 }

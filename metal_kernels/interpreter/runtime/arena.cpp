@@ -51,7 +51,8 @@ void poison_arena() {
 }  // namespace metal_cpu
 
 extern "C" void* metal_cpu_threadgroup_memory(
-    unsigned index, const char* name, unsigned long bytes, unsigned long alignment) {
+    unsigned index, const char* name, unsigned long bytes, unsigned long element_bytes,
+    unsigned long alignment) {
   using namespace metal_cpu;
   if (index >= max_threadgroup_variables)
     give_up("threadgroup_memory", "more than 256 threadgroup variables");
@@ -65,7 +66,7 @@ extern "C" void* metal_cpu_threadgroup_memory(
   char* data = arena.next;
   data += (alignment - reinterpret_cast<uintptr_t>(data) % alignment) % alignment;
   memset(data, 0xFF, bytes);
-  variable = {name, data, bytes};
+  variable = {name, data, bytes, element_bytes};
   arena.next = data + bytes + gap;
   if (index >= arena.count) arena.count = index + 1;
   scheduler.counters->threadgroup_bytes = arena.declared;

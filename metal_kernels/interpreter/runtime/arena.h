@@ -13,6 +13,7 @@ struct ThreadgroupVariable {
   const char* name;
   char* data;  // null: not met in this dispatch
   uint64_t bytes;
+  uint64_t element_bytes;
 };
 
 struct Arena {

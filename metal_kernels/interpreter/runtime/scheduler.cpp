@@ -14,6 +14,7 @@
 namespace metal_cpu {
 
 Scheduler scheduler;
+void* bound_buffers[max_buffers];
 
 namespace {
 
@@ -208,8 +209,6 @@ Position position_of(unsigned thread) {
   }
   return p;
 }
-
-void* bound_buffers[128];
 
 void thread_main() {
   const Position position = position_of(scheduler.current);

@@ -55,6 +55,9 @@ struct Scheduler {
 
 extern Scheduler scheduler;
 
+constexpr unsigned max_buffers = 31;  // of a Metal kernel
+extern void* bound_buffers[max_buffers];
+
 /// Ends the dispatch from inside a kernel thread: goes back to `metal_cpu_run`, which returns.
 /// `format` as of printf. A code address is written `{site:%p}`, and Python puts file and line there.
 [[noreturn]] void give_up(const char* kind, const char* format, ...)

@@ -94,12 +94,18 @@ def test_contexts_are_the_blocks_in_order(
 
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:1", "random:2"])
 @pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS[:2])
-def test_any_order_of_threads_reads_the_same(head_size, pool_dtype, dtype, schedule):
+def test_any_order_of_threads_moves_the_same_and_no_byte_more(
+    head_size, pool_dtype, dtype, schedule
+):
     pool, scales = make_pool(np.random.default_rng(0), (2, 5, 16, head_size), pool_dtype)
     checker = interpreter.Checker(schedule=schedule)
     with kernel.using(checker.metal_kernel):
         check(pool, scales, np.array([[1, 4], [2, -1]]), dtype)
-    print(checker.dispatches[-1])
+    (dispatch,) = checker.dispatches
+    in_pool = 3 * pool.nbytes // 5  # of the table's four blocks
+    context = 4 * 2 * 16 * head_size * dtype.size
+    assert dispatch.buffers["pool"].read_bytes == in_pool
+    assert sum(t.written_bytes for t in dispatch.buffers.values()) == context + TOKEN_BYTES
 
 
 def test_offsets_beyond_32_bits_are_written_and_read():

@@ -18,10 +18,10 @@ METAL_CPU_INLINE constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return mem_flags(uint(a) | uint(b));
 }
 
-METAL_CPU_INLINE void threadgroup_barrier(mem_flags flags) {
+METAL_CPU_SYNC METAL_CPU_INLINE void threadgroup_barrier(mem_flags flags) {
   metal_cpu_threadgroup_barrier(uint(flags));
 }
-METAL_CPU_INLINE void simdgroup_barrier(mem_flags flags) { metal_cpu_simdgroup_barrier(uint(flags)); }
+METAL_CPU_SYNC METAL_CPU_INLINE void simdgroup_barrier(mem_flags flags) { metal_cpu_simdgroup_barrier(uint(flags)); }
 
 namespace detail {
 
@@ -40,7 +40,7 @@ METAL_CPU_INLINE bool active(const Lanes& lanes, uint lane) { return lanes.activ
 
 /// Hands this lane's operand in, and comes back with what `fold` left for it.
 template <typename Out, typename In>
-METAL_CPU_INLINE Out collect(metal_cpu::Fold fold, const In& in) {
+METAL_CPU_SYNC METAL_CPU_INLINE Out collect(metal_cpu::Fold fold, const In& in) {
   Out out;
   metal_cpu_collective(fold, &in, &out);
   return out;

@@ -160,9 +160,10 @@ struct vec : detail::components<T, N> {
   typedef typename detail::stored<T>::type stored;
 
   vec() = default;
-  vec(const vec&) = default;
+  // Not defaulted: a copy is to be one load of the whole vector, as it is on a GPU.
+  METAL_CPU_INLINE vec(const vec& other) { copy(other); }
   METAL_CPU_INLINE vec& operator=(const vec& other) {
-    this->v = other.v;
+    copy(other);
     return *this;
   }
   METAL_CPU_INLINE vec(T s) { this->v = native(__builtin_bit_cast(stored, s)); }
@@ -187,6 +188,14 @@ struct vec : detail::components<T, N> {
     detail::append(values, i, second);
     (detail::append(values, i, rest), ...);
     for (int k = 0; k < N; ++k) set(k, values[k]);
+  }
+
+  METAL_CPU_INLINE void copy(const vec& other) {
+    // Check mode hears of accesses of up to 16 bytes.
+    if constexpr (sizeof(native) > 16)
+      for (int i = 0; i < N; ++i) (*this)[i] = other[i];
+    else
+      this->v = other.v;
   }
 
   METAL_CPU_INLINE const T& operator[](int i) const { return reinterpret_cast<const T*>(this)[i]; }

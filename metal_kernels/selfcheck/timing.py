@@ -13,12 +13,13 @@ import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.arguments import CODE_DTYPES
-from metal_kernels.selfcheck import Case, dtype_name
+from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5
 _CALLS = 20  # of a round, in one go to the device
 
-Call = Callable[[mx.array], mx.array]  # takes the token before it and returns its own
+#: Takes the token before it; returns its own, and what else it computes.
+Call = Callable[[mx.array], list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -47,27 +48,28 @@ def copy_bandwidth(size: int = 2**28) -> float:
 
 
 def timings(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> Iterator[Timing]:
-    """All kernels over one layer's pool, which the longer of two contexts fills 1 time, the other 8.
+    """All kernels over one layer's pool; not of latent attention.
 
     Args:
         case: of the layer.
         contexts: positions of each of 8 requests, and of one alone.
     """
     short, long = contexts
+    chunk, blocks = short // 2, 8
     layer = _Layer(case, max(8 * short, long))
     name = f"{dtype_name(case.cache_dtype)} cache"
-    for rows in (8, 512):
-        call, moved = layer.write(rows), 2 * rows * layer.row_bytes
-        yield Timing(f"{name}: write {rows} rows", _of_call(call), moved)
-    for requests, query, context in ((8, 1, short), (1, 1, long), (1, 512, short)):
-        what = f"decode {requests} of {context}" if query == 1 else f"{query} of {context}"
-        moved = 2 * requests * context * layer.row_bytes
-        call = layer.attend(requests, query, context)
+    rows = layer.row_bytes
+    works: list[tuple[str, Call, int]] = [
+        ("write 8 rows", layer.write(8), 2 * 8 * rows),
+        (f"write {chunk} rows", layer.write(chunk), 2 * chunk * rows),
+        (f"decode 8 of {short}", layer.attend(8, 1, short), 2 * 8 * short * rows),
+        (f"decode 1 of {long}", layer.attend(1, 1, long), 2 * long * rows),
+        (f"prefill {chunk} of {short}", layer.attend(1, chunk, short), 2 * short * rows),
+        (f"gather K of {short}", layer.gather(short), short * rows),
+        (f"copy {blocks} blocks", layer.copy(blocks), 4 * blocks * case.block_size * rows),
+    ]
+    for what, call, moved in works:
         yield Timing(f"{name}: {what}", _of_call(call), moved)
-    gathered, moved = layer.gather(short), short * layer.row_bytes
-    yield Timing(f"{name}: gather {short} rows", _of_call(gathered), moved)
-    copied, moved = layer.copy(8), 4 * 8 * case.block_size * layer.row_bytes
-    yield Timing(f"{name}: copy 8 blocks", _of_call(copied), moved)
 
 
 class _Layer:
@@ -78,20 +80,26 @@ class _Layer:
         self._case = case
         self._blocks = np.arange(-(-num_slots // case.block_size), dtype=np.int32)
         pool = (shape.num_kv_heads, len(self._blocks), case.block_size)
-        self._pools = [mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)]
         coded = case.cache_dtype in CODE_DTYPES
-        self._scales = [mx.zeros(pool) if coded else None for _ in range(2)]
-        mx.eval(self._pools, [scales for scales in self._scales if scales is not None])
+        self._keys, self._values = (
+            mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)
+        )
+        self._key_scales, self._value_scales = (mx.zeros(pool) if coded else None for _ in range(2))
+        mx.eval(self._arrays())
         #: Of one position's K, or V, for all heads.
         self.row_bytes = shape.num_kv_heads * (
             shape.head_size * case.cache_dtype.size + (4 if coded else 0)
         )
 
-    def write(self, rows: int) -> Call:
+    def write(self, num_rows: int) -> Call:
         shape = self._case.shape
-        keys = mx.ones((rows, shape.num_kv_heads, shape.head_size), self._case.dtype)
-        slots = mx.arange(rows)
-        return lambda token: kv_write.write(keys, keys, slots, *self._pools, [token], *self._scales)
+        rows = mx.ones((num_rows, shape.num_kv_heads, shape.head_size), self._case.dtype)
+        slots = mx.arange(num_rows)
+        keys_to, values_to = self._keys, self._values
+        scales = (self._key_scales, self._value_scales)
+        return lambda token: [
+            kv_write.write(rows, rows, slots, keys_to, values_to, [token], *scales)
+        ]
 
     def attend(self, requests: int, query: int, context: int) -> Call:
         case = self._case
@@ -107,37 +115,42 @@ class _Layer:
         queries = mx.ones(rows, case.dtype)
         scale = case.shape.head_size**-0.5
 
-        def call(token: mx.array) -> mx.array:
+        def call(token: mx.array) -> list[mx.array]:
             out, (read, *_) = paged_attention.run(
                 plan,
                 queries,
-                *self._pools,
+                self._keys,
+                self._values,
                 after=token,
                 scale=scale,
-                key_scales=self._scales[0],
-                value_scales=self._scales[1],
+                key_scales=self._key_scales,
+                value_scales=self._value_scales,
             )
-            # The output as well, as a split context's reduction comes after the token.
-            return read + (out.flatten()[:8] * 0).astype(read.dtype)
+            return [read, out]  # the output comes later where contexts are split
 
         return call
 
     def gather(self, context: int) -> Call:
         table = mx.array(self._blocks[None, : -(-context // self._case.block_size)])
-        pool, scales = self._pools[0], self._scales[0]
-        return lambda token: kv_gather.gather(pool, table, self._case.dtype, [token], scales)[1]
+        keys, scales, dtype = self._keys, self._key_scales, self._case.dtype
+        return lambda token: [*reversed(kv_gather.gather(keys, table, dtype, [token], scales))]
 
     def copy(self, blocks: int) -> Call:
         sources, targets = self._blocks[:blocks], self._blocks[blocks : 2 * blocks]
-        return lambda token: kv_blocks.copy(self._pools, sources, targets, [token])
+        return lambda token: [kv_blocks.copy(self._arrays(), sources, targets, [token])]
+
+    def _arrays(self) -> list[mx.array]:
+        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
+        return [array for array in arrays if array is not None]
 
 
 def _of_call(call: Call) -> float:
     def once() -> None:
-        token = mx.zeros(8, mx.uint32)
+        token, results = mx.zeros(8, mx.uint32), []
         for _ in range(_CALLS):
-            token = call(token)
-        mx.eval(token)
+            token, *others = call(token)
+            results += others
+        mx.eval(token, results)
 
     return _median(once) / _CALLS
 

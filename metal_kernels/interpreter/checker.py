@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check mode: kernels run with every access to shared memory looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from . import toolchain
+from .kernel_call import Executor
+from .launch import Buffer, Result, Schedule
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one dispatch did with one buffer. Lines are 128 bytes, counted from its start."""
+
+    read_bytes: int  # asked for, summed over threads
+    written_bytes: int
+    # Lines touched by a simdgroup's load or store instruction, each once, summed over instructions.
+    # What counts as one instruction: the same place in the code, executed for the same time since
+    # the simdgroup last synchronised.
+    lines_read: int
+    lines_written: int
+    # Different lines read, summed over threadgroups: traffic if a threadgroup's cache is perfect.
+    unique_lines_read_by_threadgroup: int
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Counters of one kernel call."""
+
+    kernel: str
+    buffers: MappingProxyType[str, Traffic]  # by the buffer's name in the kernel
+    threadgroups: int
+    threadgroup_bytes: int  # of threadgroup memory, declared by each
+    barriers_per_threadgroup: float
+    simd_collectives: int  # simdgroup functions and matrix products, one for a simdgroup
+    partial_collectives: int  # of these, executed while some lanes of the simdgroup were elsewhere
+
+
+class Checker:
+    """Runs kernels like `mx.fast.metal_kernel`, looking for what is undefined on a GPU.
+
+    Its kernels raise `KernelViolation` for an access outside of the buffer or threadgroup variable,
+    for two threads that touch the same memory in no order (whatever the schedule), for threads that
+    wait for each other for ever, for a read of threadgroup memory or of an output that nobody
+    wrote, and for more than 32 KB of threadgroup memory.
+
+    Args:
+        schedule: "forward", "reverse" or "random:SEED", the order in which threads run.
+    """
+
+    def __init__(self, schedule: str = "forward") -> None:
+        self.dispatches: list[Dispatch] = []
+        executor = Executor(toolchain.CHECK, Schedule.parse(schedule), self._record)
+        self.metal_kernel = executor.metal_kernel
+
+    def _record(self, kernel: str, buffers: Sequence[Buffer], result: Result) -> None:
+        counters = result.counters
+        traffic = {
+            buffer.name: Traffic(
+                t.read_bytes,
+                t.written_bytes,
+                t.lines_read,
+                t.lines_written,
+                t.unique_lines_read_by_threadgroup,
+            )
+            for buffer, t in zip(buffers, result.traffic, strict=True)
+        }
+        self.dispatches.append(
+            Dispatch(
+                kernel,
+                MappingProxyType(traffic),
+                counters.threadgroups,
+                counters.threadgroup_bytes,
+                counters.barriers / counters.threadgroups,
+                counters.simd_collectives,
+                counters.partial_collectives,
+            )
+        )

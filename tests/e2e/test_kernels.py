@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole engine on the Metal kernels, interpreted: a Mac's dispatches, grids and plans."""
+
+import pytest
+from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from tests.metal_kernels.hazards import Logger, prove, prove_always
+
+from metal_kernels import interpreter
+
+
+class Counted:
+    """Wraps a compiler of kernels; counts what runs, by kernel."""
+
+    def __init__(self, compiler):
+        self.calls, self._compiler = {}, compiler
+
+    def metal_kernel(self, name, **source):
+        run = self._compiler(name=name, **source)
+
+        def call(**arguments):
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return run(**arguments)
+
+        return call
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels that ran, by name."""
+    counted = Counted(interpreter.metal_kernel)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    monkeypatch.setattr(interpreter, "metal_kernel", counted.metal_kernel)
+    return counted.calls
+
+
+def serve_and_check(model, prompts, max_tokens, passes, **options):
+    """Serves the prompts `passes` times and checks every output; counters after each pass."""
+    dense, seen = Dense(model), []
+    with engine(model, **options) as llm:
+        for _ in range(passes):
+            outputs = generate(llm, prompts, greedy(max_tokens))
+            for prompt, tokens in zip(prompts, outputs, strict=True):
+                assert len(tokens) == max_tokens
+                dense.check(prompt, tokens)
+            seen.append(counters(llm))
+    return seen
+
+
+def test_cold_and_warm_under_load(smollm2, interpreted):
+    cold, warm = serve_and_check(
+        smollm2,
+        make_prompts(text_tokens(smollm2), 16, 90),
+        max_tokens=12,
+        passes=2,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=14,
+    )
+    assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0
+    assert cold["vllm:num_preemptions"] > 0
+    assert all(interpreted[name] > 0 for name in ("kv_write", "decode", "prefill"))
+
+
+def test_window_layers_past_their_window(gemma3, interpreted):
+    tokens = text_tokens(gemma3)
+    prompts = [tokens[:540], tokens[:530], tokens[100:117]]
+    cold, warm = serve_and_check(
+        gemma3, prompts, max_tokens=4, passes=2, max_num_batched_tokens=128, max_num_seqs=4
+    )
+    assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"]
+    assert interpreted["reduce"] > 0  # contexts so long are split
+
+
+def test_every_read_of_the_pool_is_ordered_with_every_write(smollm2, monkeypatch):
+    logger = Logger(interpreter.metal_kernel)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    monkeypatch.setattr(interpreter, "metal_kernel", logger.metal_kernel)
+    tokens = text_tokens(smollm2)
+    # Chunks of a prompt, mixed steps and decode, queued two deep.
+    with engine(smollm2, max_num_batched_tokens=32, async_scheduling=True) as llm:
+        generate(llm, [tokens[:40], tokens[50:55]], greedy(2))
+    names = {dispatch.name for dispatch in logger.log}
+    assert {"kv_write", "decode", "prefill"} <= names
+    assert sum(dispatch.name == "kv_write" for dispatch in logger.log) >= 3 * 30  # steps, layers
+    assert prove_always(logger.log) == []
+    for ops_per_buffer in (0, 1, 2, 5, 40, 50):
+        assert prove(logger.log, ops_per_buffer) == []

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The self-check passes kernels that are right, and names the one that is not."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_kernels import interpreter, kernel
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.selfcheck import KERNELS, Case, Outcome, check, check_kernel, in_use, timings
+
+F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
+SMALL = AttentionShape(4, 2, 64, 64)
+PLAIN = Case(SMALL, F32, F32, 16)
+STEPS = 8
+
+
+def wrapped(around):
+    """A compiler whose kernels run as `around(name, run, call)` has it."""
+
+    def compiler(name, **text):
+        run = interpreter.metal_kernel(name=name, **text)
+        return lambda **call: around(name, run, call)
+
+    return compiler
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN,
+        Case(SMALL, F16, F16, 32, sinks=True),
+        Case(AttentionShape(14, 2, 64, 64), BF16, FP8, 16, window=40),
+        Case(AttentionShape(2, 2, 80, 80), F32, INT8, 16, window=300, softcap=30.0),
+        Case(AttentionShape(16, 1, 576, 512), BF16, BF16, 16),
+    ],
+    ids=str,
+)
+def test_kernels_that_are_right_pass(case):
+    with kernel.using(interpreter.metal_kernel):
+        outcomes = check(case, STEPS)
+    assert [outcome.kernel for outcome in outcomes] == in_use(case)
+    for outcome in outcomes:
+        assert outcome.ok, outcome
+        assert outcome.largest_error <= outcome.tolerance
+    # Rounding shows: something was compared with something else.
+    assert outcomes[-1].largest_error > 0
+
+
+def test_only_what_attention_of_a_shape_launches_is_checked():
+    assert in_use(PLAIN) == list(KERNELS)
+    assert in_use(replace(PLAIN, window=100)) == [name for name in KERNELS if name != "reduce"]
+    many = replace(PLAIN, shape=AttentionShape(128, 2, 64, 64))  # 64 rows to a token
+    assert "decode" not in in_use(many)
+    assert in_use(replace(PLAIN, kernels=("decode", "kv_write"))) == ["kv_write", "decode"]
+
+
+def change_inputs(call, **changes):
+    inputs = list(call["inputs"])
+    for place, change in changes.items():
+        inputs[int(place[1:])] = change(inputs[int(place[1:])])
+    return call | {"inputs": inputs}
+
+
+WRONG_INPUTS = {
+    "kv_write": {"_2": lambda slots: mx.where(slots >= 0, slots ^ 1, slots)},
+    "kv_gather": {"_2": lambda table: table[::-1]},
+    "kv_blocks": {"_1": lambda sources: sources[::-1]},
+}
+
+
+@pytest.mark.parametrize("wrong", KERNELS)
+def test_a_kernel_that_is_wrong_is_named(wrong):
+    def around(name, run, call):
+        if name != wrong:
+            return run(**call)
+        if name in WRONG_INPUTS:
+            return run(**change_inputs(call, **WRONG_INPUTS[name]))
+        out, *others = run(**call)
+        out[..., 1, 63] += 0.01  # one head, one element
+        return [out, *others]
+
+    with kernel.using(wrapped(around)):
+        failed = [outcome for outcome in check(PLAIN, STEPS) if not outcome.ok]
+    assert failed[0].kernel == wrong
+    assert failed[0].largest_error > failed[0].tolerance
+    assert "expected" in failed[0].detail
+    if wrong in ("decode", "prefill", "reduce"):
+        assert "head 1, element 63" in failed[0].detail
+
+
+def test_nothing_is_checked_after_a_write_that_is_lost():
+    def around(name, run, call):
+        if name != "kv_write":
+            return run(**call)
+        return [mx.zeros(shape, mx.uint32) for shape in call["output_shapes"]]
+
+    with kernel.using(wrapped(around)):
+        (outcome,) = check(PLAIN, STEPS)
+    assert (outcome.kernel, outcome.ok) == ("kv_write", False)
+
+
+def test_a_read_before_the_write_it_needs_shows():
+    pending = []
+
+    def around(name, run, call):
+        if name == "kv_write":
+            pending.append((run, call))
+            return [mx.zeros(shape, mx.uint32) for shape in call["output_shapes"]]
+        result = run(**call)
+        for late, its_call in pending:
+            late(**its_call)
+        pending.clear()
+        return result
+
+    with kernel.using(wrapped(around)):
+        assert not check_kernel(PLAIN, "decode", STEPS).ok
+
+
+def test_a_write_before_the_read_it_must_wait_for_shows():
+    pending, reads = [], 0
+
+    def finish():
+        for late, its_call, promised in pending:
+            for target, result in zip(promised, late(**its_call), strict=True):
+                np.array(target, copy=False)[:] = np.array(result)
+        pending.clear()
+
+    def around(name, run, call):
+        nonlocal reads
+        if name == "kv_write":
+            token = run(**call)
+            finish()
+            return token
+        reads += 1
+        if reads == STEPS:  # nothing is written after it
+            return run(**call)
+        kinds = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+        promised = [mx.zeros(shape, dtype) for shape, dtype in kinds]
+        mx.eval(promised)
+        pending.append((run, call, promised))
+        return promised
+
+    with kernel.using(wrapped(around)):
+        outcome = check_kernel(PLAIN, "decode", STEPS)
+    assert not outcome.ok
+    assert outcome.largest_error > 100 * outcome.tolerance
+
+
+def test_a_text_that_does_not_compile_gives_the_compilers_line():
+    def compiler(name, source, **text):
+        planted = "int planted = not_declared;\n" if name == "kv_gather" else ""
+        return interpreter.metal_kernel(name=name, source=planted + source, **text)
+
+    with kernel.using(compiler):
+        outcomes = {outcome.kernel: outcome for outcome in check(PLAIN, STEPS)}
+    assert [name for name, outcome in outcomes.items() if not outcome.ok] == ["kv_gather"]
+    assert "not_declared" in outcomes["kv_gather"].detail
+    assert "\n" not in outcomes["kv_gather"].detail
+
+
+def test_a_layer_that_is_not_supported_fails_with_the_reason():
+    with kernel.using(interpreter.metal_kernel):
+        outcome = check_kernel(replace(PLAIN, block_size=48), "decode", STEPS)
+    assert not outcome.ok
+    assert "48" in outcome.detail
+
+
+def test_the_process_says_what_it_runs_and_how_it_went():
+    cases = [replace(PLAIN, kernels=("kv_write", "kv_gather")), replace(PLAIN, block_size=32)]
+    cases[1] = replace(cases[1], kernels=("kv_write",))
+    command = [sys.executable, "-m", "metal_kernels.selfcheck", "--interpret", "--steps", "2"]
+    lines = subprocess.run(
+        command,
+        input=json.dumps([case.to_json() for case in cases]),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    ).stdout.splitlines()
+    messages = [json.loads(line) for line in lines]
+    assert messages[::2] == [
+        {"case": 0, "running": "kv_write"},
+        {"case": 0, "running": "kv_gather"},
+        {"case": 1, "running": "kv_write"},
+    ]
+    outcomes = [Outcome.from_json(message) for message in messages[1::2]]
+    assert all(outcome.ok for outcome in outcomes)
+    assert [outcome.case for outcome in outcomes] == [cases[0], cases[0], cases[1]]
+
+
+def test_every_kernel_is_timed():
+    with kernel.using(interpreter.metal_kernel):
+        timed = list(timings(Case(SMALL, F16, FP8, 16), contexts=(64, 600)))
+    assert len({timing.name for timing in timed}) == len(timed)
+    decode = next(timing for timing in timed if "decode 1 of 600" in timing.name)
+    assert decode.moved == 600 * 2 * 2 * (64 + 4)  # K and V of two heads, with their scales
+    assert all(timing.seconds > 0 for timing in timed)

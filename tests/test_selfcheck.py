@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check in a process of its own: what it survives, and what it remembers."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from metal_kernels import kernel
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.selfcheck import Case
+from vllm_metal import selfcheck
+from vllm_metal.kv_cache import choice
+from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.models.layers import AttentionLayer
+
+CASES = [
+    Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
+    for block_size in (16, 32)
+]
+START = "import json, os, sys, time\ncases = json.load(sys.stdin)\n"
+RUNNING = 'print(json.dumps({"case": 1, "running": "decode"}), flush=True)\n'
+GOOD = (
+    "for case in cases:\n"
+    '    print(json.dumps({"kernel": "kv_write", "case": case, "ok": True}), flush=True)\n'
+)
+LAYERS = [
+    AttentionLayer("layers.0", 8, 2, 128, None),
+    AttentionLayer("layers.1", 8, 2, 128, 512),
+    AttentionLayer("layers.2", 8, 2, 128, None),
+]
+
+
+def child(*lines):
+    """The command of a process that runs such lines."""
+    return [sys.executable, "-c", "".join([START, *lines])]
+
+
+def test_kernels_are_checked_in_another_process(tmp_path: Path):
+    command = [*selfcheck.COMMAND, "--interpret", "--steps", "4"]
+    assert selfcheck.failures(CASES, command, folder=tmp_path) == []
+
+
+def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
+    pid_file = tmp_path / "pid"
+    write_pid = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+    command = child(GOOD, RUNNING, write_pid, "time.sleep(600)\n")
+    start = time.monotonic()
+    (failure,) = selfcheck.failures(CASES, command, time_limit=1.0, folder=tmp_path)
+    assert time.monotonic() - start < 10
+    assert failure.startswith("decode (4/2 heads of 64, float16, float16 cache in blocks of 32)")
+    assert "did not end within 1 s" in failure
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [("os.abort()\n", "signal 6"), ("sys.exit('no device')\n", "status 1: no device")],
+)
+def test_a_kernel_that_kills_its_process_is_named(tmp_path: Path, end: str, said: str):
+    (failure,) = selfcheck.failures(CASES, child(RUNNING, end), folder=tmp_path)
+    assert failure.startswith("decode (")
+    assert said in failure
+
+
+def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path):
+    command = [sys.executable, "-c", "raise SystemExit('no such module')"]
+    (failure,) = selfcheck.failures(CASES, command, folder=tmp_path)
+    assert "no such module" in failure
+
+
+def counting(tmp_path: Path, *lines: str):
+    """A child that notes each of its runs, and how many there were."""
+    runs = tmp_path / "runs"
+    runs.touch()
+    note = f"open({str(runs)!r}, 'a').write('x')\n"
+    return child(note, *lines), lambda: len(runs.read_text())
+
+
+@pytest.mark.parametrize("lines", [(GOOD,), (RUNNING, "os.abort()\n")], ids=["pass", "fail"])
+def test_results_are_kept_until_something_changes(tmp_path: Path, lines: tuple[str, ...]):
+    command, runs = counting(tmp_path, *lines)
+    folder = tmp_path / "results"
+
+    def failures(cases: list[Case] = CASES) -> list[str]:
+        return selfcheck.failures(cases, command, folder=folder)
+
+    first = failures()
+    assert (failures(), runs()) == (first, 1)
+    failures(CASES[::-1])
+    assert runs() == 2
+    assert set(selfcheck.remembered(folder)) <= set(CASES)
+    selfcheck.forget(folder)
+    assert selfcheck.remembered(folder) == []
+    assert (failures(), runs()) == (first, 3)
+    for path in folder.iterdir():
+        path.write_text(path.read_text()[:50])  # cut off
+    assert (failures(), runs()) == (first, 4)
+
+
+def test_a_folder_that_cannot_be_written_only_means_another_check(tmp_path: Path):
+    command, runs = counting(tmp_path, GOOD)
+    (tmp_path / "file").touch()
+    for _ in range(2):
+        assert selfcheck.failures(CASES, command, folder=tmp_path / "file" / "results") == []
+    assert runs() == 2
+
+
+def test_a_models_layers_make_a_case_of_each_kind():
+    cases = selfcheck.cases(LAYERS, mx.bfloat16, 16)
+    assert [case.window for case in cases] == [None, 512]
+    assert all(case.cache_dtype == case.dtype == mx.bfloat16 for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("failed", "region"), [([], KernelRegion), (["decode (…): wrong"], ScatterRegion)]
+)
+def test_a_server_takes_the_kernels_that_pass(
+    monkeypatch: pytest.MonkeyPatch, failed: list[str], region: type
+):
+    monkeypatch.delenv("VLLM_METAL_KERNELS", raising=False)
+    monkeypatch.setattr(selfcheck, "failures", lambda cases: failed)
+    with kernel.using(mx.fast.metal_kernel):
+        assert choice.region_type("metal", LAYERS, mx.bfloat16, 16) is region
+
+
+def test_kernels_asked_for_by_name_must_pass(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
+    monkeypatch.setattr(selfcheck, "failures", lambda cases: ["decode (…): wrong"])
+    with (
+        kernel.using(mx.fast.metal_kernel),
+        pytest.raises(ValueError, match=r"decode.*vllm-metal doctor"),
+    ):
+        choice.region_type("metal", LAYERS, mx.bfloat16, 16)
