@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,9 @@ def load(library: Path, mode: toolchain.Mode) -> Program:
 
 @cache
 def _runtime(path: Path) -> tuple[Callable[..., None], threading.Lock]:
+    if sys.platform == "linux":
+        # Kernels call it and are linked with nothing; Python itself may not have it loaded.
+        ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
     function = ctypes.CDLL(str(path)).metal_cpu_run
     function.argtypes = (
         ctypes.POINTER(_Launch),

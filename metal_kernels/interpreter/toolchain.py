@@ -43,6 +43,7 @@ _KERNEL = (
     *("-mllvm", "-enable-tail-merge=false"),
     "-Wno-unknown-attributes",
     "-Wno-ignored-attributes",
+    "-Wno-user-defined-literals",
     f"-I{_HERE / 'shim'}",
 )
 
@@ -169,8 +170,12 @@ def _runtime(mode: Mode, folder: Path, command: tuple[str, ...]) -> Path:
 def _link(inputs: Sequence[str], target: Path) -> None:
     # Under another name first: a process that looks for the target must never see half of it.
     made = target.with_name(f"{target.name}-{os.getpid()}")
-    name = [f"-Wl,-install_name,{target}"] if sys.platform == "darwin" else []
-    _invoke(["-shared", "-g1", *inputs, *name, "-lm", "-o", str(made)])
+    if sys.platform == "darwin":
+        flags = [f"-Wl,-install_name,{target}"]
+    else:
+        # The process has a C library; ziglang would build stubs of one, in 20 seconds.
+        flags = ["-nostdlib"]
+    _invoke(["-shared", "-g1", *inputs, *flags, "-o", str(made)])
     made.replace(target)
 
 

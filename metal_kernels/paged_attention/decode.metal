@@ -71,7 +71,8 @@ template <
     int ROWS,
     int SIMDGROUPS,
     bool SCALED,
-    bool PARTIAL>
+    bool PARTIAL,
+    typename S>
 inline void decode(
     const device T* queries,
     const constant int* queries_shape,
@@ -86,7 +87,7 @@ inline void decode(
     const device Tile* tiles,
     const device Bounds* bounds,
     const device Scoring* scoring,
-    const device float* sinks,
+    const device S* sinks,
     device O* out,
     device float* out_stats,
     threadgroup float* merged,
@@ -123,7 +124,7 @@ inline void decode(
         position[r] = request.first_position + row;
         // A sink is a key of weight without value; one simdgroup starts from it.
         const bool first = tile.split == 0 && simdgroup == 0;
-        top[r] = first ? metal::max(sinks[head] * LOG2_E, LOWEST) : LOWEST;
+        top[r] = first ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
         total[r] = top[r] > LOWEST ? 1.0f : 0.0f;
     }
 

@@ -66,7 +66,8 @@ template <
     int KEYS,
     bool SCALED,
     bool LATENT,
-    bool PARTIAL>
+    bool PARTIAL,
+    typename S>
 inline void prefill(
     const device T* queries,
     const constant int* queries_shape,
@@ -81,7 +82,7 @@ inline void prefill(
     const device Tile* tiles,
     const device Bounds* bounds,
     const device Scoring* scoring,
-    const device float* sinks,
+    const device S* sinks,
     device O* out,
     device float* out_stats,
     threadgroup T* tile_memory,
@@ -127,7 +128,7 @@ inline void prefill(
         acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
     // A sink is a key of weight without value.
-    float top = tile.split == 0 ? metal::max(sinks[head] * LOG2_E, LOWEST) : LOWEST;
+    float top = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
     float total = top > LOWEST ? 1.0f : 0.0f;
 
     const Context context(

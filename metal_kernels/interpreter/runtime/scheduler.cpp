@@ -351,7 +351,7 @@ void metal_cpu_run(const Launch* launch, Counters* counters, Violation* violatio
   // A random order of threadgroups: i -> i * step + start modulo total is a permutation as step and
   // total share no factor.
   uint64_t step = 1, start = 0;
-  if (launch->order == order_random && total > 1) {
+  if (launch->order == order_random && total > 1 && total < uint64_t(1) << 32) {
     start = next_random() % total;
     auto shared_factor = [](uint64_t a, uint64_t b) {
       while (b) { const uint64_t r = a % b; a = b; b = r; }
@@ -362,7 +362,7 @@ void metal_cpu_run(const Launch* launch, Counters* counters, Violation* violatio
   for (uint64_t i = 0; i < total && !violation->kind[0]; ++i) {
     uint64_t index = launch->order == order_reverse ? total - 1 - i : i;
     if (launch->order == order_random)
-      index = uint64_t((static_cast<unsigned __int128>(i) * step + start) % total);
+      index = (i * step + start) % total;
     const unsigned position[3] = {unsigned(index % counts[0]), unsigned(index / counts[0] % counts[1]),
                                   unsigned(index / (uint64_t(counts[0]) * counts[1]))};
     run_threadgroup(index, position);

@@ -182,6 +182,15 @@ def test_threads_at_different_barriers():
         launch(source, [0])
 
 
+def test_branches_that_look_alike_are_not_made_one():
+    header = """
+        float meet(float x) { return simd_sum(x); }
+    """
+    source = INDEX + "if (i < 20) out[i] = meet(1.0f); else out[i] = meet(100.0f);"
+    out = launch(source, [0], (32,), header=header, grid=(32, 1, 1))
+    np.testing.assert_array_equal(np.array(out), np.where(np.arange(32) < 20, 20, 1200))
+
+
 def test_compile_errors_name_the_line():
     with pytest.raises(CompileError, match="probe:2:.*'float' to 'bfloat16_t'"):
         launch(INDEX + "bfloat16_t x = 1.0f; out[i] = x;", [0])

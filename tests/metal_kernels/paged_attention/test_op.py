@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels, interpreted and checked, against a float64 formula and the reference."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.metal_kernels.paged_attention.batches import decoded, expected, make_batch
 
-from metal_kernels import kernel, paged_attention
-from metal_kernels.interpreter import Checker
+from metal_kernels import kernel, kv_write, paged_attention
+from metal_kernels.interpreter import Checker, metal_kernel
 from metal_kernels.paged_attention import AttentionShape, reference
-from metal_kernels.paged_attention.op import HEAD_SIZES
+from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
+from tests.metal_kernels.paged_attention.batches import Batch, expected, make_batch
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 CACHES = {"same": None, "fp8": mx.uint8, "int8": mx.int8}
@@ -32,7 +30,7 @@ def attend(batch, window=None, softcap=None, sinks=None):
         TOKEN,
         SCALE,
         softcap=softcap,
-        sinks=None if sinks is None else mx.array(sinks),
+        sinks=sinks,
         key_scales=batch.key_scales,
         value_scales=batch.value_scales,
     )
@@ -45,6 +43,7 @@ def check(batch, compiler, window=None, softcap=None, sinks=None):
         out = attend(batch, window, softcap, sinks)
     assert out.dtype == batch.queries.dtype
     found = np.array(out.astype(mx.float32))
+    sinks = None if sinks is None else np.array(sinks.astype(mx.float32), np.float64)
     wanted = expected(batch, SCALE, window, softcap, sinks)
     # An output is an average of values: each, and the output, rounded to the dtype once at most.
     largest = max(np.abs(values).max() for _, values in batch.contexts)
@@ -52,17 +51,31 @@ def check(batch, compiler, window=None, softcap=None, sinks=None):
     np.testing.assert_allclose(found, wanted, atol=atol, rtol=0)
 
 
-# Decode rows, a verify window, and a prompt behind a prefix: per request (computed, rows).
+# Decode rows; a prompt, a chunk behind a prefix, a verify window: (computed, rows) of each request.
 STEPS = {
     "decode": [(0, 1), (37, 1), (15, 1), (16, 1)],
-    "prefill": [(21, 12), (0, 9), (4, 1)],
+    "prefill": [(21, 12), (0, 9), (4, 2)],
 }
-FEATURES = [  # block size, group, window, softcap, sinks
-    (16, 1, None, None, False),
-    (32, 3, 7, None, True),
-    (16, 8, 20, 5.0, False),
-    (32, 2, None, 5.0, True),
+LONG = 600  # of context: enough to be split
+FEATURES = [  # block size, group, window, softcap, sinks, whether one request has LONG before it
+    (16, 1, None, None, False, False),
+    (32, 3, 7, None, True, False),
+    (16, 8, 20, 5.0, False, False),
+    (32, 1, None, 5.0, True, True),
 ]
+
+
+def check_features(rng, steps, shape, dtype, cache_dtype):
+    """Every feature over one kind of cache, each in another schedule."""
+    for (block_size, group, window, softcap, with_sinks, long), schedule in zip(
+        FEATURES, SCHEDULES, strict=True
+    ):
+        full, checker = shape(group), Checker(schedule)
+        requests = [(LONG, steps[0][1]), steps[1]] if long else steps
+        batch = make_batch(rng, requests, full, dtype, cache_dtype, block_size)
+        sinks = mx.array(rng.normal(size=full.num_heads)).astype(dtype) if with_sinks else None
+        check(batch, checker.metal_kernel, window, softcap, sinks)
+        assert (checker.dispatches[-1].kernel == "reduce") == long
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -70,11 +83,156 @@ FEATURES = [  # block size, group, window, softcap, sinks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_every_combination(head_size, dtype, cache, kind):
-    rng = np.random.default_rng(head_size)
-    for (block_size, group, window, softcap, with_sinks), schedule in zip(
-        FEATURES, SCHEDULES, strict=True
-    ):
-        shape = AttentionShape(2 * group, 2, head_size, head_size)
-        batch = make_batch(rng, STEPS[kind], shape, DTYPES[dtype], CACHES[cache], block_size)
-        sinks = rng.normal(size=2 * group).astype(np.float32) if with_sinks else None
-        check(batch, Checker(schedule=schedule).metal_kernel, window, softcap, sinks)
+    check_features(
+        np.random.default_rng(head_size),
+        STEPS[kind],
+        lambda group: AttentionShape(2 * group, 2, head_size, head_size),
+        DTYPES[dtype],
+        CACHES[cache],
+    )
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_size", "value_size"), LATENT_SIZES)
+def test_latent_attention(head_size, value_size, dtype, cache):
+    check_features(
+        np.random.default_rng(1),
+        STEPS["decode"][:2] + STEPS["prefill"][2:],
+        lambda group: AttentionShape(5 * group, 1, head_size, value_size),
+        DTYPES[dtype],
+        CACHES[cache],
+    )
+
+
+request = st.tuples(st.integers(0, 700), st.integers(1, 4) | st.integers(1, 40))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(request, min_size=1, max_size=5),
+    block_size=st.sampled_from([16, 32]),
+    heads=st.sampled_from([(1, 1), (2, 1), (9, 3), (7, 7), (8, 1)]),
+    window=st.sampled_from([None, 1, 5, 64]),
+    softcap=st.sampled_from([None, 3.0]),
+    with_sinks=st.booleans(),
+    schedule=st.sampled_from(["forward", "reverse"]) | st.integers(0, 99).map("random:{}".format),
+    seed=st.integers(0, 2**16),
+)
+def test_ragged_batches(requests, block_size, heads, window, softcap, with_sinks, schedule, seed):
+    rng = np.random.default_rng(seed)
+    shape = AttentionShape(*heads, 64, 64)
+    batch = make_batch(rng, requests, shape, mx.float16, None, block_size)
+    sinks = mx.array(rng.normal(size=heads[0]).astype(np.float32)) if with_sinks else None
+    check(batch, Checker(schedule).metal_kernel, window, softcap, sinks)
+
+
+def test_decode_and_prefill_in_any_order():
+    batch = make_batch(
+        np.random.default_rng(3),
+        [(30, 20), (17, 1), (0, 40), (99, 1), (5, 1)],
+        AttentionShape(6, 2, 64, 64),
+        mx.float32,
+    )
+    checker = Checker()
+    check(batch, checker.metal_kernel)
+    assert [dispatch.kernel for dispatch in checker.dispatches] == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_reference_agrees(kind):
+    batch = make_batch(
+        np.random.default_rng(4), STEPS[kind], AttentionShape(6, 2, 80, 80), mx.float32
+    )
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0, 1.0, 3.0])
+    with kernel.using(metal_kernel):
+        found = attend(batch, window=9, softcap=4.0, sinks=sinks)
+    num_tokens = batch.queries.shape[0]
+    plan = reference.plan(
+        batch.starts, batch.seq_lens, batch.tables, np.full(num_tokens, -1), 16, window=9
+    )
+    pools = (mx.nan_to_num(pool) for pool in (batch.key_pool, batch.value_pool))
+    wanted = reference.run(plan, batch.queries, None, None, *pools, SCALE, sinks, softcap=4.0)
+    assert mx.abs(found - wanted).max() < 1e-5
+
+
+def test_pools_past_the_range_of_32_bits():
+    """Slots whose elements lie beyond 2^32, as values of both K and V."""
+    num_blocks = 2**32 // (16 * 64) + 4
+    pool = mx.zeros((1, num_blocks, 16, 64), mx.int8)
+    scales = mx.zeros((1, num_blocks, 16))
+    rows = np.random.default_rng(5).integers(-126, 127, (30, 1, 64)).astype(np.float32)
+    rows[:, :, 0] = 127.0  # so that each row's scale is 1
+    tables = np.array([[num_blocks - 1, num_blocks - 3]], np.int32)
+    slots = (tables[0][:, None] * 16 + np.arange(16)).ravel()[:30]
+    shape, queries = AttentionShape(2, 1, 64, 64), mx.random.normal((30, 2, 64)) * 0.01
+    with kernel.using(metal_kernel):
+        token = kv_write.write(mx.array(rows), None, mx.array(slots), pool, None, key_scales=scales)
+        for first, rows_now in ((0, 30), (29, 1)):  # prefill, decode
+            starts, seq_lens = np.array([0, rows_now], np.int32), np.array([30], np.int32)
+            plan = paged_attention.plan(starts, seq_lens, tables, shape)
+            found, _ = paged_attention.run(
+                plan,
+                queries[first:],
+                pool,
+                pool,
+                token,
+                0.1,
+                key_scales=scales,
+                value_scales=scales,
+            )
+            context = rows.astype(np.float64)
+            batch = Batch(
+                shape,
+                starts,
+                seq_lens,
+                tables,
+                queries[first:],
+                pool,
+                pool,
+                scales,
+                scales,
+                [(context, context)],
+            )
+            np.testing.assert_allclose(np.array(found), expected(batch, 0.1), atol=1e-3)
+
+
+BAD = {
+    "queries": ({"queries": mx.zeros((3, 4, 64))}, "queries: expected"),
+    "dtype": ({"queries": mx.zeros((2, 4, 64), mx.int32)}, "int32 are not supported"),
+    "pool dtype": ({"key_pool": mx.zeros((2, 3, 16, 64), mx.float16)}, "key_pool: expected"),
+    "pool shape": ({"key_pool": mx.zeros((1, 3, 16, 64))}, "key_pool: expected"),
+    "value pool": ({"value_pool": mx.zeros((2, 4, 16, 64))}, "value_pool: expected"),
+    "block size": ({"key_pool": mx.zeros((2, 3, 8, 64))}, "block_size 8"),
+    "scales": ({"key_scales": mx.zeros((2, 3, 16))}, "key_scales: expected None"),
+    "sinks": ({"sinks": mx.zeros(3)}, "sinks: expected"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_arguments_that_do_not_fit_are_named(case):
+    starts, seq_lens = np.array([0, 1, 2], np.int32), np.array([5, 7], np.int32)
+    plan = paged_attention.plan(
+        starts, seq_lens, np.array([[0], [1]], np.int32), AttentionShape(4, 2, 64, 64)
+    )
+    arguments = {
+        "queries": mx.zeros((2, 4, 64)),
+        "key_pool": mx.zeros((2, 3, 16, 64)),
+        "value_pool": mx.zeros((2, 3, 16, 64)),
+    }
+    wrong, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        paged_attention.run(plan, **(arguments | wrong), after=TOKEN, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (AttentionShape(4, 2, 72, 72), "head size 72"),
+        (AttentionShape(4, 1, 128, 64), "latent attention"),
+        (AttentionShape(5, 2, 64, 64), "do not divide"),
+    ],
+)
+def test_layers_that_are_not_served_are_named(shape, message):
+    assert message in paged_attention.unsupported(shape, mx.float16, 16)
+    assert paged_attention.unsupported(AttentionShape(4, 2, 64, 64), mx.float16, 16) is None

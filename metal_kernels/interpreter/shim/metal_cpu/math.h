@@ -334,9 +334,10 @@ template <typename X>
 METAL_CPU_INLINE detail::settled<X> normalize(const X& x) {
   return detail::settled<X>(x) * detail::settled<X>(rsqrt(dot(x, x)));
 }
-template <typename T>
-METAL_CPU_INLINE vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
-  return vec<T, 3>(a.y * b.z - a.z * b.y, a.z * b.x - a.x * b.z, a.x * b.y - a.y * b.x);
+template <typename X, typename Y>
+METAL_CPU_INLINE detail::settled<X> cross(const X& x, const Y& y) {
+  const detail::settled<X> a = x, b = y;
+  return detail::settled<X>(a.y * b.z - a.z * b.y, a.z * b.x - a.x * b.z, a.x * b.y - a.y * b.x);
 }
 
 }  // namespace metal

@@ -222,6 +222,9 @@ METAL_CPU_INLINE To as_type(From from) {
 
 }  // namespace metal
 
+// 1.0h. (Clang will not have the suffix bf.)
+METAL_CPU_INLINE constexpr half operator""h(long double x) { return half(x); }
+
 // as_type is a keyword-like function in Metal, found without `metal::`.
 using metal::as_type;
 
@@ -231,7 +234,7 @@ using metal::as_type;
 #define FLT_MAX __FLT_MAX__
 #define FLT_MIN __FLT_MIN__
 #define FLT_EPSILON __FLT_EPSILON__
-#define HALF_MAX 6.5504e+4h
+#define HALF_MAX half(65504.0f)
 #define INT_MAX __INT_MAX__
 #define INT_MIN (-__INT_MAX__ - 1)
 #define UINT_MAX (__INT_MAX__ * 2U + 1U)

@@ -41,7 +41,8 @@ struct swizzle {
   METAL_CPU_INLINE T& at(int i) { return reinterpret_cast<T*>(this)[i]; }
 
   METAL_CPU_INLINE operator V() const { return V(at(I)...); }
-  METAL_CPU_INLINE swizzle& operator=(const V& v) {
+  // By value: `v.zyx = v` reads all before it writes.
+  METAL_CPU_INLINE swizzle& operator=(V v) {
     int i = 0;
     ((at(I) = v[i++]), ...);
     return *this;

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K and V are loaded once for all query rows and heads that want them."""
+
+import mlx.core as mx
+import pytest
+
+from benchmarks.kernel_traffic import Workload, measure
+from metal_kernels.paged_attention import AttentionShape
+
+
+def ratio(group, batch, rows, context, head_size=128, dtype=mx.float16):
+    shape = AttentionShape(2 * group, 2, head_size, head_size)
+    return measure(Workload("", shape, batch, rows, context, dtype)).ratio
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("batch", "context"), [(1, 100), (32, 100), (4, 1111), (1, 8192)])
+def test_decode(group, batch, context):
+    assert 1.0 <= ratio(group, batch, 1, context) <= 1.05
+
+
+def test_decode_of_a_full_batch_of_long_contexts():
+    assert 1.0 <= ratio(1, 32, 1, 8192, head_size=64) <= 1.05
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("rows", range(2, 9))
+def test_verify_windows(group, rows):
+    assert 1.0 <= ratio(group, 3, rows, 700) <= 1.10
+
+
+def test_what_is_written_is_what_must_be():
+    shape = AttentionShape(8, 2, 64, 64)
+    figures = measure(Workload("", shape, batch=3, rows=2, context=50, dtype=mx.bfloat16))
+    write = figures.dispatches[0]
+    assert write.kernel == "kv_write"
+    for pool in ("key_pool", "value_pool"):
+        assert write.buffers[pool].written_bytes == 3 * 2 * 2 * 64 * 2  # rows, heads, size, bytes
+        assert write.buffers[pool].read_bytes == 0
+    attend = figures.dispatches[1]
+    assert attend.buffers["out"].written_bytes == 3 * 2 * 8 * 64 * 2
