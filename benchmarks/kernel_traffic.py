@@ -82,26 +82,26 @@ def _gqa(group: int, kv_heads: int = 1, head_size: int = 128) -> AttentionShape:
 
 
 WORKLOADS: Sequence[Workload] = (
-    *(Workload(f"decode, GQA {g}", _gqa(g), 4, 1, 1000) for g in (1, 4, 8)),
-    Workload("decode, GQA 4, long", _gqa(4), 1, 1, 8192),
-    Workload("decode, GQA 4, batch 32", _gqa(4), 32, 1, 300),
-    *(Workload(f"verify 5 rows, GQA {g}", _gqa(g), 2, 5, 1000) for g in (1, 4, 8)),
+    *(Workload(f"decode, {g} query heads a K/V head", _gqa(g), 4, 1, 1000) for g in (1, 4, 8)),
+    Workload("decode, 4 heads", _gqa(4), 1, 1, 8192),
+    Workload("decode, 4 heads", _gqa(4), 32, 1, 300),
+    *(Workload(f"verify 5 rows, {g} heads", _gqa(g), 2, 5, 1000) for g in (1, 4, 8)),
     Workload("decode, latent, 16 heads", AttentionShape(16, 1, 576, 512), 2, 1, 500),
-    Workload("prefill 64 rows, GQA 4", _gqa(4), 1, 64, 64),
-    Workload("prefill 256 rows, GQA 4", _gqa(4), 1, 256, 256),
-    Workload("prefill 64 rows behind 448, GQA 4", _gqa(4), 1, 64, 512),
+    Workload("prefill 64 rows, 4 heads", _gqa(4), 1, 64, 64),
+    Workload("prefill 256 rows, 4 heads", _gqa(4), 1, 256, 256),
+    Workload("prefill 64 rows behind 448, 4 heads", _gqa(4), 1, 64, 512),
 )
 
 
 def main() -> None:
-    print("| step | lines loaded / least | kernels | threadgroup memory | barriers a group |")
-    print("| --- | ---: | --- | ---: | ---: |")
+    print("| requests × context | | loaded | dispatches | threadgroup memory | barriers |")
+    print("| --- | --- | ---: | --- | ---: | ---: |")
     for work in WORKLOADS:
         figures = measure(work)
         kernels = " + ".join(dispatch.kernel for dispatch in figures.dispatches)
         attend = next(d for d in figures.dispatches if d.kernel in ("decode", "prefill"))
         print(
-            f"| {work.name}: {work.batch} × {work.context} | {figures.ratio:.2f} | {kernels} "
+            f"| {work.batch} × {work.context} | {work.name} | {figures.ratio:.2f} | {kernels} "
             f"| {attend.threadgroup_bytes / 1024:.1f} KB | {attend.barriers_per_threadgroup:.0f} |",
             flush=True,
         )

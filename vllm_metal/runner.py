@@ -50,6 +50,12 @@ class ModelRunner:
         self._update_requests(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        zeroed, copied = (
+            scheduler_output.new_block_ids_to_zero,
+            scheduler_output.kv_cache_block_copies,
+        )
+        if zeroed or copied:
+            self._model.update_blocks(zeroed or (), copied or ())
         batch = prepare(self._requests, scheduler_output.num_scheduled_tokens, self._last_token_ids)
         logits = self._model.forward(batch, self._requests.block_tables)
         self._forwarded = (batch, logits)

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,6 +143,20 @@ def _build_missing(text: str, flags: Sequence[str], runtime: Path, target: Path)
         finally:
             unit.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
+
+
+def llvm_text(text: str, extra_flags: Sequence[str] = ()) -> str:
+    """A translation unit as LLVM's assembly language, neither optimised nor linked.
+
+    Raises:
+        CompileError: the text does not compile.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        unit, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.ll"
+        unit.write_text(text)
+        flags = (*_KERNEL, "-O0", *extra_flags, "-S", "-emit-llvm")
+        _invoke([*flags, str(unit), "-o", str(made)])
+        return made.read_text()
 
 
 def build_runtime(mode: Mode) -> Path:

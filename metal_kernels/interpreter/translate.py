@@ -28,11 +28,15 @@ _OPEN, _CLOSE = "([{<", ")]}>"
 
 def unit(signature: Signature, header: str, source: str) -> str:
     """The C++ text of a kernel, with the `metal_cpu_entry` the runtime calls for each thread."""
+    return f'{function(signature, header, source)}#line 1 "entry"\n{_entry(signature)}'
+
+
+def function(signature: Signature, header: str, source: str) -> str:
+    """The C++ text of a kernel's function, a template where the signature has arguments for it."""
     return (
         '#include "mlx_prelude.h"\nusing namespace metal;\n'
         f'{header}\n#line 1 "signature"\n{signature.head}'
         f'#line 1 "{signature.name}"\n{_with_arena(source)}\n}}\n'
-        f'#line 1 "entry"\n{_entry(signature)}'
     )
 
 
@@ -72,7 +76,8 @@ def _with_arena(body: str) -> str:
         for type, name, extents in variables:
             out.append(
                 f"typedef {type} metal_cpu_type_{count}{extents}; "
-                f"metal_cpu_type_{count}& {name} = *(metal_cpu_type_{count}*)"
+                f"threadgroup metal_cpu_type_{count}& {name} = "
+                f"*(threadgroup metal_cpu_type_{count}*)"
                 f'metal_cpu_threadgroup_memory({count}, "{name}", '
                 f"sizeof(metal_cpu_type_{count}), sizeof({type}), alignof(metal_cpu_type_{count}));"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kv_write, paged_attention
+from metal_kernels import kv_blocks, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionPlan, AttentionShape
 from vllm_metal.kv_cache.region import Region, StepLayout
 
@@ -37,7 +37,7 @@ class KernelRegion(Region):
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
         self._written: mx.array | None = None  # token of the last write
-        self._read: Sequence[mx.array] = ()  # tokens of the reads since
+        self._read: Sequence[mx.array] = ()  # tokens of what the next write must come after
 
     @staticmethod
     def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> KernelPlan:
@@ -48,6 +48,13 @@ class KernelRegion(Region):
         # Padded once a step here: a kernel takes fewer than eight by another signature.
         padded = np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1)
         return KernelPlan(mx.array(padded), attention)
+
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        pools = [self.keys, self.values]
+        self._read = [kv_blocks.copy(pools, sources, targets, after=self._read)]
+
+    def zero_blocks(self, blocks: np.ndarray) -> None:
+        self._read = [kv_blocks.zero([self.keys, self.values], blocks, after=self._read)]
 
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
         self._written = kv_write.write(

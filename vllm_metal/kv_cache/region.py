@@ -51,6 +51,14 @@ class Region(ABC):
         return
 
     @abstractmethod
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies whole blocks; after `begin_step`, before the step's first write."""
+
+    @abstractmethod
+    def zero_blocks(self, blocks: np.ndarray) -> None:
+        """Clears whole blocks; likewise."""
+
+    @abstractmethod
     def write(self, plan: Any, keys: mx.array, values: mx.array) -> None:
         """Takes the step's K/V, each [T, Hkv, D]."""
 

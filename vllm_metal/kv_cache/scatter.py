@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels.paged_attention import AttentionShape, reference
 from vllm_metal.kv_cache.region import Region, StepLayout
@@ -58,6 +59,19 @@ class ScatterRegion(Region):
         self._pending.clear()
         self.keys = _scatter(self.keys, slots, keys)
         self.values = _scatter(self.values, slots, values)
+
+    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        copied = [pool[:, mx.array(sources)] for pool in (self.keys, self.values)]
+        mx.eval(copied)  # a queued read would have the whole pool copied
+        self._put(targets, copied[0], copied[1])
+
+    def zero_blocks(self, blocks: np.ndarray) -> None:
+        zero = mx.zeros((), self.keys.dtype)
+        self._put(blocks, zero, zero)
+
+    def _put(self, blocks: np.ndarray, keys: mx.array, values: mx.array) -> None:
+        self.keys[:, mx.array(blocks)] = keys
+        self.values[:, mx.array(blocks)] = values
 
     def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
         self._pending.append((plan.slot_mapping, keys, values))

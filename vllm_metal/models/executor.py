@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
@@ -57,6 +58,21 @@ class ModelExecutor:
     def pipelined(self) -> bool:
         """Whether a step may be handed to the device while the one before still runs."""
         return self._region_type.pipelined
+
+    def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
+        """What the scheduler wants of whole blocks before the next forward.
+
+        Args:
+            zeroed: blocks to clear.
+            copied: (source, target) blocks to copy after that.
+        """
+        for region in self._regions:
+            region.begin_step()
+            if zeroed:
+                region.zero_blocks(np.array(zeroed, np.int32))
+            if copied:
+                sources, targets = np.array(copied, np.int32).T
+                region.copy_blocks(sources, targets)
 
     def forward(self, batch: InputBatch, block_tables: BlockTables) -> mx.array:
         """[N + prompt rows, V] logits of the batch's `logits_indices`, not yet computed."""

@@ -99,7 +99,9 @@ def test_a_race_names_both_threads_and_lines():
     found = violation(source)
     assert found.kind == "race"
     message = str(found)
-    assert "'out' element 0 is written by thread 6 of threadgroup (1, 0, 0) here.metal:12" in message
+    assert (
+        "'out' element 0 is written by thread 6 of threadgroup (1, 0, 0) here.metal:12" in message
+    )
     assert "was written by thread 3 of another threadgroup here.metal:10" in message
 
 
@@ -183,7 +185,9 @@ def test_divergence():
 
 
 def test_too_much_threadgroup_memory():
-    assert violation("threadgroup float t[8193]; t[l] = 0; out[i] = 0;").kind == "threadgroup_memory"
+    assert (
+        violation("threadgroup float t[8193]; t[l] = 0; out[i] = 0;").kind == "threadgroup_memory"
+    )
 
 
 def test_writes_through_an_input_reach_the_array():

@@ -160,7 +160,9 @@ def test_integer_functions(kind):
         field = a >> 1 & 7
         return field - 8 if info.min < 0 and field > 3 else field
 
-    wanted = [[f(int(a), int(b), bits) for a, b in zip(x, y, strict=True)] for f in INTEGER.values()]
+    wanted = [
+        [f(int(a), int(b), bits) for a, b in zip(x, y, strict=True)] for f in INTEGER.values()
+    ]
     wanted += [
         [f(int(a), int(b), int(info.min), int(info.max)) for a, b in zip(x, y, strict=True)]
         for f in SATURATING.values()

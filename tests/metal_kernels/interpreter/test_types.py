@@ -61,7 +61,7 @@ def test_half_and_bfloat_round_after_every_operation():
 
 def test_a_bfloat_with_a_float_is_a_float():
     declare = "bfloat a = bfloat(256.0f); auto b = a + 1.0f; static_assert(is_same_v<decltype(b), "
-    assert values("b", declare=declare + "float>, \"\");").item() == 257
+    assert values("b", declare=declare + 'float>, "");').item() == 257
 
 
 def test_building_vectors():

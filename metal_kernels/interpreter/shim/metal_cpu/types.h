@@ -2,13 +2,17 @@
 // Scalar types, address spaces and type traits of the Metal Shading Language (MSL).
 #pragma once
 
-// A second, syntax-only compilation gives the address spaces a meaning; here memory is flat.
-#if !defined(METAL_CPU_ADDRESS_SPACES)
+// Memory is flat here, but for the pass that only looks whether the address spaces fit (strict.py).
+#if defined(METAL_CPU_ADDRESS_SPACES)
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup __attribute__((address_space(3)))
+#else
 #define device
 #define constant
 #define threadgroup
-#define thread
 #endif
+#define thread
 #define kernel
 
 // Functions of the shim must vanish into the kernel: call sites tell synchronisation points apart.
@@ -93,6 +97,9 @@ struct remove_reference {
 
 // ---- bfloat ----
 
+#if defined(METAL_CPU_ADDRESS_SPACES)
+typedef __bf16 bfloat;
+#else
 /// The upper half of a float. As in MSL 3.1 it turns into a float by itself, but a float becomes
 /// one only where the program says so.
 struct bfloat {
@@ -121,6 +128,7 @@ struct bfloat {
   METAL_CPU_INLINE bfloat& operator*=(bfloat b) { return *this = *this * b; }
   METAL_CPU_INLINE bfloat& operator/=(bfloat b) { return *this = *this / b; }
 };
+#endif
 
 namespace metal {
 

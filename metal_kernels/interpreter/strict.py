@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a kernel's pointers and references keep to their address spaces.
+
+Elsewhere in the interpreter memory is flat and `device`, `constant` and `threadgroup` mean nothing.
+Here they are the compiler's own address spaces: the function that MLX generates is compiled for the
+template arguments of a call, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from . import toolchain, translate
+from .kernel_call import Scalar
+from .lint import lint
+from .signature import Input, Mentions, Signature, TemplateArgument
+
+__all__ = ["Strict", "lint"]
+
+_FLAGS = (
+    "-DMETAL_CPU_ADDRESS_SPACES",
+    "-Wno-duplicate-decl-specifier",  # the macro `constant` is const as well
+    "-Werror=vla",
+)
+_SPACES = ("thread", "device", "constant", "threadgroup")  # as the shim numbers them
+
+_ARENA_TYPE = re.compile(r"threadgroup (metal_cpu_type_\d+)&")
+# `float4(` and `vec<T, 4>(`, but not the reference to an array in `float4 (&rows)[2]`.
+_NOT_DECLARATOR = r"\((?!\s*[&*]\s*\w+\s*\)\s*\[)"
+_NAMED_VECTOR = re.compile(
+    r"\b(?:metal::)?(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])\s*"
+    + _NOT_DECLARATOR
+)
+_VECTOR = re.compile(r"\b(?:metal::)?vec\s*<([^<>(){};]+)>\s*" + _NOT_DECLARATOR)
+
+_CONVERSION = re.compile(
+    r"addrspacecast \(?ptr(?: addrspace\((\d)\))? [^,]*? to ptr(?: addrspace\((\d)\))?"
+    r".*!dbg !(\d+)"
+)
+_LOCATION = re.compile(r"^!(\d+) = .*!DILocation\(line: (\d+), column: (\d+), scope: !(\d+)", re.M)
+_SCOPE = re.compile(
+    r"^!(\d+) = (?:distinct )?!(?:DISubprogram|DILexicalBlock\w*)\(.*?file: !(\d+)", re.M
+)
+_FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
+
+
+@dataclass(frozen=True, eq=False)
+class Strict:
+    """Compiles kernels like `mx.fast.metal_kernel` and runs nothing: outputs are zeros.
+
+    Refused, with file and line, is what mixes address spaces: a pointer without its qualifier given
+    one of another space, a cast between two, a write through `constant`, a threadgroup variable
+    outside of the kernel's body or of a type with a constructor. Arrays of variable length, too.
+
+    What it cannot tell apart, and refuses: copies of whole structs out of device memory.
+    """
+
+    # What was compiled: names of generated functions, which tell types and template arguments.
+    functions: list[str] = field(default_factory=list)
+
+    def metal_kernel(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        ensure_row_contiguous: bool = True,
+        atomic_outputs: bool = False,
+        compile_options: dict[str, str] | None = None,
+    ) -> StrictKernel:
+        """As `mx.fast.metal_kernel`."""
+        return StrictKernel(
+            self.functions,
+            name,
+            tuple(input_names),
+            tuple(output_names),
+            source,
+            header,
+            atomic_outputs,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StrictKernel:
+    """A kernel; compiled when first called with a combination of types."""
+
+    functions: list[str]  # of all kernels
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    source: str
+    header: str
+    atomic_outputs: bool
+    compiled: set[Signature] = field(default_factory=set)
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[Scalar | mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        template: Sequence[TemplateArgument] | None = None,
+        **dispatch: object,
+    ) -> list[mx.array]:
+        """Takes MLX's arguments; those that say how to run are ignored.
+
+        Returns:
+            Zeros of the shapes and dtypes asked for.
+
+        Raises:
+            CompileError: the address spaces do not fit.
+        """
+        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+        signature = Signature(
+            self.name,
+            self.input_names,
+            self.output_names,
+            tuple(Input.of(array) for array in arrays),
+            tuple(output_dtypes),
+            tuple(template or ()),
+            Mentions.of(self.source, self.input_names),
+            self.atomic_outputs,
+        )
+        if signature not in self.compiled:
+            _compile(_unit(signature, self.header, self.source))
+            self.compiled.add(signature)
+            self.functions.append(signature.function)
+        return [
+            mx.zeros(tuple(shape), dtype)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+
+
+def _unit(signature: Signature, header: str, source: str) -> str:
+    text = translate.function(signature, header, source)
+    text = _NAMED_VECTOR.sub(r"metal::detail::make_vec<\1, \2>(", text)
+    text = _VECTOR.sub(r"metal::detail::make_vec<\1>(", text)
+    text = _ARENA_TYPE.sub(
+        r'static_assert(__is_trivial(\1), "threadgroup variables have no constructor"); \g<0>',
+        text,
+    )
+    if signature.template:
+        called = signature.function + signature.arguments
+        text += f"template decltype({called}) {called};\n"
+    return text
+
+
+def _compile(text: str) -> None:
+    made = toolchain.llvm_text(text, _FLAGS)
+    # C++ lets a C-style cast change the address space, and only the code tells.
+    conversions = sorted(set(_CONVERSION.findall(made)))
+    if not conversions:
+        return
+    place = {number: at for number, *at in _LOCATION.findall(made)}
+    file_of = dict(_SCOPE.findall(made))
+    name_of = dict(_FILE.findall(made))
+    messages = []
+    for source, target, location in conversions:
+        line, column, scope = place[location]
+        messages.append(
+            f"{name_of[file_of[scope]]}:{line}:{column}: error: a {_SPACES[int(source or 0)]} "
+            f"pointer becomes a {_SPACES[int(target or 0)]} one"
+        )
+    raise toolchain.CompileError("\n".join(messages))
