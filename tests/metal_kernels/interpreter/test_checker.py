@@ -210,6 +210,14 @@ def test_one_array_bound_twice_is_one_memory():
     assert found.kind == "race"
 
 
+def test_views_that_overlap_are_one_memory():
+    x = numbers(192)
+    low, high = x[:128], x[64:]
+    write = "((device float*)in0)[i] = 1; out[i] = in1[{}];"
+    check(write.format("i / 2 + 64"), low, high)
+    assert violation(write.format("i / 2"), low, high).kind == "race"
+
+
 def test_private_arrays_are_private():
     source = """
         float mine[32]; thread float* p = mine;

@@ -146,9 +146,10 @@ def test_threadgroup_variables():
     """
     template = [("T", mx.bfloat16), ("N", 2)]
     out = launch(source, [0], (128,), grid=(128, 1, 1), template=template)
-    i, l = np.arange(128), np.arange(128) % 64
-    other = i - l + 63 - l
-    np.testing.assert_array_equal(np.array(out), 2 * other + 1000 + (63 - l) + (i - l + 5))
+    i, local = np.arange(128), np.arange(128) % 64
+    first, mirrored = i - local, 63 - local
+    wanted = 2 * (first + mirrored) + 1000 + mirrored + first + 5
+    np.testing.assert_array_equal(np.array(out), wanted)
 
 
 def test_threadgroup_memory_starts_undefined_in_every_threadgroup():
@@ -192,7 +193,7 @@ def test_branches_that_look_alike_are_not_made_one():
 
 
 def test_compile_errors_name_the_line():
-    with pytest.raises(CompileError, match="probe:2:.*'float' to 'bfloat16_t'"):
+    with pytest.raises(CompileError, match=r"probe:2:.*'float' to 'bfloat16_t'"):
         launch(INDEX + "bfloat16_t x = 1.0f; out[i] = x;", [0])
     with pytest.raises(CompileError, match=r"kernel\.metal:7"):
         launch('#line 7 "kernel.metal"\nout[0] = missing;', [0])

@@ -277,5 +277,5 @@ def test_simdgroup_barriers_that_never_meet():
             simdgroup_barrier(mem_flags::mem_none);
         } else simdgroup_barrier(mem_flags::mem_device);
     """
-    with pytest.raises(KernelViolation, match="5 at simdgroup_barrier.*27 at simdgroup_barrier"):
+    with pytest.raises(KernelViolation, match=r"5 at simdgroup_barrier.*27 at simdgroup_barrier"):
         lanes("x", declare=declare)

@@ -56,6 +56,16 @@ def test_lines_shared_by_simdgroups_count_once_for_the_threadgroup():
     assert read.unique_lines_read_by_threadgroup == 2 * 10
 
 
+def test_a_line_read_again_by_the_next_turn_of_a_loop_counts_again():
+    source = """
+        float x = 0;
+        _Pragma("clang loop unroll(disable)") for (uint k = 0; k < 10; ++k) x += in0[l ^ k];
+        out[i] = x;
+    """
+    read = dispatch(source, mx.zeros((64,))).buffers["in0"]
+    assert (read.lines_read, read.unique_lines_read_by_threadgroup) == (4 * 10, 2 * 2)
+
+
 def test_instructions_are_told_apart_across_simdgroup_functions():
     source = "float x = 0; for (int k = 0; k < 10; ++k) x += simd_sum(in0[l]); out[i] = x;"
     read = dispatch(source, mx.zeros((64,))).buffers["in0"]

@@ -52,11 +52,10 @@ def test_every_bfloat_from_float_and_back():
 
 
 def test_half_and_bfloat_round_after_every_operation():
-    big = "T a = T(2048.0f), b = T(1.0f); "
-    half = values("float(a + b + b)", declare=big.replace("T", "half"))
-    bfloat = values("float(c + d + d)", declare="bfloat c = bfloat(256.0f), d = bfloat(1.0f);")
-    assert half.item() == 2048
-    assert bfloat.item() == 256
+    declare = "half a = half(in0[0]), b = half(in0[1]); bfloat c = bfloat(in0[2]), d = bfloat(b);"
+    inputs = [mx.array([2048.0, 1.0, 256.0])]
+    got = values("float(a + b + b)", "float(c + d + d)", declare=declare, inputs=inputs)
+    assert got.ravel().tolist() == [2048, 256]
 
 
 def test_a_bfloat_with_a_float_is_a_float():

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Address spaces of our kernels, and mistakes planted in them; rules of their text."""
+
+import itertools
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import metal_kernels
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels.interpreter import CompileError
+from metal_kernels.interpreter.strict import Strict, lint
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
+from tests.metal_kernels.paged_attention.batches import make_batch
+
+F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
+VALUES = (F16, BF16, F32)
+CODES = (FP8, INT8)
+METAL = {path.name: path for path in Path(metal_kernels.__file__).parent.rglob("*.metal")}
+
+
+def attend(requests, shape, dtype=F16, cache=None):
+    batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache)
+    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)
+    paged_attention.run(
+        plan,
+        batch.queries,
+        batch.key_pool,
+        batch.value_pool,
+        mx.zeros(8, mx.uint32),
+        0.1,
+        key_scales=batch.key_scales,
+        value_scales=batch.value_scales,
+    )
+
+
+SHAPE = AttentionShape(4, 2, 128, 128)
+LATENT = AttentionShape(16, 1, *LATENT_SIZES[0])
+STEPS = {  # (computed, rows) of each request
+    "decode": [(20, 1)],
+    "verify": [(20, 3)],
+    "prefill": [(0, 40)],
+    "decode in parts": [(600, 1)],
+    "prefill in parts": [(600, 9)],
+}
+
+
+def pool(size, dtype):
+    scales = mx.zeros((2, 1, 16)) if dtype in CODES else None
+    return mx.zeros((2, 1, 16, size), dtype), scales
+
+
+def write(dtype, cache, key_size=64, value_size=64):
+    keys, key_scales = pool(key_size, cache)
+    values, value_scales = pool(value_size, cache) if value_size else (None, None)
+    kv_write.write(
+        mx.zeros((3, 2, key_size), dtype),
+        mx.zeros((3, 2, value_size), dtype) if value_size else None,
+        mx.arange(3),
+        keys,
+        values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
+
+
+def gather(dtype, cache):
+    codes, scales = pool(64, cache)
+    kv_gather.gather(codes, mx.zeros((2, 1), mx.int32), dtype, scales=scales)
+
+
+def move(dtype):
+    pools = [mx.zeros((2, 4, 16, 64), dtype), mx.zeros((2, 4, 16))]
+    kv_blocks.copy(pools, np.array([0]), np.array([1]))
+    kv_blocks.zero(pools, np.array([0]))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_attention_keeps_to_its_address_spaces(head_size, step):
+    shape = AttentionShape(4, 2, head_size, head_size)
+    strict = Strict()
+    with kernel.using(strict.metal_kernel):
+        for dtype, cache in zip(VALUES, (None, *CODES), strict=True):
+            attend(STEPS[step], shape, dtype, cache)
+    kinds = {name.split("_")[2] for name in strict.functions}
+    wide = step == "verify" and head_size > 128  # six packed rows
+    kind = "prefill" if wide else step.split()[0].replace("verify", "decode")
+    assert kinds == ({kind, "reduce"} if "parts" in step else {kind})
+    assert len(strict.functions) == 3 * len(kinds)
+
+
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+def test_latent_attention_keeps_to_its_address_spaces(dtype):
+    with kernel.using(Strict().metal_kernel):
+        for step in ("decode", "prefill", "decode in parts"):
+            attend(STEPS[step], LATENT, dtype)
+
+
+def test_kernels_of_the_cache_keep_to_their_address_spaces():
+    strict = Strict()
+    with kernel.using(strict.metal_kernel):
+        for dtype, cache in itertools.product(VALUES, VALUES + CODES):
+            write(dtype, cache)
+            gather(dtype, cache)
+        write(BF16, FP8, key_size=576, value_size=None)
+        write(F16, F16, key_size=7, value_size=9)
+        for dtype in VALUES + CODES:
+            move(dtype)
+    # float pools and scales of a float pool differ in size of a block
+    assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1)
+
+
+# File, text and what it is replaced by, and the text of the line that clang must name if it is
+# not the same one.
+MISTAKES = {
+    "a pointer without its address space": (
+        "decode.metal",
+        "load_row(const device C* row",
+        "load_row(const C* row",
+        "load_row<C, D, N>(pool",
+    ),
+    "a reference without its address space": (
+        "decode.metal",
+        "const device Request& request =",
+        "const Request& request =",
+        None,
+    ),
+    "a reference of another space": (
+        "prefill.metal",
+        "const device Tile& tile =",
+        "const threadgroup Tile& tile =",
+        None,
+    ),
+    "device memory given as threadgroup memory": (
+        "decode.metal",
+        "sinks, out, out_stats, merged,",
+        "sinks, out, out_stats, out_stats,",
+        "decode<T, C, O, D, ROWS, SIMDGROUPS, SCALED, PARTIAL>(",
+    ),
+    "threadgroup memory taken for device memory": (
+        "prefill.metal",
+        "threadgroup float* sums = score_memory",
+        "device float* sums = score_memory",
+        None,
+    ),
+    "private memory taken for threadgroup memory": (
+        "decode.metal",
+        "thread float (&strip)[STRIP][N]",
+        "threadgroup float (&strip)[STRIP][N]",
+        "load_strip<C, D, N, SCALED>(key_pool",
+    ),
+    "a member of another space": (
+        "attention.metal",
+        "const device int* table;",
+        "const constant int* table;",
+        "table = request_table;",
+    ),
+    "a pointer returned into another space": (
+        "numeric.metal",
+        "// Rounds to the nearest value of C, ties to even.",
+        "inline const device float* moved(const threadgroup float* p) { return p; }",
+        None,
+    ),
+    "a cast into another space": (
+        "prefill.metal",
+        "*(const device metal::vec<C, WIDE>*)(pool",
+        "*(const threadgroup metal::vec<C, WIDE>*)(pool",
+        None,
+    ),
+    "a cast that loses the space": (
+        "decode.metal",
+        "(const device metal::vec<C, 4>*)(row",
+        "(const metal::vec<C, 4>*)(row",
+        None,
+    ),
+    "a const_cast into another space": (
+        "kv_write.metal",
+        "const_cast<device C*>(key_pool)",
+        "const_cast<threadgroup C*>(key_pool)",
+        None,
+    ),
+    "a write to a constant argument": (
+        "decode.metal",
+        "const int num_heads = queries_shape[1];",
+        "const int num_heads = queries_shape[1] = 1;",
+        None,
+    ),
+    "a write to a constant": (
+        "reduce.metal",
+        "float total = 0.0f;",
+        "float total = LOWEST = 0.0f;",
+        None,
+    ),
+    "a write to an input": (
+        "kv_gather.metal",
+        "device T* target = context",
+        "device C* target = pool",
+        None,
+    ),
+    "a threadgroup variable in a function": (
+        "decode.metal",
+        "float acc[ROWS][N];",
+        "threadgroup float acc[ROWS][N];",
+        None,
+    ),
+    "a threadgroup variable with a constructor": (
+        "prefill.metal",
+        "threadgroup T tile_memory[",
+        "threadgroup Place places[2]; threadgroup T tile_memory[",
+        None,
+    ),
+    "an array of variable length": (
+        "kv_blocks.metal",
+        "T run[RUN];",
+        "T run[head];",
+        None,
+    ),
+}
+DRIVE = {
+    "decode.metal": lambda: attend(STEPS["decode"], SHAPE),
+    "prefill.metal": lambda: attend(STEPS["prefill"], AttentionShape(4, 2, 192, 192)),
+    "reduce.metal": lambda: attend(STEPS["decode in parts"], SHAPE),
+    "attention.metal": lambda: attend(STEPS["decode"], SHAPE),
+    "numeric.metal": lambda: write(F16, FP8),
+    "kv_write.metal": lambda: write(F16, FP8),
+    "kv_gather.metal": lambda: gather(F16, FP8),
+    "kv_blocks.metal": lambda: move(F16),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_refused_at_their_line(mistake):
+    file, old, new, named = MISTAKES[mistake]
+    lines = METAL[file].read_text().split("\n")
+    assert sum(old in line for line in lines) == 1
+    (number,) = (n for n, line in enumerate(lines, 1) if (named or old) in line)
+
+    def planted(header, source, **rest):
+        header, source = header.replace(old, new), source.replace(old, new)
+        return Strict().metal_kernel(header=header, source=source, **rest)
+
+    with kernel.using(planted), pytest.raises(CompileError, match=rf"{file}:{number}:\d+: error"):
+        DRIVE[file]()
+
+
+def compile_probe(source, header="", template=(), inputs=None):
+    inputs = [mx.zeros(64)] if inputs is None else inputs
+    made = Strict().metal_kernel(
+        name="probe",
+        input_names=[f"in{i}" for i in range(len(inputs))],
+        output_names=["out"],
+        source=source,
+        header=header,
+    )
+    (out,) = made(
+        inputs=inputs,
+        template=template,
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[(8,)],
+        output_dtypes=[mx.float32],
+    )
+    return out
+
+
+def test_outputs_are_zeros():
+    assert np.array(compile_probe("out[0] = in0[0];")).tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, INT8], ids=str)
+def test_vectors_are_loaded_from_and_stored_to_any_space(dtype):
+    source = """
+        threadgroup vec<T, 4> fours[4];
+        threadgroup T ones[16];
+        threadgroup T* first = ones;
+        const device vec<T, 4>* from = (const device vec<T, 4>*)in0;
+        fours[0] = from[1];
+        *(threadgroup vec<T, 2>*)first = fours[0].xy;
+        vec<T, 4> mine = vec<T, 4>(ones[0], fours[0].yz, in0[3]) + from[0] * vec<T, 4>(in0[1]);
+        float4 wide = float4(mine[0], float3(1.0f, 2.0f, float(mine.w)));
+        wide = metal::max(wide, float4(fours[0])) * 2.0f;
+        wide.xy = clamp(wide.zw, 0.0f, 1.0f);
+        thread float (&part)[2] = *(thread float (*)[2])&wide;
+        *(device float4*)(out + 4) = select(wide, float4(part[1]), wide < float4(0.5f));
+        out[0] = dot(wide.xyz, float3(0.0f)) + metal::precise::exp2(wide.x);
+    """
+    compile_probe(source, template=[("T", dtype)], inputs=(mx.zeros(64).astype(dtype),))
+
+
+def test_simdgroup_functions_matrices_and_atomics_take_the_spaces_they_take_in_metal():
+    source = """
+        threadgroup float tile[64];
+        threadgroup atomic_uint count;
+        simdgroup_float8x8 a, b(1.0f), c = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        simdgroup_load(a, in0, 8);
+        simdgroup_load(b, tile, 8, ulong2(0), true);
+        simdgroup_multiply_accumulate(c, a, b, c);
+        c.thread_elements()[0] = simd_sum(c.thread_elements()[1]);
+        simdgroup_store(c, tile);
+        simdgroup_store(c, out, 8);
+        if (simd_is_first()) atomic_fetch_add_explicit(&count, 1, memory_order_relaxed);
+        atomic_store_explicit((device atomic_float*)out, in1, memory_order_relaxed);
+        float whole;
+        tile[1] = modf(simd_shuffle_xor(tile[0], 1), whole);
+    """
+    compile_probe(source, inputs=(mx.zeros(64), 2.0))
+    with pytest.raises(CompileError, match="probe:1:"):
+        compile_probe("simdgroup_float8x8 a; simdgroup_store(a, in0);")
+    with pytest.raises(CompileError, match="probe:1:"):
+        compile_probe("threadgroup float whole; modf(1.5f, whole);")
+
+
+def test_a_cast_in_code_of_one_instantiation_only():
+    header = '#line 1 "probe.metal"\n' + (
+        "template <bool B>\nfloat f(const device float* p) {\n"
+        "  if (B) return *(const threadgroup float*)p;\n  return *p;\n}\n"
+    )
+    compile_probe("out[0] = f<B>(in0);", header, [("B", False)])
+    with pytest.raises(CompileError, match=r"probe\.metal:3:\d+: .*device.*threadgroup"):
+        compile_probe("out[0] = f<B>(in0);", header, [("B", True)])
+
+
+@pytest.mark.parametrize("name", METAL)
+def test_the_text_of_our_kernels_keeps_the_rules(name):
+    assert lint(METAL[name].read_text()) == []
+
+
+HEADER = "inline float f(float x) { return x; }\n// ---- kernel body\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("// \N{MULTIPLICATION SIGN}\n", "1: .* not ASCII"),
+        ("inline float f() { double x = 1; }", "1: .*double"),
+        ("inline ulong f() {\n  return (unsigned long long)1; }", "2: .*long long"),
+        ("inline int f() { auto g = [=](int a) { return a; }; return g(1); }", "lambda"),
+        ("inline int f() { auto g = [] { return 1; }; return g(); }", "lambda"),
+        ("inline int f() {\n  static int calls = 0;\n  return ++calls; }", "2: .*static"),
+        ("inline int f() { static thread int x[4]; return x[0]; }", "static"),
+        ("inline float f() { return -INFINITY; }", "infinities"),
+        ("inline float f() { return HUGE_VALF; }", "infinities"),
+        ("inline float f() { return numeric_limits<float>::infinity(); }", "infinities"),
+        ("inline int f() { if constexpr (true) return 1; return 0; }", "if constexpr"),
+        ("inline int f() { throw 1; }", "throw"),
+        ("inline int f(int (*g)(int)) { return g(1); }", "function pointers"),
+        ("inline float f() { return std::sqrt(2.0f); }", "library"),
+        ("float scale = 1.0f;\n", "1: .*'constant'"),
+        ("constexpr float scale = 1.0f;\n", "'constant'"),
+        ("threadgroup float shared[4];\n// ---- kernel body\n", "1: .*body only"),
+        ("inline void f() {\n  threadgroup float shared[4];\n}\n", "2: .*body only"),
+        ("inline float f(const float* p) { return *p; }", "no address space"),
+        ("inline float f(device float* p, float& x) { return x; }", "no address space"),
+        ("inline float f(float (&rows)[4]) { return rows[0]; }", "no address space"),
+        ("inline float f(device float* p) { return *(const vec<float, 2>*)p; }", "no address"),
+        ("inline int f(int n) { return n > 0 ? f(n - 1) : 0; }", "recursion"),
+        ("int g(int);\ninline int f(int n) { return g(n); }\nint g(int n) { return f(n); }",
+         "2: .*'f' calls itself"),
+        (HEADER + "const uint grid_size = 4;\n", "3: .*parameter that MLX adds"),
+        (HEADER + "const uint my_grid_size = 4;\n", "3: .*contains the name"),
+        (HEADER + "// of threads_per_grid\n", "3: .*comment"),
+        (HEADER + "const int pool_shape = 4;\n", "3: .*may be the name"),
+    ],
+)  # fmt: skip
+def test_text_that_breaks_a_rule(text, what):
+    assert any(re.search(what, found) for found in lint(text)), lint(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "// double, INFINITY and if constexpr in a comment\n",
+        "constant int RUN = 4;\nstruct A { int x; static constexpr constant int n = 1; };\n",
+        "template <typename T>\ninline T f(T a, T b) { return a * b + (a < b ? a : b); }",
+        "inline int f(device int* p) { return p[0] + p[1 + p[2]]; }",
+        "inline void f(threadgroup float* t, thread float (&rows)[2][4]) { rows[0][0] = t[0]; }",
+        "inline float f(const device half* p) { return float4(*(const device vec<half, 4>*)p).x; }",
+        "inline float f(float x) { return x; }\ninline float g(float x) { return f(x); }",
+        HEADER + "threadgroup float a[4];\nout[pool_shape[0] + thread_position_in_grid.x] = 1;\n",
+        HEADER + "if (in[0] > 0 && thread_position_in_grid.x == 0) { return; }\n",
+    ],
+)  # fmt: skip
+def test_text_that_keeps_the_rules(text):
+    assert lint(text) == []

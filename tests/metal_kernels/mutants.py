@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults to plant in the kernels' sources, each with the check that must catch it."""
+
+from dataclasses import dataclass
+
+# What objects: a kind of interpreter.KernelViolation, or a result other than the formula's.
+RACE = "race"
+BOUNDS = "out_of_bounds"
+UNWRITTEN = "uninitialised"
+WRONG = "wrong result"
+
+NUMERIC = "shared/numeric.metal"
+ATTENTION = "shared/attention.metal"
+DECODE = "paged_attention/decode.metal"
+PREFILL = "paged_attention/prefill.metal"
+REDUCE = "paged_attention/reduce.metal"
+WRITE = "kv_write/kv_write.metal"
+GATHER = "kv_gather/kv_gather.metal"
+BLOCKS = "kv_blocks/kv_blocks.metal"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: `text`, found once in every kernel made of `file`, becomes `replacement`."""
+
+    file: str  # in metal_kernels
+    probe: str  # of test_mutants.py: the call in which it shows
+    caught_by: str
+    what: str
+    text: str
+    replacement: str
+
+    def __str__(self) -> str:
+        name = self.file.split("/")[-1].removesuffix(".metal")
+        return f"{name}: {self.what}"
+
+
+_BARRIER = "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);"
+
+_Faults = dict[tuple[str, str, str], list[tuple[str, str, str]]]
+
+# (file, probe, caught by): (what, text, replacement) of each.
+_FAULTS: _Faults = {
+    (NUMERIC, "write, fp8", WRONG): [
+        ("fp8 ties rounded up, not to even", "rebiased + 0x7ffffu + odd", "rebiased + 0x80000u"),
+        ("fp8 cut instead of rounded", "rebiased + 0x7ffffu + odd", "rebiased"),
+        ("fp8 saturated to the code of NaN", "sign | 0x7eu", "sign | 0x7fu"),
+        ("fp8's largest subnormals taken for normal", "(0x1p-6f)", "(0x1p-7f)"),
+        ("fp8's sign lost", "bits >> 24 & 0x80u", "bits >> 24 & 0x40u"),
+    ],
+    (NUMERIC, "write, int8", WRONG): [
+        ("int8 cut instead of rounded", "rint(value)", "trunc(value)"),
+        ("int8 ties rounded away from zero", "rint(value)", "round(value)"),
+    ],
+    (NUMERIC, "decode, fp8", WRONG): [
+        ("fp8 numbers of half their size", "(bits)) * 256.0f", "(bits)) * 128.0f"),
+    ],
+    (ATTENTION, "decode, soft cap", WRONG): [
+        ("soft cap without log2(e)", "cap * metal::precise", "cap / LOG2_E * metal::precise"),
+    ],
+    (ATTENTION, "prefill", WRONG): [
+        ("cap of 0 applied", "cap > 0.0f", "cap >= 0.0f"),
+        ("head's stride in blocks, not slots", "[1]) * uint(pool_shape[2]);", "[1]);"),
+        ("one block too far", "[uint(position) >> shift]", "[(uint(position) >> shift) + 1]"),
+    ],
+    (ATTENTION, "decode", WRONG): [
+        ("every head reads K/V head 0", "ulong(head) * uint(pool", "ulong(0) * uint(pool"),
+        ("an offset's highest bit lost", "(1u << shift) - 1u", "(1u << shift) / 2u - 1u"),
+    ],
+    (ATTENTION, "decode", BOUNDS): [
+        ("one slot too far", "shift) + offset;", "shift) + offset + 1;"),
+    ],
+    (ATTENTION, "decode, blocks of 32", WRONG): [
+        ("block size taken for 16", "ctz(uint(pool_shape[2]))", "4"),
+    ],
+    (DECODE, "decode", RACE): [
+        ("no barrier before the next row's parts", f"{_BARRIER}\n    }}\n}}", "}\n}"),
+        (
+            "barrier of device memory, not threadgroup memory",
+            f"{_BARRIER}\n        const int packed",
+            "metal::threadgroup_barrier(metal::mem_flags::mem_device);\n        const int packed",
+        ),
+        ("output row of another request", "request.first_out_row + ", ""),
+        ("token written for every K/V head", " && thread_position_in_grid.y == 0", ""),
+    ],
+    (DECODE, "decode", UNWRITTEN): [
+        ("no barrier before statistics are read", f"{_BARRIER}\n    UNROLLED", "UNROLLED"),
+        ("no barrier before parts are summed", f"{_BARRIER}\n        const", "const"),
+        ("statistics of one simdgroup only", "if (lane == 0)", "if (lane + simdgroup == 0)"),
+    ],
+    (DECODE, "decode", BOUNDS): [
+        ("one strip past the range", "base < end; base", "base <= end; base"),
+        ("packed rows past the last", "metal::min(r, count - 1)", "r"),
+        ("rows and heads of a group exchanged", "row = packed / group", "row = packed % group"),
+        (
+            "parts summed past the last simdgroup",
+            "s < SIMDGROUPS; s++) {\n                sum +=",
+            "s <= SIMDGROUPS; s++) {\n                sum +=",
+        ),
+    ],
+    (DECODE, "decode", WRONG): [
+        ("blind to a row's own key", "key <= position[r]", "key < position[r]"),
+        ("not causal in a verify window", "key <= position[r] && ", ""),
+        ("positions one too far", "first_position + row;", "first_position + row + 1;"),
+        ("strips loaded whole past the range", "metal::min(STRIP, end - base)", "STRIP"),
+        ("one key past the range", "if (k < present)", "if (k <= present)"),
+        ("simdgroups' strips overlap", "base += SIMDGROUPS * STRIP", "base += STRIP"),
+        ("one key for all of a strip", "(slot + k) * D", "slot * D"),
+        ("acc not rescaled", "acc[r][i] *= rescale;", ""),
+        ("total not rescaled", "total[r] * rescale + sum", "total[r] + sum"),
+        ("simdgroups' parts not rescaled", "metal::exp2(top[r] - all_top)", "1.0f"),
+        ("simdgroups' totals not rescaled", " * metal::exp2(stats[at] - all_top)", ""),
+        (
+            "query heads dealt out in turn, not in groups",
+            "head = int(kv_head) * group + packed % group",
+            "head = packed % group * pool_shape[0] + int(kv_head)",
+        ),
+        ("a lane's own dot product", "metal::simd_sum(score)", "score"),
+        (
+            "dot product of half the lanes",
+            "metal::simd_sum(score)",
+            "metal::simd_shuffle_xor(metal::simd_prefix_inclusive_sum(score), 16)",
+        ),
+        (
+            "V read from K's pool",
+            "(value_pool, value_scales, slot",
+            "(key_pool, value_scales, slot",
+        ),
+        (
+            "V left as K's strip",
+            "load_strip<C, D, N, SCALED>(value_pool, value_scales, slot, present, lane, strip);",
+            "",
+        ),
+        ("block table row of another request", "ulong(tile.request) * uint(t", "ulong(0) * uint(t"),
+        ("block table rows of the wrong width", "uint(tables_shape[1])", "uint(tables_shape[0])"),
+        ("token not written", "token[i] = after[0];", ""),
+    ],
+    (DECODE, "decode, window", WRONG): [
+        ("window one key too wide", "position[r] - key < window", "position[r] - key <= window"),
+        ("sink counted by every simdgroup", "split == 0 && simdgroup == 0;", "split == 0;"),
+        ("sink without log2(e)", " * LOG2_E, LOWEST)", ", LOWEST)"),
+    ],
+    (DECODE, "decode, fp8", WRONG): [
+        (
+            "K's scale used for V",
+            "(value_pool, value_scales, slot",
+            "(value_pool, key_scales, slot",
+        ),
+        ("the strip's scale from its first key", "scales[slot + k]", "scales[slot]"),
+    ],
+    (DECODE, "decode, 80", BOUNDS): [
+        ("one element past a row", "first + i < D ?", "first + i <= D ?"),
+    ],
+    (DECODE, "decode, split", WRONG): [
+        ("sink counted in every split", "tile.split == 0 && simdgroup == 0;", "simdgroup == 0;"),
+        ("strips from the context's start", "base = tile.begin + int", "base = int"),
+        ("partial output divided too", "PARTIAL ? sum : sum / all_total", "sum / all_total"),
+        (
+            "partial statistics swapped",
+            "place * 2] = all_top;\n            out_stats[place * 2 + 1] = all_total;",
+            "place * 2] = all_total;\n            out_stats[place * 2 + 1] = all_top;",
+        ),
+    ],
+    (DECODE, "decode, split", RACE): [
+        ("output row of another split", "tile.split * bounds->out_rows + ", ""),
+    ],
+    (PREFILL, "prefill", RACE): [
+        ("no barrier before K is staged over V", f"{_BARRIER}  // V of before", "//"),
+        ("no barrier before V is staged over K", f"{_BARRIER}  // K is done", "//"),
+        ("no barrier between V staged and read", f"{_BARRIER}\n        }}\n", "}\n"),
+        ("a lane's columns in the wrong half", "(quad & 2) * 2 +", "(quad & 2) +"),
+        ("one row past the tile's last written", "in_tile < tile.pack", "in_tile <= tile.pack"),
+    ],
+    (PREFILL, "prefill", UNWRITTEN): [
+        ("no barrier between K staged and read", f"{_BARRIER}\n\n        Matrix", "Matrix"),
+        ("tile not filled with zeros past the range", "to[i] = T(0.0f);", ""),
+        ("half of the tile staged", "chunk += THREADS", "chunk += 2 * THREADS"),
+        ("rows staged by the wrong stride", "tile + key * STRIDE + d", "tile + key * D + d"),
+        ("K read across a row, not down a column", "float(from[STRIDE])", "float(from[1])"),
+    ],
+    (PREFILL, "prefill", WRONG): [
+        ("blind to a row's own key", "key <= position &&", "key < position &&"),
+        ("not causal", "key <= position && ", ""),
+        (
+            "position of the tile's first row for all",
+            "request.first_position + row",
+            "request.first_position + tile.packed_begin / group",
+        ),
+        ("one key past the range", "if (base + key < end)", "if (base + key <= end)"),
+        ("half of acc not rescaled", "acc[m].thread_elements()[1] *= rescale;", ""),
+        ("total not rescaled", "total * rescale + sum", "total + sum"),
+        ("maximum over half of a row", "simd_shuffle_xor(next, 8)", "simd_shuffle_xor(next, 1)"),
+        ("sum over lanes of another row", "simd_shuffle_xor(sum, 8)", "simd_shuffle_xor(sum, 2)"),
+        ("one query element twice", "query[d + 1]", "query[d]"),
+        (
+            "query heads dealt out in turn, not in groups",
+            "head = int(kv_head) * group + packed % group",
+            "head = packed % group * pool_shape[0] + int(kv_head)",
+        ),
+        ("V staged from K's pool", "value_pool, value_scales, con", "key_pool, value_scales, con"),
+        ("V left as K's tile", "if (!LATENT)", "if (LATENT)"),
+        ("block table row of another request", "ulong(tile.request) * uint(t", "ulong(0) * uint(t"),
+        ("token not written", "token[i] = after[0];", ""),
+    ],
+    (PREFILL, "prefill, window", WRONG): [
+        ("window one key too wide", "position - key < window", "position - key <= window"),
+        ("sink without log2(e)", " * LOG2_E, LOWEST)", ", LOWEST)"),
+    ],
+    (PREFILL, "prefill, fp8", WRONG): [
+        ("K's scale used for V", "value_pool, value_scales, con", "value_pool, key_scales, con"),
+    ],
+    (PREFILL, "prefill, 192", UNWRITTEN): [
+        ("no barrier before parts of scores are summed", f"{_BARRIER}\n            UN", "UN"),
+    ],
+    (PREFILL, "prefill, 192", BOUNDS): [
+        ("parts of scores summed past the last", "p < SPLIT", "p <= SPLIT"),
+    ],
+    (PREFILL, "prefill, 192", WRONG): [
+        ("one simdgroup's part of the scores only", "p < SPLIT", "p < 1"),
+    ],
+    (PREFILL, "prefill, 192", RACE): [
+        (
+            "every part of a row written to its first",
+            "d = part * (DV / SPLIT) + m * 8 + place.column;\n            out",
+            "d = m * 8 + place.column;\n            out",
+        ),
+    ],
+    (PREFILL, "prefill, split", RACE): [
+        ("output row of another split", "tile.split * bounds->out_rows + ", ""),
+        ("partial statistics from every column", "part == 0 && place.column == 0", "part == 0"),
+    ],
+    (PREFILL, "prefill, split", WRONG): [
+        ("sink counted in every split", "tile.split == 0 ? ", "true ? "),
+        (
+            "partial statistics swapped",
+            "out_stats[at * 2] = top;\n            out_stats[at * 2 + 1] = total;",
+            "out_stats[at * 2] = total;\n            out_stats[at * 2 + 1] = top;",
+        ),
+    ],
+    (REDUCE, "decode, split", WRONG): [
+        ("one split too few", "num_splits[row];", "num_splits[row] - 1;"),
+        ("splits of the first row", "num_splits[row]", "num_splits[0]"),
+        ("not divided", "T(sum / total)", "T(sum)"),
+        ("half of a row's elements", "d += 32", "d += 64"),
+        (
+            "heads and rows exchanged",
+            "const ulong at = (ulong(s) * rows + row) * num_heads + head;",
+            "const ulong at = (ulong(s) * num_heads + head) * rows + row;",
+        ),
+    ],
+    (REDUCE, "decode, split", BOUNDS): [
+        ("one split too many", "num_splits[row];", "num_splits[row] + 1;"),
+    ],
+    (REDUCE, "prefill, split", WRONG): [
+        ("total not rescaled", "stats[at + 1] * metal::exp2(stats[at] - top)", "stats[at + 1]"),
+        ("parts not rescaled", " * metal::exp2(stats[at * 2] - top)", ""),
+    ],
+    (WRITE, "write, fp8", BOUNDS): [
+        ("slot one past the pool's last", "slot < num_slots", "slot <= num_slots"),
+        ("V's rows of K's size", "(value_pool) + target * VALUE", "(value_pool) + target * KEY"),
+        ("one element past a row", "if (first + (SIZE % RUN ? j : 0) <", "if (first <="),
+    ],
+    (WRITE, "write, fp8", WRONG): [
+        ("pool's slots before heads", "head * num_slots + slot", "slot * key_pool_shape[0] + head"),
+        (
+            "rows' heads before rows",
+            "static_cast<ulong>(row) * key_pool_shape[0] + head",
+            "static_cast<ulong>(head) * threads_per_grid.z + row",
+        ),
+        ("slots of a single block", "static_cast<ulong>(key_pool_shape[1]) *", "1ul *"),
+        (
+            "V's scale where K's belongs",
+            "<device float*>(value_scales)",
+            "<device float*>(key_scales)",
+        ),
+        ("largest of a lane, not of the row", "(simd_max(largest))", "(largest)"),
+        ("values not written", "if (HAS_VALUES)", "if (!HAS_VALUES)"),
+        ("token not whole", "lane < 8", "lane < 7"),
+    ],
+    (WRITE, "write, fp8", RACE): [
+        ("scale written by every lane", "if (lane == 0)", ""),
+        ("token written for every row", "row == 0 && lane < 8", "lane < 8"),
+    ],
+    (WRITE, "write, int8", WRONG): [
+        ("row of zeros divided by zero", "divisor > 0.0f ? divisor : 1.0f", "divisor"),
+    ],
+    (GATHER, "gather", BOUNDS): [
+        ("block one past the pool's last", "block < num_blocks", "block <= num_blocks"),
+    ],
+    (GATHER, "gather", WRONG): [
+        (
+            "scale of a block's first slot",
+            "scales[first_slot + first / HEAD_SIZE]",
+            "scales[first_slot]",
+        ),
+        ("block table row of another request", "[request * num_columns + column]", "[column]"),
+        ("requests taken for heads", "z / num_requests", "z % pool_shape[0]"),
+        ("a head's blocks by the wrong stride", "(head) * num_blocks + block)", "(head) + block)"),
+        ("an element of a run left out", "i < RUN", "i < RUN - 1"),
+        ("token not whole", "i < 8", "i < 7"),
+    ],
+    (BLOCKS, "copy", RACE): [
+        ("only the first head copied", "static_cast<ulong>(head)", "static_cast<ulong>(0)"),
+        ("all copied onto the first target", "targets[pair]", "targets[0]"),
+        ("threads' runs overlap", "x * RUN;", "x * (RUN - 1);"),
+        ("token written for every pair", "head == 0 && pair == 0", "head == 0"),
+    ],
+    (BLOCKS, "copy", WRONG): [
+        ("source one block off", "sources[pair]", "sources[pair] + 1"),
+    ],
+    (BLOCKS, "zero", WRONG): [
+        ("copied, not cleared", "COPY ? source[i]", "true ? source[i]"),
+        ("token not whole", "i < 8", "i < 7"),
+    ],
+}
+
+# Offsets of fewer than 64 bits: they show in pools of more than 2^31 or 2^32 elements only.
+_OVERFLOWS: _Faults = {
+    (DECODE, "decode", WRONG): [
+        ("offset in 32 bits", "pool + (slot + k) * D", "pool + uint((slot + k) * D)"),
+    ],
+    (DECODE, "decode", BOUNDS): [
+        ("offset in 31 bits", "pool + (slot + k) * D", "pool + int((slot + k) * D)"),
+    ],
+    (PREFILL, "prefill", WRONG): [
+        ("slot in 32 bits", "const ulong slot = context", "const uint slot = context"),
+    ],
+    (PREFILL, "prefill", BOUNDS): [
+        ("offset in 31 bits", "pool + slot * row_size", "pool + int(slot * row_size)"),
+    ],
+    (WRITE, "write", WRONG): [
+        ("offset in 32 bits", "(key_pool) + target * KEY", "(key_pool) + uint(target) * KEY"),
+    ],
+    (WRITE, "write", BOUNDS): [
+        (
+            "offset in 31 bits",
+            "(key_pool) + target * KEY_SIZE",
+            "(key_pool) + int(target * KEY_SIZE)",
+        ),
+    ],
+    (GATHER, "gather", WRONG): [
+        ("offset in 32 bits", "pool + first_slot * HEAD", "pool + uint(first_slot) * HEAD"),
+    ],
+    (GATHER, "gather", BOUNDS): [
+        (
+            "offset in 31 bits",
+            "first_slot * HEAD_SIZE + first;",
+            "int(first_slot * HEAD_SIZE) + first;",
+        ),
+    ],
+    (BLOCKS, "copy", WRONG): [
+        ("source's offset in 32 bits", "(head_start + s", "static_cast<uint>(head_start + s"),
+        ("target's offset in 32 bits", "(head_start + t", "static_cast<uint>(head_start + t"),
+    ],
+}
+
+
+def _listed(faults: _Faults) -> tuple[Mutant, ...]:
+    return tuple(Mutant(*where, *fault) for where, each in faults.items() for fault in each)
+
+
+MUTANTS, OVERFLOWS = _listed(_FAULTS), _listed(_OVERFLOWS)
+
+
+def table() -> list[tuple[str, str, str]]:
+    """(what, file, caught by) of every fault, in the order of the files."""
+    files = list(dict.fromkeys(mutant.file for mutant in MUTANTS))
+    every = sorted((*MUTANTS, *OVERFLOWS), key=lambda mutant: files.index(mutant.file))
+    return [(mutant.what, mutant.file, mutant.caught_by) for mutant in every]

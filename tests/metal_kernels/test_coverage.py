@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every line of every .metal file is executed by what the operations can be asked for."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import metal_kernels
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels.interpreter.coverage import Coverage
+from metal_kernels.paged_attention import AttentionShape
+from tests.metal_kernels.paged_attention.batches import make_batch
+
+METAL = [path.name for path in Path(metal_kernels.__file__).parent.rglob("*.metal")]
+F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
+
+# Head size, dtype, cache, (computed, rows) of each request, group.
+ATTENTION = [
+    (64, F32, None, [(0, 1), (37, 2)], 1),  # two elements a lane
+    (80, BF16, INT8, [(5, 1)], 1),  # three, and lanes past the end
+    (96, F16, FP8, [(5, 1)], 1),  # three
+    (128, F16, F16, [(600, 1)], 1),  # four; in parts
+    (64, F16, FP8, [(3, 20)], 2),  # tiles
+    (192, F16, None, [(600, 5)], 4),  # a head between two simdgroups; in parts
+]
+
+
+def attend(head_size, dtype, cache, requests, group):
+    shape = AttentionShape(group, 1, head_size, head_size)
+    batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache)
+    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)
+    out, _ = paged_attention.run(
+        plan,
+        batch.queries,
+        batch.key_pool,
+        batch.value_pool,
+        mx.zeros(8, mx.uint32),
+        0.1,
+        softcap=5.0,
+        sinks=mx.zeros(group),
+        key_scales=batch.key_scales,
+        value_scales=batch.value_scales,
+    )
+    assert np.isfinite(np.array(out.astype(F32))).all()
+
+
+def write_and_gather(dtype, cache):
+    # Scales of fp8 are 1 then, and its codes from the smallest to the largest.
+    rows = mx.array(np.tile(np.geomspace(2**-9, 448, 20, dtype=np.float32), (3, 2, 1)))
+    pools = [mx.zeros((2, 2, 16, 20), cache) for _ in range(2)]
+    scales = [mx.zeros((2, 2, 16)) if cache in (FP8, INT8) else None for _ in range(2)]
+    rows = rows.astype(dtype)
+    slots = mx.array([17, -1, 3])
+    token = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
+    table = mx.array([[1, 0], [0, -1]])
+    kv_gather.gather(pools[0], table, dtype, [token], scales[0])
+
+
+@pytest.fixture(scope="module")
+def report():
+    coverage = Coverage()
+    with kernel.using(coverage.metal_kernel):
+        for case in ATTENTION:
+            attend(*case)
+        for dtype, cache in ((F32, FP8), (F16, INT8), (BF16, BF16), (F16, F16), (F32, F32)):
+            write_and_gather(dtype, cache)
+        pools = [mx.zeros((2, 4, 16, 20), F16)]
+        kv_blocks.copy(pools, np.array([0]), np.array([1]))
+        kv_blocks.zero(pools, np.array([0]))
+    return coverage.report()
+
+
+def test_all_files_have_lines(report):
+    assert sorted(report) == sorted(METAL)
+
+
+@pytest.mark.parametrize("name", METAL)
+def test_no_line_is_missed(report, name):
+    assert report[name].missed == []

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in the kernels' sources: each is caught, by the check meant to catch it.
+
+A probe is one call of an operation on a small batch, interpreted in check mode, whose result is
+compared with a formula. Sources as they are pass every probe.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_kernels import interpreter, kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels.interpreter import Checker, KernelViolation
+from metal_kernels.kv_blocks import reference as blocks_reference
+from metal_kernels.kv_gather import reference as gather_reference
+from metal_kernels.kv_write import reference as write_reference
+from metal_kernels.paged_attention import AttentionShape
+from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
+from tests.metal_kernels.paged_attention.batches import Batch, decoded, expected, make_batch
+
+SCHEDULES = ("forward", "reverse", "random:1")
+SCALE = 0.09
+NOTHING_BEFORE = mx.zeros(8, mx.uint32)
+
+Probe = Callable[[], None]  # raises KernelViolation, or AssertionError for a wrong result
+
+
+def check_token(token: mx.array) -> None:
+    np.testing.assert_array_equal(np.array(token), np.zeros(8, np.uint32))
+
+
+def check_attention(
+    batch: Batch,
+    wanted: np.ndarray,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+) -> None:
+    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape, window)
+    out, tokens = paged_attention.run(
+        plan,
+        batch.queries,
+        batch.key_pool,
+        batch.value_pool,
+        NOTHING_BEFORE,
+        SCALE,
+        softcap=softcap,
+        sinks=None if sinks is None else mx.array(sinks),
+        key_scales=batch.key_scales,
+        value_scales=batch.value_scales,
+    )
+    for token in tokens:
+        check_token(token)
+    largest = max(np.abs(values).max() for _, values in batch.contexts)
+    np.testing.assert_allclose(np.array(out), wanted, atol=1e-5 * largest, rtol=0)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a ragged batch in float32 against the float64 formula."""
+
+    requests: tuple[tuple[int, int], ...]  # (tokens computed before, rows of this step) of each
+    head_size: int = 64
+    cache: mx.Dtype | None = None  # None for that of the queries
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @cached_property
+    def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None]:
+        """Batch, expected output, sinks."""
+        rng = np.random.default_rng(0)
+        shape = AttentionShape(4, 2, self.head_size, self.head_size)
+        batch = make_batch(rng, self.requests, shape, mx.float32, self.cache, self.block_size)
+        sinks = rng.normal(size=4).astype(np.float32) if self.has_sinks else None
+        return batch, expected(batch, SCALE, self.window, self.softcap, sinks), sinks
+
+    def __call__(self) -> None:
+        batch, wanted, sinks = self.case
+        check_attention(batch, wanted, self.window, self.softcap, sinks)
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write into pools of codes against the reference, byte for byte.
+
+    Rows are of very different sizes, one is of zeros, and one has numbers half way between codes;
+    of the slots, the pool lacks two.
+    """
+
+    dtype: mx.Dtype
+
+    @cached_property
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """[6, 3, 64] keys and [6, 3, 32] values."""
+        rng = np.random.default_rng(0)
+        size = 2.0 ** np.arange(-9, 9, 3)[:, None, None]
+        keys = (rng.normal(size=(6, 3, 64)) * size).astype(np.float32)
+        values = (rng.normal(size=(6, 3, 32)) * size).astype(np.float32)
+        keys[1], values[1] = 0.0, 0.0
+        # The largest code as the largest number makes the scale 1; fp8's subnormals are 2^-9 apart,
+        # its numbers from 16 to 32 by 2, from 32 on by 4.
+        subnormals_and_more = np.concatenate([np.arange(16) / 2**10, np.arange(16, 47)])
+        special = subnormals_and_more if self.dtype == mx.uint8 else np.arange(47) / 2
+        keys[0, :, :47], keys[0, :, 48:] = special, 0.0
+        keys[0, :, :47:3] *= -1.0
+        keys[0, :, 47] = 448.0 if self.dtype == mx.uint8 else 127.0
+        return keys, values
+
+    def __call__(self) -> None:
+        keys, values = map(mx.array, self.rows)
+        arguments: dict[str, Any] = {
+            "keys": keys,
+            "values": values,
+            "slot_mapping": mx.array([5, 40, -1, 2, 47, 48]),
+            "key_pool": mx.full((3, 3, 16, 64), 7, self.dtype),
+            "value_pool": mx.full((3, 3, 16, 32), 7, self.dtype),
+            "key_scales": mx.full((3, 3, 16), 0.5, mx.float32),
+            "value_scales": mx.full((3, 3, 16), 0.5, mx.float32),
+        }
+        wanted = write_reference.write(**arguments)
+        check_token(kv_write.write(**arguments))
+        names = ("key_pool", "value_pool", "key_scales", "value_scales")
+        for name, pool in zip(names, wanted, strict=True):
+            np.testing.assert_array_equal(np.array(arguments[name]), np.array(pool))
+
+
+def gather() -> None:
+    """By a table that names blocks the pool lacks."""
+    rng = np.random.default_rng(0)
+    pool = mx.array(rng.integers(0, 127, (3, 5, 16, 64)).astype(np.uint8))
+    scales = mx.array(rng.uniform(0.5, 2.0, (3, 5, 16)).astype(np.float32))
+    table = mx.array([[1, 4], [2, -1], [5, 0]], mx.int32)
+    wanted = gather_reference.gather(pool, table, mx.float32, scales)
+    found, token = kv_gather.gather(pool, table, mx.float32, scales=scales)
+    np.testing.assert_array_equal(np.array(found), np.array(wanted))
+    check_token(token)
+
+
+def numbered_pool() -> mx.array:
+    """[3, 7, 16, 4] float32, no element like another."""
+    return mx.arange(1, 3 * 7 * 64 + 1, dtype=mx.float32).reshape(3, 7, 16, 4)
+
+
+def copy() -> None:
+    pool, sources, targets = numbered_pool(), np.array([0, 3]), np.array([5, 2])
+    (wanted,) = blocks_reference.copy([pool], sources, targets)
+    check_token(kv_blocks.copy([pool], sources, targets))
+    np.testing.assert_array_equal(np.array(pool), np.array(wanted))
+
+
+def zero() -> None:
+    pool, blocks = numbered_pool(), np.array([2, 6])
+    (wanted,) = blocks_reference.zero([pool], blocks)
+    check_token(kv_blocks.zero([pool], blocks))
+    np.testing.assert_array_equal(np.array(pool), np.array(wanted))
+
+
+# Groups of two heads. Up to four packed rows; the last request fills its row of the block table.
+DECODES = ((37, 1), (30, 2), (127, 1))
+PREFILLS = ((31, 5), (0, 7), (4, 1))  # two groups of eight packed rows, two tiles of keys
+PROBES: dict[str, Probe] = {
+    "decode": Attention(DECODES),
+    "decode, window": Attention(DECODES, window=7, has_sinks=True),
+    "decode, soft cap": Attention(DECODES, softcap=1.0),
+    "decode, blocks of 32": Attention(DECODES, block_size=32),
+    "decode, fp8": Attention(((37, 1), (17, 2)), cache=mx.uint8),
+    "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
+    "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),
+    "prefill": Attention(PREFILLS),
+    "prefill, window": Attention(PREFILLS, window=7, has_sinks=True),
+    "prefill, fp8": Attention(((20, 5), (3, 1)), cache=mx.uint8),
+    "prefill, 192": Attention(((20, 5), (3, 1)), head_size=192),
+    "prefill, split": Attention(((290, 5), (3, 1)), has_sinks=True),
+    "write, fp8": Write(mx.uint8),
+    "write, int8": Write(mx.int8),
+    "gather": gather,
+    "copy": copy,
+    "zero": zero,
+}
+
+
+def planted(mutant: Mutant, compiler: kernel.Compiler) -> kernel.Compiler:
+    """`compiler`, which finds the fault in every kernel made of the mutant's file."""
+
+    def compile_kernel(*, header: str, source: str, **other: Any) -> Any:
+        if f'"{Path(mutant.file).name}"\n' in header:  # a #line of kernel.load
+            found = header.count(mutant.text) + source.count(mutant.text)
+            if found != 1:  # no AssertionError, which stands for a wrong result
+                raise ValueError(f"{mutant}: its text is found {found} times in {other['name']}")
+            header = header.replace(mutant.text, mutant.replacement)
+            source = source.replace(mutant.text, mutant.replacement)
+        return compiler(header=header, source=source, **other)
+
+    return compile_kernel
+
+
+def objection(probe: Probe, compiler: kernel.Compiler) -> str | None:
+    """What is wrong with the kernels that `compiler` makes; None: nothing."""
+    try:
+        with kernel.using(compiler):
+            probe()
+    except KernelViolation as violation:
+        return violation.kind
+    except AssertionError:
+        return WRONG
+    return None
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("probe", PROBES)
+def test_sources_as_they_are_pass(probe, schedule):
+    assert objection(PROBES[probe], Checker(schedule).metal_kernel) is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_fault_is_caught_whatever_the_schedule(mutant):
+    probe = PROBES[mutant.probe]
+    found = {s: objection(probe, planted(mutant, Checker(s).metal_kernel)) for s in SCHEDULES}
+    assert found == dict.fromkeys(SCHEDULES, mutant.caught_by)
+
+
+class FarPool:
+    """A pool of 2^32 elements and 2^13 more, the last head's last blocks.
+
+    The last blocks alone hold anything: what goes astray in the pool reads or writes zeros.
+    """
+
+    HEADS, BLOCKS, BLOCK_SIZE, SIZE = 2, 2**21 + 4, 16, 64
+    USED = 8  # of the last blocks
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.pool = mx.zeros((self.HEADS, self.BLOCKS, self.BLOCK_SIZE, self.SIZE), mx.uint8)
+        self.scales = mx.zeros(self.pool.shape[:3], mx.float32)
+        with kernel.using(interpreter.metal_kernel):
+            self.fill()
+
+    def fill(self) -> tuple[mx.array, mx.array]:
+        """Writes the last blocks anew; what they must hold then, as `used`."""
+        slots = mx.arange(
+            (self.BLOCKS - self.USED) * self.BLOCK_SIZE, self.BLOCKS * self.BLOCK_SIZE
+        )
+        rows = self.rng.normal(size=(slots.size, self.HEADS, self.SIZE)).astype(np.float32)
+        keys = mx.array(rows)
+        mx.eval(kv_write.write(keys, None, slots, self.pool, None, key_scales=self.scales))
+        codes, scales = write_reference.encode(keys.swapaxes(0, 1), mx.uint8)
+        assert scales is not None
+        shape = (self.HEADS, self.USED, self.BLOCK_SIZE)
+        return codes.reshape(*shape, self.SIZE), scales.reshape(shape)
+
+    def used(self) -> tuple[mx.array, mx.array]:
+        """Codes and scales of the last blocks."""
+        return self.pool[:, -self.USED :], self.scales[:, -self.USED :]
+
+    def blocks(self, *used: int) -> np.ndarray:
+        """[n] int32, blocks of the pool, given as blocks of the last ones."""
+        return np.array(used, np.int32) + self.BLOCKS - self.USED
+
+    def write(self) -> None:
+        wanted = self.fill()
+        for found, array in zip(self.used(), wanted, strict=True):
+            np.testing.assert_array_equal(np.array(found), np.array(array))
+
+    def gather(self) -> None:
+        table = mx.array(self.blocks(7, 5))[None]
+        found, _ = kv_gather.gather(self.pool, table, mx.float32, scales=self.scales)
+        codes, scales = self.used()
+        wanted = gather_reference.gather(codes, mx.array([[7, 5]]), mx.float32, scales)
+        np.testing.assert_array_equal(np.array(found), np.array(wanted))
+
+    def copy(self) -> None:
+        self.fill_unfaulted()
+        wanted = np.array(self.used()[0])
+        wanted[:, 6] = wanted[:, 3]
+        kv_blocks.copy([self.pool], self.blocks(3), self.blocks(6))
+        np.testing.assert_array_equal(np.array(self.used()[0]), wanted)
+
+    def fill_unfaulted(self) -> None:
+        """So that what a copy must do was not done before."""
+        with kernel.using(interpreter.metal_kernel):
+            self.fill()
+
+    def attend(self, rows: int) -> None:
+        """Of one request, whose keys are its values too."""
+        shape = AttentionShape(self.HEADS, self.HEADS, self.SIZE, self.SIZE)
+        queries = self.rng.normal(size=(rows, self.HEADS, self.SIZE)).astype(np.float32)
+        context = decoded(*self.used())[:, [7, 5]].reshape(self.HEADS, -1, self.SIZE)
+        context = context[:, :20].swapaxes(0, 1)
+        batch = Batch(
+            shape,
+            starts=np.array([0, rows], np.int32),
+            seq_lens=np.array([20], np.int32),
+            tables=self.blocks(7, 5)[None],
+            queries=mx.array(queries),
+            key_pool=self.pool,
+            value_pool=self.pool,
+            key_scales=self.scales,
+            value_scales=self.scales,
+            contexts=[(context, context)],
+        )
+        check_attention(batch, expected(batch, SCALE))
+
+    def probe(self, name: str) -> Probe:
+        return {
+            "write": self.write,
+            "gather": self.gather,
+            "copy": self.copy,
+            "decode": lambda: self.attend(1),
+            "prefill": lambda: self.attend(12),
+        }[name]
+
+
+@pytest.fixture(scope="module")
+def far_pool() -> Iterator[FarPool]:
+    far = FarPool()
+    yield far
+    del far.pool, far.scales
+    mx.clear_cache()  # gives gigabytes back
+
+
+@pytest.mark.parametrize("probe", ["write", "gather", "copy", "decode", "prefill"])
+def test_sources_as_they_are_pass_in_pools_beyond_32_bits(far_pool, probe):
+    assert objection(far_pool.probe(probe), Checker().metal_kernel) is None
+
+
+@pytest.mark.parametrize("mutant", OVERFLOWS, ids=str)
+def test_an_overflow_is_caught_in_pools_beyond_32_bits(far_pool, mutant):
+    compiler = planted(mutant, Checker().metal_kernel)
+    assert objection(far_pool.probe(mutant.probe), compiler) == mutant.caught_by
