@@ -5,8 +5,9 @@ import mlx.core as mx
 import numpy as np
 from test_requests import new_request
 
-from vllm_metal.inputs import prepare, step_layout
+from vllm_metal.inputs import prepare
 from vllm_metal.requests import BlockTables, Requests
+from vllm_metal.rows import step_layout
 
 
 def make():

@@ -45,8 +45,8 @@ def test_learnt_tokens_extend_what_the_host_knows():
     requests = make()
     state = requests.add(new_request("a", [5, 6], ([1], [2])))
     outputs = state.output_token_ids
-    requests.learn(state, 11)
-    requests.learn(state, 12)
+    requests.learn(state, [11])
+    requests.learn(state, [12])
     assert outputs == [11, 12]
     assert requests.num_known_np[state.slot] == 4
     assert requests.token_ids_np[state.slot, :4].tolist() == [5, 6, 11, 12]
@@ -56,13 +56,13 @@ def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
     requests = make()
     old = requests.add(new_request("a", [5, 6], ([1], [2])))
     new = requests.resume("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
-    requests.learn(old, 99)
+    requests.learn(old, [99])
     assert new.output_token_ids == [11]
     assert requests.num_known_np[new.slot] == 3
     assert requests.block_tables.tables_np[0][new.slot, 0] == 3
     requests.remove("a")
     other = requests.add(new_request("b", [1], ([5], [6])))
-    requests.learn(new, 99)
+    requests.learn(new, [99])
     assert other.slot == new.slot and requests.num_known_np[other.slot] == 1
 
 

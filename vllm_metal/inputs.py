@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.kv_cache.region import StepLayout
 from vllm_metal.requests import Requests, RequestState
+from vllm_metal.rows import Rows
+from vllm_metal.sample import Windows
+from vllm_metal.spec_decode.drafts import StepDrafts
 
 
 @dataclass(frozen=True)
@@ -22,25 +24,28 @@ class PromptRows:
     last: bool  # no later chunk has more
 
 
-@dataclass(frozen=True)
-class InputBatch:
-    """A ragged batch of R requests and T rows; request r owns rows query_start_loc[r : r + 2]."""
+@dataclass(frozen=True, kw_only=True)
+class InputBatch(Rows):
+    """A step's rows, and which of them sample.
+
+    The last rows of a request with drafts hold them, one each; the row before the first of them and
+    these rows are its window: each samples what follows it.
+    """
 
     states: list[RequestState]  # [R]
-    slots_np: np.ndarray  # [R] int32
-    query_start_loc_np: np.ndarray  # [R + 1] int32
-    seq_lens_np: np.ndarray  # [R] int32, context including this step's rows
-    positions_np: np.ndarray  # [T] int32
-    positions: mx.array  # [T] int32
-    input_ids: mx.array  # [T] int32, on the device
     sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
-    num_output_tokens_np: np.ndarray  # [N] int32, tokens each of those has generated before
-    prompt_rows: tuple[PromptRows, ...]
-    logits_indices: mx.array | None  # [N + prompt rows] int32, rows to compute logits of; None: all
+    sample_slots_np: np.ndarray  # [S] int32, of each row that samples
+    num_output_tokens_np: np.ndarray  # [S] int32, generated before that row, drafts included
+    windows: Windows | None  # of the rows that sample; None: one row each
+    drafts: StepDrafts | None  # of all requests; None: without speculation
+    prompt_rows: tuple[PromptRows, ...]  # their logits follow those of the rows that sample
 
 
 def prepare(
-    requests: Requests, num_scheduled_tokens: dict[str, int], last_token_ids: mx.array
+    requests: Requests,
+    num_scheduled_tokens: dict[str, int],
+    last_token_ids: mx.array,
+    drafts: StepDrafts | None = None,
 ) -> InputBatch:
     """Lays the scheduled requests out as one ragged batch.
 
@@ -49,10 +54,15 @@ def prepare(
         num_scheduled_tokens: request id to its number of rows in this step.
         last_token_ids: [max_num_reqs] int32, by slot the token last sampled, on the device. A row
             whose token the host does not know yet takes it from there.
+        drafts: of the scheduled requests, in their order. Then the host knows all sampled tokens.
     """
     states = [requests[req_id] for req_id in num_scheduled_tokens]
     slots = np.fromiter((state.slot for state in states), np.int32, len(states))
     scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(states))
+    num_drafts = np.zeros(len(states), np.int32)
+    if drafts is not None:
+        num_drafts = drafts.counts_np
+        scheduled += num_drafts - drafts.reserved_np
     computed = requests.num_computed_tokens_np[slots]
     seq_lens = computed + scheduled
     query_start_loc = np.zeros(len(states) + 1, np.int32)
@@ -62,18 +72,33 @@ def prepare(
     row_slots = np.repeat(slots, scheduled)
     offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
     positions = np.repeat(computed, scheduled) + offsets
-    host_ids = mx.array(requests.token_ids_np[row_slots, positions])
+    last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
+    host_ids = mx.array(requests.token_ids_np[row_slots, np.minimum(positions, last)])
     unknown = positions >= requests.num_known_np[row_slots]
     input_ids = host_ids
     if unknown.any():
-        input_ids = mx.where(mx.array(unknown), last_token_ids[mx.array(row_slots)], host_ids)
+        newest = last_token_ids[mx.array(row_slots)]
+        if drafts is not None:
+            owner = np.repeat(np.arange(len(states)), scheduled)
+            newest = _draft_of(drafts, owner, positions - requests.num_known_np[row_slots])
+        input_ids = mx.where(mx.array(unknown), newest, host_ids)
 
-    sampling = np.flatnonzero(seq_lens == requests.num_tokens_np[slots]).astype(np.int32)
-    sampling_slots = slots[sampling]
-    num_outputs = (
-        requests.num_tokens_np[sampling_slots] - requests.num_prompt_tokens_np[sampling_slots]
-    )
-    sample_rows = query_start_loc[sampling + 1] - 1
+    num_tokens_before = requests.num_tokens_np[slots]
+    sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
+    window_lens = 1 + num_drafts[sampling]
+    window = np.repeat(np.arange(len(sampling)), window_lens)
+    starts = np.cumsum(window_lens) - window_lens
+    in_window = (np.arange(len(window)) - starts[window]).astype(np.int32)
+    sample_rows = (query_start_loc[sampling + 1] - window_lens)[window] + in_window
+    windows = None
+    if drafts is not None and num_drafts.any():
+        guesses = _draft_of(drafts, sampling[window], in_window)
+        final = mx.array(in_window == window_lens[window] - 1)
+        windows = Windows(
+            starts.astype(np.int32), window_lens.astype(np.int32), mx.where(final, -1, guesses)
+        )
+    sample_slots = slots[sampling][window]
+    num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[slots])[sampling][window]
     prompt_rows, extra = _prompt_rows(requests, states, computed, query_start_loc, len(sample_rows))
     rows = np.concatenate([sample_rows, *extra])
     everything = len(rows) == num_tokens and bool((rows == np.arange(num_tokens)).all())
@@ -86,10 +111,20 @@ def prepare(
         positions=mx.array(positions),
         input_ids=input_ids,
         sampling_np=sampling,
-        num_output_tokens_np=num_outputs,
+        sample_slots_np=sample_slots,
+        num_output_tokens_np=(num_outputs + in_window).astype(np.int32),
+        windows=windows,
+        drafts=drafts,
         prompt_rows=prompt_rows,
         logits_indices=None if everything else mx.array(rows.astype(np.int32)),
     )
+
+
+def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:
+    """[n] int32: the draft at a place of a request; arbitrary where it has none there."""
+    width = drafts.token_ids.shape[1]
+    at = requests * width + np.clip(places, 0, width - 1)
+    return drafts.token_ids.reshape(-1)[mx.array(at.astype(np.int32))]
 
 
 def _prompt_rows(
@@ -115,25 +150,3 @@ def _prompt_rows(
         rows.append(np.arange(start, start + predicting, dtype=np.int32))
         base += predicting
     return tuple(found), rows
-
-
-def step_layout(batch: InputBatch, block_table_np: np.ndarray, block_size: int) -> StepLayout:
-    """Where the batch lies in one KV cache group's blocks.
-
-    Args:
-        batch: the step.
-        block_table_np: [max_num_reqs, max_blocks] int32, the group's table by slot.
-        block_size: tokens of a block.
-    """
-    # Narrowed to the longest context, so that a step's cost follows what it really holds.
-    width = -(-int(batch.seq_lens_np.max()) // block_size)
-    tables = block_table_np[batch.slots_np, :width]
-    requests = np.repeat(np.arange(len(batch.states)), np.diff(batch.query_start_loc_np))
-    blocks = tables[requests, batch.positions_np // block_size]
-    return StepLayout(
-        query_start_loc_np=batch.query_start_loc_np,
-        seq_lens_np=batch.seq_lens_np,
-        block_tables_np=tables,
-        slot_mapping_np=blocks * block_size + batch.positions_np % block_size,
-        block_size=block_size,
-    )

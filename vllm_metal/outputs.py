@@ -42,19 +42,36 @@ class StepOutput(AsyncModelRunnerOutput):
         """What the step sampled, for the device to compute now."""
         if self.sampled is not None:
             yield self.sampled.token_ids
+            if self.sampled.num_accepted is not None:
+                yield self.sampled.num_accepted
             if self.sampled.logprobs is not None:
                 yield from self.sampled.logprobs.arrays()
 
     def token_ids(self) -> list[list[int]]:
-        """Sampled tokens of each request, none or one; the first call waits for the device."""
+        """Sampled tokens of each request that are kept; the first call waits for the device."""
         if self._token_ids is None:
             self._token_ids = [[] for _ in self.batch.states]
             if self.sampled is not None:
                 sampled = np.array(self.sampled.token_ids).tolist()
-                for index, token_id in zip(self.batch.sampling_np.tolist(), sampled, strict=True):
-                    self._token_ids[index] = [token_id]
-                    self._requests.learn(self.batch.states[index], token_id)
+                rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), strict=True)
+                for index, start, stop in rows:
+                    self._token_ids[index] = sampled[start:stop]
+                    self._requests.learn(self.batch.states[index], sampled[start:stop])
         return self._token_ids
+
+    def num_accepted(self) -> np.ndarray:
+        """Drafts that each sampling request kept, int32 [N]; waits for the device."""
+        starts, stops = self._kept_rows()
+        return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
+
+    def _kept_rows(self) -> tuple[list[int], list[int]]:
+        """First row of each sampling request, and the end of those whose token is kept."""
+        windows = self.batch.windows
+        if self.sampled is None or windows is None or self.sampled.num_accepted is None:
+            starts = np.arange(len(self.batch.sampling_np))
+            return starts.tolist(), (starts + 1).tolist()
+        starts = windows.starts_np
+        return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
 
     def get_output(self) -> ModelRunnerOutput:
         """The step's results as vLLM wants them; waits for the device."""
@@ -63,6 +80,14 @@ class StepOutput(AsyncModelRunnerOutput):
         logprobs = None
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = self.sampled.logprobs.to_lists()
+            if self.batch.windows is not None:
+                kept = zip(*self._kept_rows(), strict=True)
+                rows = np.concatenate([np.arange(start, stop) for start, stop in kept])
+                logprobs = logprobs._replace(
+                    logprob_token_ids=logprobs.logprob_token_ids[rows],
+                    logprobs=logprobs.logprobs[rows],
+                    sampled_token_ranks=logprobs.sampled_token_ranks[rows],
+                )
             logprobs = logprobs._replace(cu_num_generated_tokens=_first_rows(token_ids))
         return ModelRunnerOutput(
             req_ids=req_ids,

@@ -75,6 +75,9 @@ class Requests:
     def __getitem__(self, req_id: str) -> RequestState:
         return self._states[req_id]
 
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._states
+
     def __len__(self) -> int:
         return len(self._states)
 
@@ -144,13 +147,24 @@ class Requests:
             self._free.append(state.slot)
         return state
 
-    def learn(self, state: RequestState, token_id: int) -> None:
-        """Takes a sampled token that has reached the host, unless its request is gone or anew."""
+    def learn(self, state: RequestState, token_ids: list[int]) -> None:
+        """Takes sampled tokens that have reached the host, unless their request is gone or anew."""
         if self._states.get(state.req_id) is not state:
             return
-        state.output_token_ids.append(token_id)
+        state.output_token_ids.extend(token_ids)
         slot = state.slot
-        known = self.num_known_np[slot]
-        if known < self.token_ids_np.shape[1]:
-            self.token_ids_np[slot, known] = token_id
-        self.num_known_np[slot] = known + 1
+        known = int(self.num_known_np[slot])
+        room = self.token_ids_np.shape[1] - known
+        self.token_ids_np[slot, known : known + len(token_ids)] = token_ids[: max(room, 0)]
+        self.num_known_np[slot] = known + len(token_ids)
+        self.num_tokens_np[slot] = max(self.num_tokens_np[slot], self.num_known_np[slot])
+
+    def roll_back(self) -> None:
+        """Forgets what the scheduler counts as computed but verification rejected.
+
+        It counts every draft of a step whose outcome it has not seen. Here that is known, so a
+        request past its prompt has computed all its tokens but the newest.
+        """
+        np.minimum(
+            self.num_computed_tokens_np, self.num_tokens_np - 1, out=self.num_computed_tokens_np
+        )

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import numpy as np
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
+from vllm_metal import grammar
 from vllm_metal.inputs import InputBatch, prepare
 from vllm_metal.outputs import StepOutput
 from vllm_metal.requests import Requests
-from vllm_metal.sample import GrammarMask, Logprobs, Sampler, prompt_logprobs
+from vllm_metal.sample import Logprobs, Sampler, prompt_logprobs
+from vllm_metal.spec_decode.drafts import StepDrafts
+from vllm_metal.spec_decode.speculator import Speculator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -31,11 +32,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: ModelExecutor, requests: Requests, sampler: Sampler, max_num_reqs: int
+        self,
+        model: ModelExecutor,
+        requests: Requests,
+        sampler: Sampler,
+        max_num_reqs: int,
+        speculator: Speculator | None = None,
     ) -> None:
         self._model = model
         self._requests = requests
         self._sampler = sampler
+        self._speculator = speculator
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by slot, the newest token
         self._forwarded: tuple[InputBatch, mx.array] | None = None
         self._newest: StepOutput | None = None  # the step handed over last
@@ -47,6 +54,8 @@ class ModelRunner:
         Returns:
             None, or an empty output where nothing was scheduled.
         """
+        if self._speculator is not None and self._newest is not None:
+            self._speculator.learn(self._newest)
         self._update_requests(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -56,7 +65,19 @@ class ModelRunner:
         )
         if zeroed or copied:
             self._model.update_blocks(zeroed or (), copied or ())
-        batch = prepare(self._requests, scheduler_output.num_scheduled_tokens, self._last_token_ids)
+        drafts = None
+        if self._speculator is not None:
+            self._requests.roll_back()
+            drafts = self._speculator.step_drafts(
+                scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+            )
+            scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
+        batch = prepare(
+            self._requests,
+            scheduler_output.num_scheduled_tokens,
+            self._last_token_ids,
+            drafts,
+        )
         logits = self._model.forward(batch, self._requests.block_tables)
         self._forwarded = (batch, logits)
         return None
@@ -67,17 +88,20 @@ class ModelRunner:
         (batch, logits), self._forwarded = self._forwarded, None
         if self._sampler.needs_host_tokens and self._newest is not None:
             self._newest.token_ids()
-        num_sampling = len(batch.sampling_np)
         sampled = None
-        if num_sampling:
-            slots = batch.slots_np[batch.sampling_np]
+        if len(batch.sampling_np):
+            mask = None
+            if grammar_output is not None:
+                mask, batch = grammar.masked(batch, grammar_output)
             sampled = self._sampler.sample(
-                logits[:num_sampling],
-                slots,
+                logits[: len(batch.sample_slots_np)],
+                batch.sample_slots_np,
                 batch.num_output_tokens_np,
-                _grammar_mask(batch, grammar_output),
+                mask,
+                batch.windows,
             )
-            self._last_token_ids[mx.array(slots)] = sampled.token_ids
+            slots = batch.slots_np[batch.sampling_np]
+            self._last_token_ids[mx.array(slots)] = sampled.last_token_ids
             self._requests.num_tokens_np[slots] += 1
         chunks, complete = _prompt_logprobs(batch, logits)
         output = StepOutput(batch, sampled, complete, self._requests)
@@ -85,10 +109,27 @@ class ModelRunner:
         self._newest = output
         return output
 
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Drafts for vLLM's scheduler to reserve rows for; None without speculation.
+
+        Where it plans ahead they are those of the step already laid out, which it asks for to check
+        them against grammars; else those that follow the newest step.
+        """
+        if self._speculator is None or self._newest is None:
+            return None
+        if self._forwarded is not None:
+            drafts = self._speculator.laid_out
+        else:
+            self._speculator.learn(self._newest)
+            drafts = self._speculator.propose(self._newest.batch)
+        return DraftTokenIds(list(drafts), list(drafts.values()))
+
     def _update_requests(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in scheduler_output.finished_req_ids:
             if (gone := self._requests.remove(req_id)) is not None:
                 self._sampler.remove(gone.slot)
+                if self._speculator is not None:
+                    self._speculator.forget(gone.slot)
         for data in scheduler_output.scheduled_new_reqs:
             self._enter_sampler(self._requests.add(data).req_id)
         cached = scheduler_output.scheduled_cached_reqs
@@ -145,15 +186,8 @@ def _prompt_logprobs(
     return chunks, complete
 
 
-def _grammar_mask(batch: InputBatch, output: GrammarOutput | None) -> GrammarMask | None:
-    """The scheduler's bitmasks matched to logits rows; None where no row has one."""
-    if output is None:
-        return None
-    sampling: Sequence[int] = batch.sampling_np.tolist()
-    row_of = {batch.states[index].req_id: row for row, index in enumerate(sampling)}
-    masks = zip(output.structured_output_request_ids, output.grammar_bitmask, strict=False)
-    matched = [(row_of[req_id], mask) for req_id, mask in masks if req_id in row_of]
-    if not matched:
-        return None
-    rows = np.array([row for row, _ in matched], np.int32)
-    return GrammarMask(rows, np.stack([mask for _, mask in matched]))
+def _left_out(scheduler_output: SchedulerOutput, drafts: StepDrafts) -> dict[str, int]:
+    """By request id, rows reserved for drafts that got none: vLLM's figures leave them out."""
+    missing = (drafts.reserved_np - drafts.counts_np).tolist()
+    req_ids = scheduler_output.num_scheduled_tokens
+    return {req_id: count for req_id, count in zip(req_ids, missing, strict=True) if count}

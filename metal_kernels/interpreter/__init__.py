@@ -7,15 +7,21 @@ with kernel.using(interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
 """
 
 from .checker import Checker, Dispatch, Traffic
+from .coverage import Coverage
 from .kernel_call import metal_kernel
 from .launch import KernelViolation
+from .lint import lint
+from .strict import Strict
 from .toolchain import CompileError
 
 __all__ = [
     "Checker",
     "CompileError",
+    "Coverage",
     "Dispatch",
     "KernelViolation",
+    "Strict",
     "Traffic",
+    "lint",
     "metal_kernel",
 ]

@@ -113,6 +113,7 @@ class _Violation(ctypes.Structure):
 class Result:
     """What the runtime counted; traffic (check mode only) is parallel to the buffers."""
 
+    program: Program
     counters: Counters
     traffic: Sequence[BufferTraffic]
 
@@ -189,4 +190,4 @@ def dispatch(
             violation.text.decode(errors="replace"), program.entry, program.library
         )
         raise KernelViolation(kernel, violation.kind.decode(), text)
-    return Result(counters, tuple(traffic))
+    return Result(program, counters, tuple(traffic))

@@ -7,6 +7,7 @@ import bisect
 import re
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _SITE = re.compile(r"\{site:(0x[0-9a-f]+)\}")
 _OWN = Path(__file__).parent / "shim"
@@ -40,6 +41,24 @@ def _lookup(table: list[tuple[int, str]], offset: int) -> str:
 @cache
 def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
     """The offset of `metal_cpu_entry`, and (offset, "file:line") sorted."""
+    entry, found = rows(library)
+    return entry, sorted((row.address, f"{row.file}:{row.line}") for row in found if row.file)
+
+
+class Row(NamedTuple):
+    """From `address` to that of the next row the instructions are of this line."""
+
+    address: int
+    file: str  # its name alone; empty where no line's instructions follow
+    line: int
+
+
+def rows(library: Path) -> tuple[int, list[Row]]:
+    """The address of `metal_cpu_entry` in the library, and its line table by rising address.
+
+    Raises:
+        ImportError: the package pyelftools is missing.
+    """
     from elftools.elf.elffile import ELFFile
     from elftools.elf.sections import SymbolTableSection
 
@@ -49,7 +68,7 @@ def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
         assert isinstance(exported, SymbolTableSection)
         symbols = exported.get_symbol_by_name("metal_cpu_entry")
         assert symbols
-        table = []
+        found = []
         dwarf = elf.get_dwarf_info()
         for unit in dwarf.iter_CUs():
             program = dwarf.line_program_for_CU(unit)
@@ -59,7 +78,7 @@ def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
             first = 0 if program["version"] >= 5 else 1
             for entry in program.get_entries():
                 state = entry.state
-                if state is not None and not state.end_sequence:
-                    name = Path(names[state.file - first]).name
-                    table.append((state.address, f"{name}:{state.line}"))
-        return symbols[0]["st_value"], sorted(table)
+                if state is not None:
+                    name = "" if state.end_sequence else Path(names[state.file - first]).name
+                    found.append(Row(state.address, name, state.line))
+        return symbols[0]["st_value"], sorted(found, key=lambda row: (row.address, row.file != ""))

@@ -39,9 +39,12 @@ _FORBIDDEN = (
     (r"\bauto\s*&?\s*\[", "structured bindings are newer than Metal's C++14"),
     (r"\(\s*\*\s*\w+\s*\)\s*\(", "Metal has no function pointers"),
 )
-# `type*` or `type &&`, as a declaration is written: a product has spaces on both sides.
-_POINTER = re.compile(r"[\w>]\s*(?<! )[*&]+(?!=)|[\w>]\s+\([*&]\s*\w+\s*\)\s*\[")
+# `type*`, as declarations are written (a product has spaces on both sides), and `type (&name)[`.
+_POINTER = re.compile(r"[\w>][*&]+(?!=)|[\w>](?=\s+\([*&]\s*\w+\s*\)\s*\[)")
+_TYPE_BEFORE = re.compile(r"(?:\b(?!return\b|else\b)[A-Za-z_]\w*|\w>|[\w>][*&])\s+$")
 _FUNCTION = re.compile(r"\b([A-Za-z_]\w*)\s*\([^;{}]*\)\s*(?:const\s*)?\{")
+_CALL = re.compile(r"\b([A-Za-z_]\w*)\s*(?:<[^;<>]*>)?\s*\(")
+_NO_VARIABLES = {"using", "typedef", "template", "struct", "enum"}
 _NOT_FUNCTIONS = {"if", "for", "while", "switch", "return", "sizeof"}
 
 
@@ -112,10 +115,7 @@ def _mlx_names(source: _Source) -> _Found:
 
 def _declares(code: str, at: int) -> bool:
     """Whether the name at `at` follows a type, as in a declaration."""
-    before = re.search(r"([A-Za-z_]\w*|[>*&])\s+$", code[:at])
-    if before is None or before.group(1) in ("return", "else"):
-        return False
-    return before.group(1)[0] not in ">*&" or not code[: before.start()].endswith(" ")
+    return _TYPE_BEFORE.search(code[max(0, at - 80) : at]) is not None
 
 
 def _program_scope(source: _Source) -> _Found:
@@ -125,15 +125,11 @@ def _program_scope(source: _Source) -> _Found:
     for at, character in enumerate(functions):
         depth += (character in "{(") - (character in "})")
         if depth == 0 and character in ";}":
-            statement = functions[start:at]
+            statement = functions[start:at].lstrip()
             words = statement.split()
             declares = character == ";" and words and "(" not in statement.split("=")[0]
-            if declares and words[0] not in ("using", "typedef", "template", "struct", "enum"):
-                if "constant" not in words and statement.strip() != ";":
-                    yield (
-                        start + len(statement) - len(statement.lstrip()),
-                        "a variable outside of functions must be 'constant'",
-                    )
+            if declares and "constant" not in words and words[0] not in _NO_VARIABLES:
+                yield at - len(statement), "a variable outside of functions must be 'constant'"
             start = at + 1
 
 
@@ -145,11 +141,20 @@ def _threadgroup(source: _Source) -> _Found:
 
 def _address_space(source: _Source) -> _Found:
     for match in _POINTER.finditer(source.code):
-        declaration = re.split(r"[;{}(,]|<(?![^<>]*>)", source.code[: match.end() - 1])
-        # Of `(thread float (&rows)[2]` the part before the inner parenthesis counts.
-        words = declaration[-1] if "(" not in match.group() else declaration[-2]
-        if "operator" not in words and not re.search(rf"\b{_SPACE}\b", words):
+        declaration = source.code[_declaration(source.code, match.start()) : match.end()]
+        if not re.search(rf"\b(?:{_SPACE}|operator)\b", declaration):
             yield match.start(), "a pointer or reference names no address space"
+
+
+def _declaration(code: str, at: int) -> int:
+    """Where the type that ends at `at` begins: after what opens or separates, outside of <...>."""
+    depth = 0
+    for start in range(at, -1, -1):
+        closes = code[start] == ">" and code[start - 1] != "-"
+        depth += closes - (code[start] == "<")
+        if depth < 0 or (depth == 0 and code[start] in ";{}(,="):
+            return start + 1
+    return 0
 
 
 def _recursion(source: _Source) -> _Found:
@@ -161,11 +166,14 @@ def _recursion(source: _Source) -> _Found:
         if name in _NOT_FUNCTIONS:
             continue
         end = _closing(source.code, match.end())
-        inside = re.findall(r"\b([A-Za-z_]\w*)\s*(?:<[^;<>]*>)?\s*\(", source.code[match.end() : end])
+        inside = re.findall(
+            r"\b([A-Za-z_]\w*)\s*(?:<[^;<>]*>)?\s*\(", source.code[match.end() : end]
+        )
         calls.setdefault(name, set()).update(inside)
         places.setdefault(name, match.start())
     for name, place in places.items():
-        reached, todo = set(), [name]
+        reached: set[str] = set()
+        todo = [name]
         while todo:
             for other in calls.get(todo.pop(), set()) - reached:
                 reached.add(other)

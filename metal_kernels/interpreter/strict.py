@@ -16,15 +16,13 @@ import mlx.core as mx
 
 from . import toolchain, translate
 from .kernel_call import Scalar
-from .lint import lint
 from .signature import Input, Mentions, Signature, TemplateArgument
-
-__all__ = ["Strict", "lint"]
 
 _FLAGS = (
     "-DMETAL_CPU_ADDRESS_SPACES",
     "-Wno-duplicate-decl-specifier",  # the macro `constant` is const as well
     "-Werror=vla",
+    "-Wno-unused-command-line-argument",  # ziglang adds what -S makes useless
 )
 _SPACES = ("thread", "device", "constant", "threadgroup")  # as the shim numbers them
 

@@ -31,10 +31,10 @@ _KERNEL = (
     "-nostdinc",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fwrapv",  # an offset that overflows does so here, too, and is then out of bounds
     # MLX's CPU allocator aligns to 8 bytes, a GPU's to a page: 16-byte loads must not rely on more.
     "-fmax-type-align=8",
     # MLX's CPU allocator gives addresses at multiples of 8; Metal's buffers start at pages.
-    "-fmax-type-align=8",
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-fno-sanitize=undefined",

@@ -36,7 +36,7 @@ def function(signature: Signature, header: str, source: str) -> str:
     return (
         '#include "mlx_prelude.h"\nusing namespace metal;\n'
         f'{header}\n#line 1 "signature"\n{signature.head}'
-        f'#line 1 "{signature.name}"\n{_with_arena(source)}\n}}\n'
+        f'#line 1 "{signature.name}"\n{_with_arena(source)}\n#line 1 "signature"\n}}\n'
     )
 
 

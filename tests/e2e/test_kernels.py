@@ -3,9 +3,9 @@
 
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
-from tests.metal_kernels.hazards import Logger, prove, prove_always
 
 from metal_kernels import interpreter
+from tests.metal_kernels.hazards import Logger, prove, prove_always
 
 
 class Counted:

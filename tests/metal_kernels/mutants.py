@@ -327,6 +327,7 @@ _OVERFLOWS: _Faults = {
     ],
     (PREFILL, "prefill", BOUNDS): [
         ("offset in 31 bits", "pool + slot * row_size", "pool + int(slot * row_size)"),
+        ("slot in 31 bits", "const ulong slot = context", "const int slot = context"),
     ],
     (WRITE, "write", WRONG): [
         ("offset in 32 bits", "(key_pool) + target * KEY", "(key_pool) + uint(target) * KEY"),
@@ -347,6 +348,7 @@ _OVERFLOWS: _Faults = {
             "first_slot * HEAD_SIZE + first;",
             "int(first_slot * HEAD_SIZE) + first;",
         ),
+        ("slot in 31 bits", "const ulong first_slot", "const int first_slot"),
     ],
     (BLOCKS, "copy", WRONG): [
         ("source's offset in 32 bits", "(head_start + s", "static_cast<uint>(head_start + s"),

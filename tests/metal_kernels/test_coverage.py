@@ -9,7 +9,7 @@ import pytest
 
 import metal_kernels
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.interpreter.coverage import Coverage
+from metal_kernels.interpreter import Coverage
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.paged_attention.batches import make_batch
 

@@ -80,7 +80,9 @@ def build(model_type: str):
 def executor(model, model_type: str, num_blocks: int):
     layers = attention_layers(model, model_type)
     regions = {
-        layer.name: ScatterRegion(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+        layer.name: ScatterRegion(
+            num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32
+        )
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}

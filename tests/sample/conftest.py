@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 from vllm import SamplingParams
 
 Distribution = Callable[..., np.ndarray]
@@ -58,6 +59,27 @@ def _distribution(
 def _softmax(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
+
+
+def _assert_follows(counts: np.ndarray, expected: np.ndarray) -> None:
+    """counts: int [B], how often each outcome came. expected: float64 [B], its probability.
+
+    A right sampler fails with probability 1e-4 over the choice of engine seed; the seed is fixed,
+    so a pass today is a pass tomorrow. Impossible outcomes must never come.
+    """
+    num_draws = counts.sum()
+    assert counts[expected == 0].sum() == 0
+    rare = expected * num_draws < 5  # chi-square needs about five expected draws per bin
+    observed = [*counts[~rare], counts[rare].sum()]
+    wanted = [*(expected[~rare] * num_draws), expected[rare].sum() * num_draws]
+    if wanted[-1] == 0:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert chisquare(observed, wanted).pvalue > 1e-4
+
+
+@pytest.fixture(scope="session")
+def assert_follows() -> Callable[[np.ndarray, np.ndarray], None]:
+    return _assert_follows
 
 
 @pytest.fixture(scope="session")

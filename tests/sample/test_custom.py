@@ -14,7 +14,7 @@ from vllm.v1.sample.logits_processor import (
     MoveDirectionality,
 )
 
-from vllm_metal.sample import CustomProcessors, Sampler
+from vllm_metal.sample import CustomProcessors, Sampler, Windows
 
 V = 32
 
@@ -157,6 +157,18 @@ def test_output_tokens_left_behind_are_an_error():
     under_test.add(0, SamplingParams(), [1], [])
     with pytest.raises(RuntimeError, match="append the previous step's tokens"):
         under_test.sample(mx.zeros((1, V)), np.zeros(1, np.int32), np.ones(1, np.int32))
+
+
+def test_drafts_are_refused():
+    under_test = sampler(OnlyEven, ForceToken)
+    under_test.add(0, SamplingParams(temperature=0), [1, 2], [])
+    zeros, start = np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    windows = Windows(start, start + 2, mx.array([3, -1]))
+    with pytest.raises(ValueError, match=r"\(OnlyEven, ForceToken\) cannot be combined"):
+        under_test.sample(mx.zeros((2, V)), zeros, np.arange(2, dtype=np.int32), windows=windows)
+    single = Windows(start, start + 1, mx.array([-1]))
+    out = under_test.sample(mx.zeros((1, V)), start, start, windows=single)
+    assert out.num_accepted.tolist() == [0]
 
 
 def test_no_processors_means_no_waiting():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded model with its paged caches: an InputBatch in, logits out."""
+"""A loaded model with its paged caches: rows in, logits out."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
-from vllm_metal.inputs import InputBatch, step_layout
 from vllm_metal.kv_cache.region import Region, StepLayout
 from vllm_metal.models.loader import SelectedRows
 from vllm_metal.requests import BlockTables
+from vllm_metal.rows import Rows, step_layout
 
 if TYPE_CHECKING:
     from vllm_metal.models.layers import AttentionLayer
@@ -27,7 +27,7 @@ class ModelExecutor:
     def __init__(
         self,
         model: nn.Module,
-        rows: SelectedRows,
+        selected: SelectedRows,
         layers: Sequence[AttentionLayer],
         regions: Mapping[str, Region],
         group_of: Mapping[str, int],
@@ -36,14 +36,14 @@ class ModelExecutor:
         """
         Args:
             model: an mlx-lm model.
-            rows: its row selection, made once per model.
+            selected: its row selection, made once per model.
             layers: its attention layers, in the order of its caches.
             regions: pool region by layer name.
             group_of: KV cache group by layer name.
             block_size: tokens of a block.
         """
         self._model = model
-        self._rows = rows
+        self._head_rows = selected
         self._block_size = block_size
         self._caches = [PagedCache(regions[layer.name]) for layer in layers]
         self._regions = list(dict.fromkeys(regions.values()))
@@ -74,19 +74,21 @@ class ModelExecutor:
                 sources, targets = np.array(copied, np.int32).T
                 region.copy_blocks(sources, targets)
 
-    def forward(self, batch: InputBatch, block_tables: BlockTables) -> mx.array:
-        """[N + prompt rows, V] logits of the batch's `logits_indices`, not yet computed."""
+    def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
+        """[N, V] logits of the rows' `logits_indices`, not yet computed."""
         for region in self._regions:
             region.begin_step()
         layouts: dict[int, StepLayout] = {}
         for (group, shape, window), caches in self._kinds.items():
             if group not in layouts:
-                layouts[group] = step_layout(batch, block_tables.tables_np[group], self._block_size)
+                layouts[group] = step_layout(rows, block_tables.tables_np[group], self._block_size)
             plan = self._region_type.plan(layouts[group], shape, window)
-            metadata = AttentionMetadata(batch.positions, plan)
+            metadata = AttentionMetadata(rows.positions, plan)
             for cache in caches:
                 cache.begin_step(metadata)
-        return self._rows.logits(self._model, batch.input_ids, self._caches, batch.logits_indices)
+        return self._head_rows.logits(
+            self._model, rows.input_ids, self._caches, rows.logits_indices
+        )
 
     def pool_arrays(self) -> list[mx.array]:
         """The pool as it stands, for whoever must wait for it or measure it."""

@@ -5,6 +5,7 @@ from vllm_metal.sample.custom import CustomProcessors
 from vllm_metal.sample.logprobs import Logprobs, prompt_logprobs
 from vllm_metal.sample.sampler import GrammarMask, Sampler, SamplerOutput
 from vllm_metal.sample.validate import validate
+from vllm_metal.sample.windows import Windows, num_accepted
 
 __all__ = [
     "CustomProcessors",
@@ -12,6 +13,8 @@ __all__ = [
     "Logprobs",
     "Sampler",
     "SamplerOutput",
+    "Windows",
+    "num_accepted",
     "prompt_logprobs",
     "validate",
 ]

@@ -65,18 +65,50 @@ class BadWords:
         if self._width == 0:
             return add_at(logits, word_rows, last, NEG_INF)
         prefixes = mx.array(np.concatenate([_pad_left(w.prefixes, self._width) for w in words]))
-        context = self._recent[mx.array(step.slots[word_rows])]
+        context = self._context(word_rows, step)
         matched = mx.all((prefixes == context) | (prefixes == _ANY), axis=-1)
         return add_at(logits, word_rows, last, mx.where(matched, NEG_INF, 0.0))
 
-    def record(self, token_ids: mx.array, step: Step) -> None:
-        """Appends the tokens just sampled, int32 [N], to their requests' contexts."""
+    def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
+        """Appends the tokens just sampled, int32 [N], to their requests' contexts.
+
+        accepted: int32 [R], drafts of each window that were; None without windows.
+        """
         if self._width == 0:
             return
         rows = step.rows_using(Feature.BAD_WORDS)
+        if step.windows is None or accepted is None:
+            slots = mx.array(step.slots[rows])
+            newest = token_ids[mx.array(rows)][:, None]
+            self._recent[slots] = mx.concatenate([self._recent[slots][:, 1:], newest], axis=1)
+            return
+        starts = rows[step.windows.offsets_np[rows] == 0]
+        slots = mx.array(step.slots[starts])
+        kept = accepted[mx.array(step.windows.index_np[starts])] + 1
+        self._recent[slots] = self._followed_by(token_ids, slots, mx.array(starts), kept)
+
+    def _context(self, rows: np.ndarray, step: Step) -> mx.array:
+        """int32 [M, L], the tokens before each of `rows`, int32 [M]; drafts count as output."""
         slots = mx.array(step.slots[rows])
-        newest = token_ids[mx.array(rows)][:, None]
-        self._recent[slots] = mx.concatenate([self._recent[slots][:, 1:], newest], axis=1)
+        if step.windows is None:
+            return self._recent[slots]
+        offsets = step.windows.offsets_np[rows]
+        return self._followed_by(
+            step.windows.draft_ids, slots, mx.array(rows - offsets), mx.array(offsets)
+        )
+
+    def _followed_by(
+        self, tokens: mx.array, slots: mx.array, starts: mx.array, counts: mx.array
+    ) -> mx.array:
+        """int32 [M, L], the contexts of `slots` after counts[i] more tokens, tokens[starts[i]:].
+
+        tokens: int32 [N]. slots, starts, counts: int32 [M].
+        """
+        column = counts[:, None] + mx.arange(self._width)
+        old = slots[:, None] * self._width + column
+        new = self._recent.size + starts[:, None] + column - self._width
+        everything = mx.concatenate([self._recent.reshape(-1), tokens])
+        return everything[mx.where(column < self._width, old, new)]
 
     @property
     def _width(self) -> int:

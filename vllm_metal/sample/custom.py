@@ -141,7 +141,15 @@ class CustomProcessors:
         self._batch.remove(slot)
 
     def begin_step(self, step: Step) -> None:
-        """Reports batch changes. Raises RuntimeError if a request's output list is behind."""
+        """Reports batch changes. Raises RuntimeError if a request's output list is behind, and
+        ValueError if there are drafts to verify, which processors have no way to see."""
+        if step.windows is not None and (step.windows.lens_np > 1).any():
+            names = ", ".join(type(processor).__name__ for processor in self._processors.all)
+            raise ValueError(
+                f"custom logits processors ({names}) cannot be combined with speculative decoding; "
+                "remove --logits-processors (or the plugin that brings them) or "
+                "--speculative-config"
+            )
         for slot, expected in zip(
             step.slots.tolist(), step.num_output_tokens.tolist(), strict=True
         ):

@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_metal.sample.state import Feature, Step
 from vllm_metal.sample.transforms import penalise
+from vllm_metal.sample.windows import Windows
 
 _IN_PROMPT = 1
 _ONE_OUTPUT = 2
@@ -52,19 +53,29 @@ class Penalties:
             step.rows["features"] & np.uint32(Feature.PENALTIES), self._row_of_slot[step.slots], 0
         )
         table = self._table[mx.array(rows)]
+        if step.windows is not None:
+            table = _count_drafts(table, step.windows)
         repetition, frequency, presence = (
             mx.array(step.column(name)) for name in ("repetition", "frequency", "presence")
         )
         counts = mx.right_shift(table, 1)
         return penalise(logits, table > 0, counts, repetition, frequency, presence)
 
-    def record(self, token_ids: mx.array, step: Step) -> None:
-        """Counts the tokens just sampled, int32 [N], without looking at them."""
+    def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
+        """Counts the tokens just sampled, int32 [N], without looking at them.
+
+        accepted: int32 [R], drafts of each window that were; None without windows.
+        """
+        count: int | mx.array = _ONE_OUTPUT
+        if step.windows is not None and accepted is not None:
+            count = _ONE_OUTPUT * step.windows.kept(accepted).astype(mx.int32)
         rows = step.rows_using(Feature.PENALTIES)
         if len(rows) < len(step.slots):
-            token_ids = token_ids[mx.array(rows)]
+            index = mx.array(rows)
+            token_ids = token_ids[index]
+            count = count[index] if isinstance(count, mx.array) else count
         table_rows = mx.array(self._row_of_slot[step.slots[rows]])
-        self._table = self._table.at[table_rows, token_ids].add(_ONE_OUTPUT)
+        self._table = self._table.at[table_rows, token_ids].add(count)
 
     def _write(self) -> None:
         if not self._unwritten:
@@ -77,6 +88,16 @@ class Penalties:
             self._table = mx.concatenate([self._table, extra])
         self._table[mx.array(rows)] = mx.array(np.stack(list(self._unwritten.values())))
         self._unwritten.clear()
+
+
+def _count_drafts(table: mx.array, windows: Windows) -> mx.array:
+    """int32 [N, V], occurrences as each row would find them, were the drafts before it output."""
+    later, earlier = windows.earlier_np
+    if len(later) == 0:
+        return table
+    # What follows a draft outside the vocabulary is discarded: it may count as any token.
+    drafts = mx.clip(windows.draft_ids, 0, table.shape[1] - 1)
+    return table.at[mx.array(later), drafts[mx.array(earlier)]].add(_ONE_OUTPUT)
 
 
 def _bincount(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:

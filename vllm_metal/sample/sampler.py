@@ -22,6 +22,7 @@ from vllm_metal.sample.penalties import Penalties
 from vllm_metal.sample.random import RowKeys, draw
 from vllm_metal.sample.state import NO_LOGPROBS, Feature, SlotTable, Step
 from vllm_metal.sample.transforms import apply_bitmask, keep_min_p, keep_top_k_top_p
+from vllm_metal.sample.windows import Windows, num_accepted
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,18 @@ class GrammarMask:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """token_ids: int32 [N], lazy. logprobs: None when no row asked for any."""
+    """What a step sampled, all of it lazy.
+
+    token_ids: int32 [N], by row. Of a window only the first 1 + num_accepted are output.
+    logprobs: by row; None when no row asked for any.
+    last_token_ids: int32 [R], the newest token of each request.
+    num_accepted: int32 [R], drafts of each window that are output; None without windows.
+    """
 
     token_ids: mx.array
     logprobs: Logprobs | None
+    last_token_ids: mx.array
+    num_accepted: mx.array | None
 
 
 class Sampler:
@@ -125,21 +134,28 @@ class Sampler:
         slots: np.ndarray,
         num_output_tokens: np.ndarray,
         grammar: GrammarMask | None = None,
+        windows: Windows | None = None,
     ) -> SamplerOutput:
-        """Samples the next token of each row and records it in the requests' device state.
+        """Samples the next token of each row and records what is output in the requests' device
+        state.
 
         logits: float16, bfloat16 or float32 [N, V]. slots: int32 [N], the request of each row,
-        without repeats. num_output_tokens: int32 [N], tokens each request generated before this
-        one, also those the host has not seen yet.
-        Raises ValueError if the logits' shape is not [len(slots), vocab_size].
+        which repeats within a window only. num_output_tokens: int32 [N], tokens each request
+        generated before this one, also those the host has not seen yet, and the drafts before the
+        row. windows: the drafts to verify; None: every row is a request of its own.
+        Raises ValueError if the logits' shape is not [len(slots), vocab_size], if windows have
+        another number of rows, and if there are drafts and custom processors.
         """
         if logits.shape != (len(slots), self._vocab_size):
             raise ValueError(
                 f"logits have shape {logits.shape}; expected {(len(slots), self._vocab_size)}"
             )
+        if windows is not None and len(slots) != len(windows.offsets_np):
+            raise ValueError(f"windows have {len(windows.offsets_np)} rows; expected {len(slots)}")
         if len(slots) == 0:
-            return SamplerOutput(mx.zeros((0,), dtype=mx.int32), None)
-        step = self._slots.step(slots, num_output_tokens)
+            none = mx.zeros((0,), dtype=mx.int32)
+            return SamplerOutput(none, None, none, None if windows is None else none)
+        step = self._slots.step(slots, num_output_tokens, windows)
         if grammar is not None and len(grammar.rows):
             logits = apply_bitmask(logits, grammar.rows, grammar.bitmask)
         processed = self._constrain(logits, step)
@@ -150,9 +166,14 @@ class Sampler:
             token_ids = draw(processed, self._keys.keys(step), _noise_scale(step))
         else:
             token_ids = mx.argmax(processed, axis=-1).astype(mx.int32)
-        self._record(token_ids, step)
+        last_token_ids, accepted = token_ids, None
+        if windows is not None:
+            accepted = num_accepted(token_ids, windows)
+            last_token_ids = token_ids[mx.array(windows.starts_np) + accepted]
+        self._record(token_ids, step, accepted)
         scores = processed if self._processed_logprobs else logits
-        return SamplerOutput(token_ids, self._logprobs(scores, token_ids, step))
+        logprobs = self._logprobs(scores, token_ids, step)
+        return SamplerOutput(token_ids, logprobs, last_token_ids, accepted)
 
     def _constrain(self, logits: mx.array, step: Step) -> mx.array:
         """What may change the most likely token, except penalties; any float in, and out where
@@ -183,11 +204,11 @@ class Sampler:
             logits = keep_top_k_top_p(logits, step.column("top_k"), top_p)
         return logits
 
-    def _record(self, token_ids: mx.array, step: Step) -> None:
+    def _record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
         if step.uses(Feature.PENALTIES):
-            self._penalties.record(token_ids, step)
+            self._penalties.record(token_ids, step, accepted)
         if step.uses(Feature.BAD_WORDS):
-            self._bad_words.record(token_ids, step)
+            self._bad_words.record(token_ids, step, accepted)
 
     def _logprobs(self, scores: mx.array, token_ids: mx.array, step: Step) -> Logprobs | None:
         width = step.num_logprobs

@@ -12,6 +12,8 @@ from enum import IntFlag
 import numpy as np
 from vllm import SamplingParams
 
+from vllm_metal.sample.windows import Windows
+
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy; the threshold vLLM documents for `temperature`."""
 
@@ -59,12 +61,14 @@ class Step:
     num_output_tokens: int32 [N], tokens generated before this one.
     rows: structured array [N], the slot table's row of each logits row.
     active: the union of the rows' features.
+    windows: of drafts to verify; None where every row is a request of its own.
     """
 
     slots: np.ndarray
     num_output_tokens: np.ndarray
     rows: np.ndarray
     active: int
+    windows: Windows | None
 
     def uses(self, feature: Feature) -> bool:
         return bool(self.active & feature)
@@ -115,10 +119,12 @@ class SlotTable:
         row["seed"] = (params.seed or 0) & 0xFFFF_FFFF_FFFF_FFFF
         return features
 
-    def step(self, slots: np.ndarray, num_output_tokens: np.ndarray) -> Step:
+    def step(
+        self, slots: np.ndarray, num_output_tokens: np.ndarray, windows: Windows | None
+    ) -> Step:
         rows = self._table[slots]
         active = int(np.bitwise_or.reduce(rows["features"]))
-        return Step(slots, num_output_tokens, rows, active)
+        return Step(slots, num_output_tokens, rows, active, windows)
 
 
 def _features(params: SamplingParams, vocab_size: int) -> Feature:

@@ -33,8 +33,11 @@ void copy_resident(char* to, const char* from, uint64_t bytes) {
     char* aligned = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(at) & ~(system_page - 1));
     uint64_t length = uint64_t(end - aligned);
     if (length > chunk_pages * system_page) length = chunk_pages * system_page;
-    const bool known =
-        mincore(aligned, length, reinterpret_cast<decltype(&resident[0])>(resident)) == 0;
+#if defined(__APPLE__)
+    const bool known = mincore(aligned, length, reinterpret_cast<char*>(resident)) == 0;
+#else
+    const bool known = mincore(aligned, length, resident) == 0;
+#endif
     for (uint64_t i = 0; i * system_page < length; ++i) {
       const char* first = aligned + i * system_page;
       const char* last = first + system_page;

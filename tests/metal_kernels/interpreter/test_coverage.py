@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_kernels.interpreter.coverage import Coverage
+from metal_kernels.interpreter import Coverage
 
 # At the end of a line: "yes", executed; "no", executable and missed; neither, no code.
 HEADER = """\

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which lines of .metal files were executed.
+
+Kernels are compiled without optimisation and with a flag for each basic block, which the block
+sets. Debug information tells which lines a block's instructions come from, through `#line` and over
+all instantiations of a template. So a line is executable if any compiled instantiation has code for
+it; branches that template arguments rule out in all of them are not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from . import lines, toolchain
+from .kernel_call import Executor
+from .launch import Buffer, Result, Schedule
+
+_MODE = toolchain.Mode(
+    "coverage",
+    ("-O0", "-fsanitize-coverage=bb,inline-bool-flag,pc-table,no-prune"),
+    (),
+    (*toolchain.RUN.runtime_sources, "coverage.cpp"),
+)
+
+_Flags = npt.NDArray[np.uint8]
+
+
+class Lines(NamedTuple):
+    """Line numbers of one file."""
+
+    executed: frozenset[int]
+    executable: frozenset[int]
+
+    @property
+    def missed(self) -> list[int]:
+        return sorted(self.executable - self.executed)
+
+
+@dataclass(frozen=True)
+class _Image:
+    """A kernel's library in this process."""
+
+    flags: _Flags  # of each block; what is set is reset by hand
+    starts: npt.NDArray[np.uint64]  # where each begins, as an address within the library
+    rows: list[lines.Row]
+
+    def lines(self, executed: _Flags) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+        """(file, line) executed, if the blocks flagged in `executed` were, and executable."""
+        order = np.argsort(self.starts)
+        addresses = np.array([row.address for row in self.rows], np.uint64)
+        blocks = order[np.searchsorted(self.starts[order], addresses, side="right") - 1]
+        found: tuple[set[tuple[str, int]], set[tuple[str, int]]] = (set(), set())
+        for row, after, block in zip(self.rows, self.rows[1:], blocks, strict=False):
+            if row.line and row.file.endswith(".metal") and row.address != after.address:
+                found[1].add((row.file, row.line))
+                if executed[block]:
+                    found[0].add((row.file, row.line))
+        return found
+
+
+class Coverage:
+    """Runs kernels like `mx.fast.metal_kernel`, noting the lines of .metal files they execute.
+
+    Raises:
+        RuntimeError: not on Linux, or without the package pyelftools.
+    """
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise RuntimeError("Coverage of kernels reads ELF files: run it on Linux.")
+        if importlib.util.find_spec("elftools") is None:
+            raise RuntimeError(
+                "Coverage of kernels reads debug information: pip install pyelftools"
+            )
+        self._executed: dict[tuple[Path, int], _Flags] = {}
+        self.metal_kernel = Executor(_MODE, Schedule.parse("forward"), self._record).metal_kernel
+
+    def report(self) -> dict[str, Lines]:
+        """Lines of each .metal file, by its name, over all kernels run so far."""
+        executed: set[tuple[str, int]] = set()
+        executable: set[tuple[str, int]] = set()
+        for place, flags in self._executed.items():
+            for whole, part in zip(
+                (executed, executable), _image(*place).lines(flags), strict=True
+            ):
+                whole |= part
+        return {
+            file: Lines(
+                frozenset(line for name, line in executed if name == file),
+                frozenset(line for name, line in executable if name == file),
+            )
+            for file in sorted({name for name, _ in executable})
+        }
+
+    def _record(self, kernel: str, buffers: Sequence[Buffer], result: Result) -> None:
+        place = (result.program.library, result.program.entry)
+        flags = _image(*place).flags
+        executed = self._executed.setdefault(place, np.zeros_like(flags))
+        executed |= flags
+        flags[:] = 0  # a library stays loaded; another Coverage must not see this run
+
+
+@cache
+def _image(library: Path, entry: int) -> _Image:
+    """Of the library whose `metal_cpu_entry` is at `entry` of this process."""
+    from elftools.elf.elffile import ELFFile
+
+    offset, rows = lines.rows(library)
+    base = entry - offset
+
+    def section(name: str) -> _Flags:
+        """Bytes of the loaded library, not of the file: addresses in it are relocated."""
+        found = elf.get_section_by_name(name)
+        assert found is not None
+        raw = (ctypes.c_uint8 * found["sh_size"]).from_address(base + found["sh_addr"])
+        return np.ctypeslib.as_array(raw)
+
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        flags = section("__sancov_bools")
+        pairs = section("__sancov_pcs").view(np.uint64)  # where a block begins, of what kind it is
+    starts = pairs[::2] - np.uint64(base)
+    # What the linker dropped it leaves in the table, at address 0.
+    return _Image(flags, starts, [row for row in rows if row.address >= starts.min()])

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's grammar bitmasks, matched to the rows that sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.inputs import InputBatch
+from vllm_metal.sample import GrammarMask
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+
+
+def masked(batch: InputBatch, output: GrammarOutput) -> tuple[GrammarMask | None, InputBatch]:
+    """Masks of the rows that have one, and the batch without drafts the grammars did not see.
+
+    The scheduler sends a mask for each request's next token and for what follows each row reserved
+    for a draft, in the order of its own list.
+    """
+    sampling = {batch.states[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())}
+    reserved = (
+        np.zeros(len(batch.states), np.int64)
+        if batch.drafts is None
+        else (batch.drafts.reserved_np)
+    )
+    of_request = {state.req_id: int(n) for state, n in zip(batch.states, reserved, strict=True)}
+    windows = batch.windows
+    starts = np.arange(len(sampling)) if windows is None else windows.starts_np
+    lens = np.ones(len(sampling), np.int64) if windows is None else windows.lens_np
+    rows, places, unseen, place = [], [], [], 0
+    acceptable = output.num_acceptable_drafts or [0] * len(output.structured_output_request_ids)
+    for req_id, num_seen in zip(output.structured_output_request_ids, acceptable, strict=True):
+        if (n := sampling.get(req_id)) is not None:
+            in_window = np.arange(lens[n])
+            rows.append(starts[n] + in_window)
+            places.append(place + in_window)
+            unseen.append(starts[n] + in_window[num_seen:])
+        place += 1 + of_request.get(req_id, 0)
+    if not rows:
+        return None, batch
+    mask = GrammarMask(
+        np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(places)]
+    )
+    if windows is not None and (blind := np.concatenate(unseen)).size:
+        draft_ids = np.zeros(len(batch.sample_slots_np), bool)
+        draft_ids[blind] = True
+        kept = mx.where(mx.array(draft_ids), -1, windows.draft_ids)
+        batch = dataclasses.replace(batch, windows=dataclasses.replace(windows, draft_ids=kept))
+    return mask, batch

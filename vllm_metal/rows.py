@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ragged batch as a model and the KV pool see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.kv_cache.region import StepLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """T rows of R requests; request r owns rows query_start_loc[r : r + 2], by position."""
+
+    slots_np: np.ndarray  # [R] int32
+    query_start_loc_np: np.ndarray  # [R + 1] int32
+    seq_lens_np: np.ndarray  # [R] int32, context including these rows
+    positions_np: np.ndarray  # [T] int32
+    positions: mx.array  # [T] int32
+    input_ids: mx.array  # [T] int32, on the device
+    logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
+
+
+def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int) -> StepLayout:
+    """Where the rows lie in one KV cache group's blocks.
+
+    Args:
+        rows: the batch.
+        block_table_np: [max_num_reqs, max_blocks] int32, the group's table by slot.
+        block_size: tokens of a block.
+    """
+    # Narrowed to the longest context, so that a step's cost follows what it really holds.
+    width = -(-int(rows.seq_lens_np.max()) // block_size)
+    tables = block_table_np[rows.slots_np, :width]
+    requests = np.repeat(np.arange(len(rows.slots_np)), np.diff(rows.query_start_loc_np))
+    blocks = tables[requests, rows.positions_np // block_size]
+    return StepLayout(
+        query_start_loc_np=rows.query_start_loc_np,
+        seq_lens_np=rows.seq_lens_np,
+        block_tables_np=tables,
+        slot_mapping_np=blocks * block_size + rows.positions_np % block_size,
+        block_size=block_size,
+    )

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows: the rows of a request that verify its drafts, and how many of them are accepted.
+
+Every row draws from the target's distribution as it would without drafts. A draft is accepted when
+it is the token drawn, so accepting has probability p(draft), and a refused draft leaves p without
+it, renormalised: the law of speculative sampling for a proposal that puts all mass on one token
+(Leviathan et al. 2023, arXiv:2211.17192, section 2.3). Nothing has to be drawn a second time, and
+a seeded request gets the tokens it gets without drafts.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows that verify drafts. A request's rows follow one another, each after one more draft.
+
+    starts_np: int32 [R], first row of each request. Windows leave no gap: N = sum(lens_np).
+    lens_np: int32 [R], its rows: 1 + drafts; 1: nothing to verify.
+    draft_ids: int32 [N], by row the draft for what the row samples; -1 on a window's last row. A
+    draft outside the vocabulary is legal and never accepted.
+    Raises ValueError if starts_np and lens_np disagree.
+    """
+
+    starts_np: np.ndarray
+    lens_np: np.ndarray
+    draft_ids: mx.array
+
+    def __post_init__(self) -> None:
+        ends = np.cumsum(self.lens_np)
+        if not np.array_equal(self.starts_np, ends - self.lens_np) or (self.lens_np < 1).any():
+            raise ValueError("windows need at least one row each and must leave no gap")
+        num_rows = int(ends[-1]) if len(ends) else 0
+        if self.draft_ids.shape != (num_rows,):
+            raise ValueError(
+                f"draft_ids has shape {self.draft_ids.shape}; windows: {num_rows} rows"
+            )
+
+    @cached_property
+    def offsets_np(self) -> np.ndarray:
+        """int32 [N], the number of drafts that each row comes after."""
+        return _counting(self.lens_np)
+
+    @cached_property
+    def index_np(self) -> np.ndarray:
+        """int32 [N], the window of each row."""
+        return np.repeat(np.arange(len(self.lens_np), dtype=np.int32), self.lens_np)
+
+    @cached_property
+    def earlier_np(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [P] twice: every pair of a row and a row before it in the same window."""
+        offsets = self.offsets_np
+        rows = np.arange(len(offsets), dtype=np.int32)
+        later = np.repeat(rows, offsets)
+        return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
+
+    def kept(self, accepted: mx.array) -> mx.array:
+        """bool [N], rows whose token is output: those after accepted drafts only.
+
+        accepted: int32 [R], of each window.
+        """
+        return mx.array(self.offsets_np) <= accepted[mx.array(self.index_np)]
+
+
+def num_accepted(token_ids: mx.array, windows: Windows) -> mx.array:
+    """int32 [R], lazy: leading drafts of each window that equal what was sampled, int32 [N].
+
+    A window outputs that many drafts and then the token of the row after them.
+    """
+    last = windows.lens_np[:, None] - 1
+    offsets = np.minimum(np.arange(windows.lens_np.max(initial=1), dtype=np.int32), last)
+    rows = mx.array(windows.starts_np[:, None] + offsets)
+    right = (token_ids == windows.draft_ids)[rows]
+    return mx.where(right, mx.array(last), mx.array(offsets)).min(axis=-1)
+
+
+def _counting(lens: np.ndarray) -> np.ndarray:
+    """int32: 0, 1, ..., lens[0] - 1, 0, 1, ..., lens[1] - 1, ..."""
+    ends = np.cumsum(lens)
+    total = ends[-1] if len(ends) else 0
+    return np.arange(total, dtype=np.int32) - np.repeat(ends - lens, lens).astype(np.int32)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup: what followed the text's last n-gram when it first occurred."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from vllm_metal.spec_decode.proposer import Drafts, TextProposer
+
+
+class NgramProposer(TextProposer):
+    """vLLM's methods `ngram` and `ngram_gpu`, which differ only in where vLLM runs them.
+
+    Of the n-grams that end the known tokens, `min_n <= n <= max_n`, the longest that also occurs
+    earlier (overlap is allowed) is taken at its first occurrence; the tokens after that are the
+    drafts. As in vLLM they end where the known text ends.
+    Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
+
+    Each slot keeps an index that takes in only a step's new tokens, so a step's cost does not grow
+    with the context.
+    """
+
+    def __init__(self, min_n: int, max_n: int, num_drafts: int) -> None:
+        """
+        Args:
+            min_n: prompt_lookup_min.
+            max_n: prompt_lookup_max.
+            num_drafts: num_speculative_tokens, the K of the drafts.
+
+        Raises:
+            ValueError: the settings contradict each other.
+        """
+        if not 1 <= min_n <= max_n:
+            raise ValueError(
+                f"prompt_lookup_min={min_n} and prompt_lookup_max={max_n}: "
+                "need 1 <= prompt_lookup_min <= prompt_lookup_max"
+            )
+        if num_drafts < 1:
+            raise ValueError(f"num_speculative_tokens={num_drafts}: need at least 1")
+        self._min_n, self._max_n, self._num_drafts = min_n, max_n, num_drafts
+        self._indices: dict[int, _TextIndex] = {}
+
+    def propose(
+        self,
+        token_ids_np: np.ndarray,
+        slots_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+    ) -> Drafts:
+        room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
+        limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
+        guesses = []
+        for slot, num_tokens, limit in zip(
+            slots_np.tolist(), num_tokens_np.tolist(), limits, strict=True
+        ):
+            if limit <= 0:
+                guesses.append([])
+                continue
+            text = token_ids_np[slot, :num_tokens]
+            index = self._indices.get(slot)
+            if index is None or not index.continues_as(text):
+                index = self._indices[slot] = _TextIndex(self._min_n, self._max_n)
+            index.extend(text)
+            end = index.match(text)
+            guesses.append(text[end : end + limit].tolist() if end else [])
+        return Drafts.of_lists(guesses, self._num_drafts)
+
+    def forget(self, slot: int) -> None:
+        self._indices.pop(slot, None)
+
+
+class _TextIndex:
+    """Where each n-gram of the shortest length has occurred in one growing text.
+
+    One entry a token, whatever the range of lengths: about 150 bytes, a thousandth of a token's
+    K/V. Positions are those of the token after the n-gram.
+    """
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self._min_n, self._max_n = min_n, max_n
+        self._ends: dict[bytes, int | array[int]] = {}  # n-gram's bytes: one end, or all ascending
+        self._length = 0  # tokens taken in
+        self._tail = b""  # the last few of them
+
+    def continues_as(self, text: np.ndarray) -> bool:
+        """Whether `text` starts with what was taken in, judged by its length and its last tokens.
+
+        The last tokens catch a slot taken over unannounced. A text that differs further back only
+        is found out by nobody, and costs wrong guesses.
+        """
+        length = self._length
+        return len(text) >= length and text[max(0, length - 8) : length].tobytes() == self._tail
+
+    def extend(self, text: np.ndarray) -> None:
+        """Takes in the tokens that are new in `text`."""
+        n, length = self._min_n, len(text)
+        if length == self._length:
+            return
+        start = max(0, self._length - n + 1)  # of the first new n-gram
+        data = text[start:].tobytes()
+        width = n * text.itemsize
+        ends = self._ends
+        for end, at in enumerate(range(0, len(data) - width + 1, text.itemsize), start + n):
+            gram = data[at : at + width]
+            known = ends.setdefault(gram, end)
+            # A shortest n-gram that is also the longest is only ever taken at its first place.
+            if known == end or self._min_n == self._max_n:
+                continue
+            if isinstance(known, int):
+                ends[gram] = array("i", (known, end))
+            else:
+                known.append(end)
+        self._length = length
+        self._tail = text[max(0, length - 8) :].tobytes()
+
+    def match(self, text: np.ndarray) -> int:
+        """End of the first occurrence of the longest n-gram that ends `text`; 0 if there is none.
+
+        `text` is what was taken in.
+        """
+        length, n = len(text), self._min_n
+        if length < n:
+            return 0
+        known = self._ends[text[length - n :].tobytes()]
+        if isinstance(known, int):
+            return known if known < length else 0
+        ends = np.frombuffer(known, np.int32)[:-1]  # the last is the end of the text itself
+        while n < self._max_n and len(ends) > 1:
+            # Only the first place can be the text's very start, with no token before it.
+            inner = ends[1:] if ends[0] == n else ends
+            longer = inner[text[inner - (n + 1)] == text[length - n - 1]]
+            if not len(longer):
+                break
+            ends, n = longer, n + 1
+        return int(ends[0])
