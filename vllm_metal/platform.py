@@ -38,6 +38,7 @@ BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
 MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
+SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "draft_model")
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
 
@@ -174,7 +175,6 @@ def _refuse_unsupported(config: VllmConfig) -> None:
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--enable-lora": config.lora_config is not None,
-        "--speculative-config": config.speculative_config is not None,
         "--kv-transfer-config": config.kv_transfer_config is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float32"),
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
@@ -189,6 +189,32 @@ def _refuse_unsupported(config: VllmConfig) -> None:
             "--enable-prompt-embeds": model.enable_prompt_embeds,
             "encoder-decoder models": model.is_encoder_decoder,
         }
+    refusals |= _speculation_refusals(config)
     refused = [setting for setting, asked in refusals.items() if asked]
     if refused:
         raise ValueError("vllm-metal does not support " + ", ".join(refused))
+
+
+def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
+    """What of --speculative-config cannot be honoured, by name."""
+    speculation, model = config.speculative_config, config.model_config
+    if speculation is None:
+        return {}
+    offered = ", ".join(SPECULATIVE_METHODS)
+    option = "--speculative-config "
+    return {
+        f"{option}method {speculation.method!r} (choose one of {offered})": (
+            speculation.method not in SPECULATIVE_METHODS
+        ),
+        f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
+        "lossless 'standard')": speculation.rejection_sample_method != "standard",
+        f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "
+        "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
+        f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
+        f"{option}parallel_drafting": speculation.parallel_drafting,
+        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "
+        f"for a token within --max-model-len {model.max_model_len})": (
+            speculation.num_speculative_tokens + 2 > model.max_model_len
+        ),
+        "--logits-processors together with --speculative-config": bool(model.logits_processors),
+    }

@@ -79,6 +79,8 @@ class ModelRunner:
             drafts,
         )
         logits = self._model.forward(batch, self._requests.block_tables)
+        if self._speculator is not None:
+            self._speculator.take_hidden(batch)
         self._forwarded = (batch, logits)
         return None
 
@@ -118,10 +120,10 @@ class ModelRunner:
         if self._speculator is None or self._newest is None:
             return None
         if self._forwarded is not None:
-            drafts = self._speculator.laid_out
+            drafts = self._speculator.laid_out()
         else:
             self._speculator.learn(self._newest)
-            drafts = self._speculator.propose(self._newest.batch)
+            drafts = self._speculator.after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
     def _update_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -131,7 +133,7 @@ class ModelRunner:
                 if self._speculator is not None:
                     self._speculator.forget(gone.slot)
         for data in scheduler_output.scheduled_new_reqs:
-            self._enter_sampler(self._requests.add(data).req_id)
+            self._enter(self._requests.add(data).req_id)
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             if req_id not in cached.resumed_req_ids:
@@ -143,10 +145,14 @@ class ModelRunner:
             self._requests.resume(
                 req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
             )
-            self._enter_sampler(req_id)
+            self._enter(req_id)
 
-    def _enter_sampler(self, req_id: str) -> None:
+    def _enter(self, req_id: str) -> None:
+        """Makes a new or resumed request known to those who keep something of it."""
         state = self._requests[req_id]
+        if self._speculator is not None:
+            num_computed = int(self._requests.num_computed_tokens_np[state.slot])
+            self._speculator.begin(state.slot, num_computed)
         self._sampler.add(
             state.slot, state.sampling_params, state.prompt_token_ids, state.output_token_ids
         )

@@ -24,6 +24,8 @@ from vllm_metal.outputs import StepOutput
 from vllm_metal.requests import BlockTables, Requests
 from vllm_metal.runner import ModelRunner
 from vllm_metal.sample import CustomProcessors, Sampler
+from vllm_metal.spec_decode.choice import make_speculator
+from vllm_metal.spec_decode.networks import load_network
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -52,9 +54,12 @@ class MetalWorker(WorkerBase):
         self.model = loader.load(self.vllm_config)
         self.layers = attention_layers(self.model, loader.model_type(self.vllm_config))
         self._rows = loader.SelectedRows(self.model)
+        self._draft = load_network(self.vllm_config, self.model, self._rows)
+        # Both models' K/V lie in the same blocks.
+        self._all_layers = [*self.layers, *(self._draft.layers if self._draft else ())]
         self._region_type = choice.region_type(
             self.current_platform.mlx_device,
-            self.layers,
+            self._all_layers,
             loader.mlx_dtype(self.vllm_config),
             self.cache_config.block_size,
         )
@@ -68,7 +73,7 @@ class MetalWorker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         dtype = loader.torch_dtype(self.vllm_config)
-        return kv_cache_specs(self.layers, self.cache_config.block_size, dtype)
+        return kv_cache_specs(self._all_layers, self.cache_config.block_size, dtype)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # layer outermost: a region a layer, slots of a block in order
@@ -80,17 +85,20 @@ class MetalWorker(WorkerBase):
         return budget.available_for_pool(
             self.current_platform.mlx_device,
             self.cache_config.gpu_memory_utilization,
-            len(self.layers),
-            lambda: profile_step(
-                self.model, self._rows, self.layers, self.vllm_config, self._region_type
-            ),
+            len(self._all_layers),
+            self._largest_step,
         )
+
+    def _largest_step(self) -> None:
+        profile_step(self.model, self._rows, self.layers, self.vllm_config, self._region_type)
+        if self._draft is not None:
+            self._draft.profile(self._region_type)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         block_size = self.cache_config.block_size
         regions = allocate_regions(
             kv_cache_config,
-            self.layers,
+            self._all_layers,
             block_size,
             loader.mlx_dtype(self.vllm_config),
             self._region_type,
@@ -104,6 +112,8 @@ class MetalWorker(WorkerBase):
         # One spare block: a step in flight past the last position may still be given one.
         tables = BlockTables(len(groups), max_num_reqs, -(-max_len // block_size) + 1)
         self._requests = Requests(max_num_reqs, max_len, tables)
+        network = self._draft.proposer(regions, group_of, tables) if self._draft else None
+        speculator = make_speculator(self.vllm_config, self._requests, network)
         sampler = Sampler(
             self.vocab_size,
             max_num_reqs,
@@ -111,7 +121,13 @@ class MetalWorker(WorkerBase):
             self.model_config.seed,
             CustomProcessors(self.vllm_config),
         )
-        self.runner = ModelRunner(executor, self._requests, sampler, max_num_reqs)
+        self.runner = ModelRunner(
+            executor,
+            self._requests,
+            sampler,
+            max_num_reqs,
+            speculator,
+        )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         set_random_seed(self.model_config.seed)
@@ -124,7 +140,7 @@ class MetalWorker(WorkerBase):
         return self.runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return None
+        return self.runner.take_draft_token_ids()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
@@ -161,7 +177,7 @@ class MetalWorker(WorkerBase):
     def shutdown(self) -> None:
         """Lets go of the model and the pool, once nothing on the device uses them."""
         mx.synchronize()
-        for name in ("runner", "model", "_rows", "_requests"):
+        for name in ("runner", "model", "_draft", "_rows", "_requests"):
             if hasattr(self, name):
                 delattr(self, name)
         gc.collect()

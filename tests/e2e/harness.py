@@ -47,9 +47,12 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 def counters(llm: LLM) -> dict[str, float]:
-    """vLLM's own metrics: counters and gauges by name, histograms by name and their sum."""
+    """vLLM's own metrics: counters and gauges by name, histograms by their sum, vectors by place."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
+        if hasattr(metric, "values"):
+            found |= {f"{metric.name}:{place}": value for place, value in enumerate(metric.values)}
+            continue
         value = metric.value if hasattr(metric, "value") else metric.sum
         found[metric.name] = found.get(metric.name, 0) + value
         if hasattr(metric, "count"):

@@ -114,3 +114,69 @@ def test_a_family_mlx_lm_lacks_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(loader.ModelLoadError, match="opt"):
         load(tmp_path)
+
+
+def load_pair(target, draft, **options):
+    """The draft model of a target, loaded for it."""
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    args = EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        speculative_config=speculation,
+        **options,
+    )
+    config = args.create_engine_config()
+    loader.check_draft_vocabulary(config)
+    return loader.load_draft(config)
+
+
+def write_tokenizer(folder, tokens, added=(), unigram=False):
+    if unigram:
+        vocab = [[token, -1.0] for token in tokens]
+    else:
+        vocab = {token: index for index, token in enumerate(tokens)}
+    special = [{"id": index, "content": token} for index, token in added]
+    content = {"model": {"vocab": vocab}, "added_tokens": special}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Folders of a target and of a draft model with one layer."""
+    folders = tmp_path / "target", tmp_path / "draft"
+    for folder, num_layers in zip(folders, (2, 1), strict=True):
+        folder.mkdir()
+        write(folder, num_hidden_layers=num_layers)
+    return folders
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_draft_model_comes_in_the_targets_dtype(pair, dtype):
+    target, draft = pair
+    model = load_pair(target, draft, dtype=dtype)
+    assert len(model.layers) == 1
+    reference, _ = load_model(draft)
+    dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
+    assert dtypes == {getattr(mx, dtype)}
+    np.testing.assert_allclose(logits(model), logits(reference), atol=0.02)
+
+
+@pytest.mark.parametrize("unigram", [False, True])
+def test_vocabularies_that_contradict_each_other_are_refused(pair, unigram):
+    target, draft = pair
+    write_tokenizer(target, ["a", "b", "c"], [(3, "<s>")], unigram)
+    write_tokenizer(draft, ["a", "c", "b"], [(3, "<s>")], unigram)
+    with pytest.raises(loader.ModelLoadError, match=rf"token 1 is 'b' in {target} and 'c' in"):
+        load_pair(target, draft)
+    write_tokenizer(draft, ["a", "b", "c"], [(3, "</s>")], unigram)
+    with pytest.raises(loader.ModelLoadError, match=rf"token 3 is '<s>' in .* '</s>' in {draft}"):
+        load_pair(target, draft)
+
+
+def test_a_draft_models_tokenizer_may_lack_tokens_or_files(pair):
+    target, draft = pair
+    write_tokenizer(target, ["a", "b", "c"], [(3, "<s>")])
+    load_pair(target, draft)
+    write_tokenizer(draft, ["a", "b", "c"], [(7, "<more>")])
+    load_pair(target, draft)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.v1.outputs import LogprobsLists
 
 from vllm_metal.sample import GrammarMask, Sampler, SamplerOutput, Windows, num_accepted
 
@@ -133,13 +134,16 @@ def one_by_one(scene: Scene, sampler: Sampler, num_tokens: int):
     return np.array(mx.stack([step.token_ids for step in steps], axis=1)), logprobs
 
 
-def same_logprobs(got, row: int, expected, request: int) -> None:
-    """The widest request of a step decides how many are reported; the common ones must agree."""
+def same_logprobs(got: LogprobsLists, row: int, expected: LogprobsLists, request: int) -> None:
+    """The widest request of a step decides how many are reported, so the first ones are compared;
+    tokens that cannot come are in no particular order."""
     width = min(got.logprobs.shape[1], expected.logprobs.shape[1])
     assert got.sampled_token_ranks[row] == expected.sampled_token_ranks[request]
-    for name in ("logprob_token_ids", "logprobs"):
-        ours, theirs = getattr(got, name)[row, :width], getattr(expected, name)[request, :width]
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    ours, theirs = got.logprobs[row, :width], expected.logprobs[request, :width]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    possible = theirs > -np.inf
+    ids, wanted = got.logprob_token_ids[row, :width], expected.logprob_token_ids[request, :width]
+    assert ids[possible].tolist() == wanted[possible].tolist()
 
 
 def test_windows_sample_what_single_rows_sample():
@@ -152,7 +156,7 @@ def test_windows_sample_what_single_rows_sample():
         mode=st.sampled_from(["raw_logprobs", "processed_logprobs", "processed_logits"]),
         seed=st.integers(0, 2**32 - 1),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=80, deadline=None, database=None)  # fresh examples, for the shares
     def check(params, mode, seed):
         rng = np.random.default_rng(seed)
         num_tokens, plain_tokens, most_drafts = 14, 3, 4
@@ -198,10 +202,11 @@ def test_windows_sample_what_single_rows_sample():
         for place in range(num_tokens - plain_tokens, num_tokens):
             out = fixed.sample(sampler, [(r, place) for r in range(len(params))])
             assert out.token_ids.tolist() == expected[:, place].tolist()
-        shares.append(accepted / max(offered, 1))
+        if offered:
+            shares.append(accepted / offered)
 
     check()
-    assert np.mean(np.array(shares) > 0) > 0.7
+    assert np.mean(np.array(shares) > 0) > 0.8
     assert 0.2 < np.mean(shares) < 0.9
 
 
@@ -247,33 +252,43 @@ def test_drafts_do_not_change_the_law_of_unseeded_draws(distribution, assert_fol
 
 
 def continue_with_drafts(
-    sampler: Sampler, logits: np.ndarray, num_slots: int, length: int, first: int, rng
+    sampler: Sampler,
+    logits: np.ndarray,
+    num_slots: int,
+    length: int,
+    first: int,
+    rng: np.random.Generator,
 ) -> np.ndarray:
-    """int [num_slots, length]. Windows of random lengths and drafts, until all slots are full."""
-    output = np.full((num_slots, length), -1)
+    """int [num_slots, length] sampled after `first`: windows of random lengths until all are full.
+    A draft is the likeliest successor of the draft before, or half the time any token."""
+    text = np.full((num_slots, 1 + length), first, dtype=np.int32)
     done = np.zeros(num_slots, dtype=np.int32)
+    num_accepted = num_drafts = 0
     while (left := length - done).any():
         slots = np.flatnonzero(left).astype(np.int32)
         lens = rng.integers(1, left[slots] + 1).astype(np.int32)
         starts = (np.cumsum(lens) - lens).astype(np.int32)
         window = np.repeat(np.arange(len(slots)), lens)
-        offsets = np.arange(len(window)) - starts[window]
-        drafts = rng.integers(0, len(logits), len(window))
-        newest = np.where(done > 0, output[np.arange(num_slots), done - 1], first)
-        before = np.where(offsets > 0, np.roll(drafts, 1), newest[slots][window])
-        drafts[offsets == lens[window] - 1] = -1
+        offsets = np.arange(len(window), dtype=np.int32) - starts[window]
+        chain = rng.integers(0, len(logits), (len(slots), 1 + length), dtype=np.int32)
+        chain[:, 0] = text[slots, done[slots]]
+        likeliest = rng.random(chain.shape) < 0.5
+        for j in range(length):
+            successor = logits[chain[:, j]].argmax(axis=-1)
+            chain[:, j + 1] = np.where(likeliest[:, j], successor, chain[:, j + 1])
+        drafts = np.where(offsets < lens[window] - 1, chain[window, offsets + 1], -1)
+        places = done[slots][window] + offsets
+        windows = Windows(starts, lens, mx.array(drafts))
         out = sampler.sample(
-            mx.array(logits[before]),
-            slots[window],
-            (done[slots][window] + offsets).astype(np.int32),
-            windows=Windows(starts, lens, mx.array(drafts.astype(np.int32))),
+            mx.array(logits[chain[window, offsets]]), slots[window], places, windows=windows
         )
         accepted = np.array(out.num_accepted)
         kept = offsets <= accepted[window]
-        places = (done[slots][window] + offsets)[kept]
-        output[slots[window][kept], places] = np.array(out.token_ids)[kept]
+        text[slots[window][kept], 1 + places[kept]] = np.array(out.token_ids)[kept]
         done[slots] += accepted + 1
-    return output
+        num_accepted, num_drafts = num_accepted + accepted.sum(), num_drafts + (lens - 1).sum()
+    assert 0.2 < num_accepted / num_drafts < 0.8
+    return text[:, 1:]
 
 
 def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
@@ -288,7 +303,8 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
     logits = mx.array(rng.normal(size=(4, V)).astype(np.float32))
     slots = np.array([0, 0, 0, 1], dtype=np.int32)
     before = np.array([0, 1, 2, 0], dtype=np.int32)
-    for impossible in (-1, V, 2**30):
+    logits[3, 0] = logits[3].max() + 0.5  # would lose if V at row 2 were taken for 0 at row 3
+    for impossible in (V, -1, V + 3):
         windows = windows_of([[impossible, 2], []])
         out = sampler.sample(logits, slots, before, windows=windows)
         expected = alone.sample(logits[mx.array([0, 3])], slots[[0, 3]], before[[0, 3]])

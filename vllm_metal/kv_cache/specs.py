@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 def kv_cache_specs(
     layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype
 ) -> dict[str, KVCacheSpec]:
-    """One spec a layer, by layer name; vLLM groups them and hands each group its blocks."""
+    """One spec a layer, by layer name; vLLM groups them and hands each group its blocks.
+
+    Layers of one window, or of none, form one group whatever their shapes. Groups share memory,
+    which takes layers of one shape: where some differ, as those of a draft model do from the target
+    windows are not made use of, and all layers form one group that keeps the whole context.
+    """
+    shapes = {(layer.num_kv_heads, layer.head_size) for layer in layers}
+    windows = {layer.window for layer in layers}
+    one_group = len(shapes) > 1 and len(windows) > 1
 
     def spec(layer: AttentionLayer) -> KVCacheSpec:
-        family = (
-            FullAttentionSpec
-            if layer.window is None
-            else partial(SlidingWindowSpec, sliding_window=layer.window)
-        )
+        family: Callable[..., KVCacheSpec] = FullAttentionSpec
+        if layer.window is not None and not one_group:
+            family = partial(SlidingWindowSpec, sliding_window=layer.window)
         return family(
             block_size=block_size,
             num_kv_heads=layer.num_kv_heads,

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from vllm_metal.models.layers import AttentionLayer
 
 
-class ModelExecutor:
-    """Runs the model over the pool; owns the layer caches."""
+class PagedLayers:
+    """The layer caches of one network, told of each step together."""
 
     def __init__(
         self,
-        model: nn.Module,
-        selected: SelectedRows,
         layers: Sequence[AttentionLayer],
         regions: Mapping[str, Region],
         group_of: Mapping[str, int],
@@ -35,15 +33,11 @@ class ModelExecutor:
     ) -> None:
         """
         Args:
-            model: an mlx-lm model.
-            selected: its row selection, made once per model.
-            layers: its attention layers, in the order of its caches.
-            regions: pool region by layer name.
+            layers: the network's attention layers, in the order of its caches.
+            regions: pool region by layer name; those of other networks are looked after as well.
             group_of: KV cache group by layer name.
             block_size: tokens of a block.
         """
-        self._model = model
-        self._head_rows = selected
         self._block_size = block_size
         self._caches = [PagedCache(regions[layer.name]) for layer in layers]
         self._regions = list(dict.fromkeys(regions.values()))
@@ -74,8 +68,8 @@ class ModelExecutor:
                 sources, targets = np.array(copied, np.int32).T
                 region.copy_blocks(sources, targets)
 
-    def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
-        """[N, V] logits of the rows' `logits_indices`, not yet computed."""
+    def begin_step(self, rows: Rows, block_tables: BlockTables) -> list[PagedCache]:
+        """The layers' caches, ready for a forward of these rows."""
         for region in self._regions:
             region.begin_step()
         layouts: dict[int, StepLayout] = {}
@@ -86,10 +80,36 @@ class ModelExecutor:
             metadata = AttentionMetadata(rows.positions, plan)
             for cache in caches:
                 cache.begin_step(metadata)
-        return self._head_rows.logits(
-            self._model, rows.input_ids, self._caches, rows.logits_indices
-        )
+        return self._caches
 
     def pool_arrays(self) -> list[mx.array]:
         """The pool as it stands, for whoever must wait for it or measure it."""
         return [array for region in self._regions for array in (region.keys, region.values)]
+
+
+class ModelExecutor(PagedLayers):
+    """Runs a model over the pool."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selected: SelectedRows,
+        layers: Sequence[AttentionLayer],
+        regions: Mapping[str, Region],
+        group_of: Mapping[str, int],
+        block_size: int,
+    ) -> None:
+        """
+        Args:
+            model: an mlx-lm model.
+            selected: its row selection, made once per model.
+            layers, regions, group_of, block_size: see PagedLayers.
+        """
+        super().__init__(layers, regions, group_of, block_size)
+        self._model = model
+        self._head_rows = selected
+
+    def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
+        """[N, V] logits of the rows' `logits_indices`, not yet computed."""
+        caches = self.begin_step(rows, block_tables)
+        return self._head_rows.logits(self._model, rows.input_ids, caches, rows.logits_indices)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -17,7 +20,7 @@ from tqdm.auto import tqdm
 from vllm_metal.attention import seam
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 MLX_DTYPES = {
     torch.float32: mx.float32,
@@ -26,6 +29,8 @@ MLX_DTYPES = {
 }
 #: What a model folder must hold for mlx-lm; the tokenizer is vLLM's to fetch.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
+#: The same for a head on the target's hidden states.
+_HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 
 
 class ModelLoadError(RuntimeError):
@@ -40,8 +45,21 @@ def load(config: VllmConfig) -> nn.Module:
     Raises:
         ModelLoadError: the folder is missing, incomplete, unreadable, or of no mlx-lm family.
     """
-    model_config = config.model_config
-    path = _folder(model_config.model, model_config.revision, config.load_config.download_dir)
+    return _load(config.model_config, config)
+
+
+def load_draft(config: VllmConfig) -> nn.Module:
+    """The draft model of `config.speculative_config`, in the target's dtype.
+
+    Raises:
+        ModelLoadError: see `load`.
+    """
+    assert config.speculative_config is not None
+    return _load(config.speculative_config.draft_model_config, config)
+
+
+def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
+    path = _model_folder(model_config, config)
     seam.install()
     try:
         model, _ = load_mlx_model(path, lazy=True, trust_remote_code=model_config.trust_remote_code)
@@ -58,7 +76,49 @@ def load(config: VllmConfig) -> nn.Module:
     return model
 
 
-def _folder(model: str, revision: str | None, download_dir: str | None) -> Path:
+def load_weights(model_config: ModelConfig, config: VllmConfig) -> dict[str, mx.array]:
+    """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
+
+    Those are often published as torch's files only, of which nothing but tensors is read.
+
+    Raises:
+        ModelLoadError: the folder is missing, holds no weights, or they are unreadable.
+    """
+    folder = _model_folder(model_config, config, _HEAD_PATTERNS)
+    found: dict[str, mx.array] = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            found |= cast(dict[str, mx.array], mx.load(str(path)))
+        if not found:
+            for path in sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".pt")):
+                found |= _torch_arrays(path)
+    except (RuntimeError, OSError, ValueError, UnpicklingError) as error:
+        raise ModelLoadError(f"weights in {folder} are unreadable: {error}") from error
+    if not found:
+        raise ModelLoadError(f"no weights (*.safetensors, *.bin, *.pt) in {folder}")
+    dtype = mlx_dtype(config)
+    floating = (mx.float16, mx.bfloat16, mx.float32)
+    return {name: a.astype(dtype) if a.dtype in floating else a for name, a in found.items()}
+
+
+def _torch_arrays(path: Path) -> dict[str, mx.array]:
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    return {  # numpy has no bfloat16; float32 holds it exactly
+        name: mx.array((t.float() if t.is_floating_point() else t).numpy())
+        for name, t in tensors.items()
+    }
+
+
+def _model_folder(
+    model_config: ModelConfig, config: VllmConfig, patterns: tuple[str, ...] = _PATTERNS
+) -> Path:
+    download_dir = config.load_config.download_dir
+    return _folder(model_config.model, model_config.revision, download_dir, patterns)
+
+
+def _folder(
+    model: str, revision: str | None, download_dir: str | None, patterns: tuple[str, ...]
+) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
@@ -68,7 +128,7 @@ def _folder(model: str, revision: str | None, download_dir: str | None) -> Path:
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, cache_dir=download_dir, allow_patterns=list(_PATTERNS)
+                model, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns)
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
@@ -115,16 +175,65 @@ def model_type(config: VllmConfig) -> str:
     return str(config.model_config.hf_config.model_type)
 
 
+def check_draft_vocabulary(config: VllmConfig) -> None:
+    """Sees to it that a token means the same to the target and to the draft model.
+
+    vLLM compares the sizes of the two vocabularies; this compares what is in them, where both
+    folders tell.
+
+    Raises:
+        ModelLoadError: an id stands for two different tokens.
+    """
+    assert config.speculative_config is not None
+    pair = (config.model_config, config.speculative_config.draft_model_config)
+    target, draft = (_model_folder(model_config, config) for model_config in pair)
+    tokenizer = Path(config.model_config.tokenizer)  # often the same folder
+    meant = _tokens(tokenizer if tokenizer.is_dir() else target)
+    for token_id, token in _tokens(draft).items():
+        if meant.get(token_id, token) != token:
+            raise ModelLoadError(
+                f"token {token_id} is {meant[token_id]!r} in {target} and {token!r} in {draft}: a "
+                "draft model must share the target's vocabulary, so choose one of the same family"
+            )
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """Tokens by id, of tokenizer.json; empty where the folder has none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # SentencePiece unigrams: (token, score) in order
+        by_id = {token_id: entry[0] for token_id, entry in enumerate(vocab)}
+    else:
+        by_id = {token_id: token for token, token_id in vocab.items()}
+    return by_id | {added["id"]: added["content"] for added in content.get("added_tokens") or ()}
+
+
 class SelectedRows:
     """Lets only chosen rows of the hidden states reach the model's head."""
 
     def __init__(self, model: nn.Module) -> None:
         self._rows: mx.array | None = None
+        self._observer: Callable[[mx.array], None] | None = None
         self._decoder = _decoder(model)
         if self._decoder is not None:
             _wrap_call(self._decoder, self._select)
 
+    def observe(self, observer: Callable[[mx.array], None]) -> None:
+        """Shows `observer` the hidden states of all rows, [T, 1, H], before any are left out.
+
+        Raises:
+            NotImplementedError: the model does not keep its head apart.
+        """
+        if self._decoder is None:
+            raise NotImplementedError("the target's hidden states cannot be told from its head")
+        self._observer = observer
+
     def _select(self, hidden: mx.array) -> mx.array:
+        if self._observer is not None:
+            self._observer(hidden)
         return hidden if self._rows is None else hidden[self._rows]
 
     def logits(
@@ -164,3 +273,66 @@ def _wrap_call(module: nn.Module, then: Callable[[mx.array], mx.array]) -> None:
         return then(family.__call__(self, *args, **kwargs))
 
     module.__class__ = type(family.__name__, (family,), {"__call__": call})
+
+
+class HiddenStates:
+    """What a model computes on the way to its logits, for heads that draft from it."""
+
+    def __init__(
+        self, model: nn.Module, selected: SelectedRows, layer_ids: Sequence[int] | None = None
+    ) -> None:
+        """
+        Args:
+            model: the target.
+            selected: its row selection.
+            layer_ids: L stands for what the L-th layer passes on, from 1; None: the final states,
+                after the model's last norm.
+
+        Raises:
+            NotImplementedError: the model has no such layer, or does not show its states.
+        """
+        self._layer_ids = layer_ids
+        self._newest: dict[int, mx.array] = {}
+        if layer_ids is None:
+            selected.observe(partial(self._newest.__setitem__, 0))
+            return
+        layers = model.layers
+        for layer_id in layer_ids:
+            if not 1 <= layer_id <= len(layers):
+                raise NotImplementedError(
+                    f"the draft head wants the states after layer {layer_id} of a model that has "
+                    f"{len(layers)} (eagle_aux_hidden_state_layer_ids)"
+                )
+            _wrap_call(layers[layer_id - 1], partial(self._note, layer_id))
+
+    def _note(self, layer_id: int, hidden: mx.array) -> mx.array:
+        self._newest[layer_id] = hidden
+        return hidden
+
+    def take(self) -> mx.array:
+        """[T, H], or [T, H * len(layer_ids)], of the forward built last; lazy."""
+        order = [0] if self._layer_ids is None else self._layer_ids
+        states = [self._newest[layer_id][:, 0] for layer_id in order]
+        self._newest.clear()
+        return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
+
+
+def input_embedding(model: nn.Module) -> nn.Module:
+    """The model's embedding of tokens.
+
+    Raises:
+        NotImplementedError: it is not where mlx-lm's families keep it.
+    """
+    decoder = _decoder(model) or model
+    for name in ("embed_tokens", "wte", "embedding"):
+        if isinstance(module := decoder.get(name), nn.Module):
+            return module
+    raise NotImplementedError("the target's token embedding cannot be found for its draft head")
+
+
+def output_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
+    """From final hidden states to logits, up to a scale."""
+    for name, module in model.named_modules():
+        if name.split(".")[-1] == "lm_head":
+            return cast(Callable[[mx.array], mx.array], module)
+    return cast(Callable[[mx.array], mx.array], input_embedding(model).as_linear)

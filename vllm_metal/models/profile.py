@@ -31,8 +31,24 @@ def profile_step(
     The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
     part of that and gone afterwards.
     """
-    scheduler, block_size = config.scheduler_config, config.cache_config.block_size
+    num_tokens, sampled = largest_step(config)
+    caches = largest_caches(layers, config, region_type)
+    mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))
+
+
+def largest_step(config: VllmConfig) -> tuple[int, mx.array]:
+    """Rows of the largest step, and which of them are sampled ([N] int32)."""
+    scheduler = config.scheduler_config
     num_tokens = min(scheduler.max_num_batched_tokens, config.model_config.max_model_len)
+    return num_tokens, mx.arange(min(scheduler.max_num_seqs, num_tokens), dtype=mx.int32)
+
+
+def largest_caches(
+    layers: Sequence[AttentionLayer], config: VllmConfig, region_type: type[Region]
+) -> list[PagedCache]:
+    """The layers' caches over a pool of their own, in a step of one prompt."""
+    num_tokens, _ = largest_step(config)
+    block_size = config.cache_config.block_size
     num_blocks = -(-num_tokens // block_size)
     starts = np.array([0, num_tokens], np.int32)
     table = np.arange(num_blocks, dtype=np.int32)[None]
@@ -49,5 +65,4 @@ def profile_step(
         region = region_type(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
         caches.append(PagedCache(region))
         caches[-1].begin_step(metadata[layer.shape, layer.window])
-    sampled = mx.arange(min(scheduler.max_num_seqs, num_tokens), dtype=mx.int32)
-    mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))
+    return caches

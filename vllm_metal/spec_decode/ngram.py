@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from vllm_metal.spec_decode.proposer import Drafts, TextProposer
+from vllm_metal.spec_decode.proposer import Drafts, Seen, TextProposer
 
 
 class NgramProposer(TextProposer):
@@ -51,7 +51,7 @@ class NgramProposer(TextProposer):
     ) -> Drafts:
         room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
         limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
-        guesses = []
+        guesses: list[list[int]] = []
         for slot, num_tokens, limit in zip(
             slots_np.tolist(), num_tokens_np.tolist(), limits, strict=True
         ):
@@ -60,7 +60,7 @@ class NgramProposer(TextProposer):
                 continue
             text = token_ids_np[slot, :num_tokens]
             index = self._indices.get(slot)
-            if index is None or not index.continues_as(text):
+            if index is None or not index.seen.is_start_of(text):
                 index = self._indices[slot] = _TextIndex(self._min_n, self._max_n)
             index.extend(text)
             end = index.match(text)
@@ -68,7 +68,7 @@ class NgramProposer(TextProposer):
         return Drafts.of_lists(guesses, self._num_drafts)
 
     def forget(self, slot: int) -> None:
-        self._indices.pop(slot, None)
+        pass
 
 
 class _TextIndex:
@@ -81,24 +81,12 @@ class _TextIndex:
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n, self._max_n = min_n, max_n
         self._ends: dict[bytes, int | array[int]] = {}  # n-gram's bytes: one end, or all ascending
-        self._length = 0  # tokens taken in
-        self._tail = b""  # the last few of them
-
-    def continues_as(self, text: np.ndarray) -> bool:
-        """Whether `text` starts with what was taken in, judged by its length and its last tokens.
-
-        The last tokens catch a slot taken over unannounced. A text that differs further back only
-        is found out by nobody, and costs wrong guesses.
-        """
-        length = self._length
-        return len(text) >= length and text[max(0, length - 8) : length].tobytes() == self._tail
+        self.seen = Seen()
 
     def extend(self, text: np.ndarray) -> None:
         """Takes in the tokens that are new in `text`."""
-        n, length = self._min_n, len(text)
-        if length == self._length:
-            return
-        start = max(0, self._length - n + 1)  # of the first new n-gram
+        n = self._min_n
+        start = max(0, self.seen.length - n + 1)  # of the first new n-gram
         data = text[start:].tobytes()
         width = n * text.itemsize
         ends = self._ends
@@ -112,8 +100,7 @@ class _TextIndex:
                 ends[gram] = array("i", (known, end))
             else:
                 known.append(end)
-        self._length = length
-        self._tail = text[max(0, length - 8) :].tobytes()
+        self.seen.take(text)
 
     def match(self, text: np.ndarray) -> int:
         """End of the first occurrence of the longest n-gram that ends `text`; 0 if there is none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proposer of drafts gives, and what one that only reads tokens is given."""
+"""What a proposer of drafts is given, and gives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+
+from vllm_metal.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,10 @@ class Drafts:
         return Drafts(mx.array(token_ids), counts)
 
 
-class TextProposer(ABC):
-    """Guesses from tokens alone: no model, nothing on the device.
+class Proposer(ABC):
+    """Guesses what the target model will sample next.
 
-    A guess costs time when it is wrong and never changes what is sampled, so a proposer may be
-    as rough as it likes, but it must be quick: the device waits for it.
+    A guess costs time when it is wrong and never changes what is sampled.
     """
 
     @abstractmethod
@@ -44,14 +45,51 @@ class TextProposer(ABC):
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> Drafts:
-        """Guesses what follows the known tokens of R requests.
+        """Guesses what follows the known tokens of a step's R requests.
 
         Args:
             token_ids_np: [max_num_reqs, max_model_len] int32, by slot; read only.
             slots_np: [R] rows of the requests.
-            num_tokens_np: [R] known tokens of each: its prompt and all it has generated.
-            limits_np: [R] most drafts wanted of each, from 0 to K.
+            num_tokens_np: [R] known tokens of a request that samples in the coming step; where the
+                step still works on a prompt, the end of its rows.
+            limits_np: [R] most drafts wanted of each, from 0 to K; 0 within a prompt.
         """
+
+    def begin(self, slot: int, num_computed: int) -> None:  # noqa: B027 - most need not know
+        """A request starts or resumes in the slot, its first tokens filled by the prefix cache."""
 
     def forget(self, slot: int) -> None:  # noqa: B027 - most keep nothing by slot
         """The slot's request is gone: what follows under this slot is another text."""
+
+    def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
+        """The target's forward of these rows has just been built."""
+
+
+class TextProposer(Proposer):
+    """Guesses from tokens alone: no model, nothing on the device.
+
+    It may be as rough as it likes, but it must be quick: the device waits for it.
+    """
+
+
+class Seen:
+    """How far a growing text has been taken in, and whether it is still the same text.
+
+    Judged by length and the last few tokens, which catch a slot that changed hands unannounced. A
+    text that differs further back only goes unnoticed, and costs wrong guesses, nothing else.
+    """
+
+    _NUM_COMPARED = 8
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens taken in
+        self._tail = b""
+
+    def is_start_of(self, text: np.ndarray) -> bool:
+        length = self.length
+        compared = text[max(0, length - self._NUM_COMPARED) : length]
+        return len(text) >= length and compared.tobytes() == self._tail
+
+    def take(self, text: np.ndarray) -> None:
+        self.length = len(text)
+        self._tail = text[-self._NUM_COMPARED :].tobytes()

@@ -12,12 +12,13 @@ import numpy as np
 
 from vllm_metal.requests import Requests
 from vllm_metal.spec_decode.drafts import StepDrafts
+from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm_metal.inputs import InputBatch
     from vllm_metal.outputs import StepOutput
+    from vllm_metal.rows import Rows
     from vllm_metal.spec_decode.adaptive import Lengths
-    from vllm_metal.spec_decode.proposer import TextProposer
 
 
 class Speculator:
@@ -29,7 +30,7 @@ class Speculator:
     """
 
     def __init__(
-        self, requests: Requests, proposer: TextProposer, lengths: Lengths, num_drafts: int
+        self, requests: Requests, proposer: Proposer, lengths: Lengths, num_drafts: int
     ) -> None:
         """
         Args:
@@ -42,7 +43,8 @@ class Speculator:
         self._proposer = proposer
         self._lengths = lengths
         self._num_drafts = num_drafts
-        self._laid_out: dict[str, list[int]] = {}  # by request, the drafts of the newest step
+        # Requests and drafts of the step laid out last.
+        self._laid_out: tuple[list[str], StepDrafts]
         self._learnt: StepOutput | None = None
         self._last_finish: float | None = None
 
@@ -78,50 +80,72 @@ class Speculator:
                 still to be proposed.
         """
         req_ids = list(num_scheduled_tokens)
-        room = np.array([len(reserved.get(req_id, ())) for req_id in req_ids], np.int32)
-        width = max(self._num_drafts, 1)
-        token_ids, counts = np.zeros((len(req_ids), width), np.int32), np.zeros_like(room)
-        awaiting = np.zeros(len(req_ids), bool)
-        for index in np.flatnonzero(room):
-            known = reserved[req_ids[index]]
-            awaiting[index] = known[0] < 0
-            if not awaiting[index]:
-                drafts = [token for token in known if token >= 0]
-                token_ids[index, : len(drafts)], counts[index] = drafts, len(drafts)
-        rows = np.flatnonzero(awaiting)
-        if len(rows):
-            others = int(sum(num_scheduled_tokens.values())) - int(room[rows].sum()) - len(rows)
-            proposed = self._propose([req_ids[row] for row in rows], others, room[rows])
-            for row, drafts in zip(rows, proposed, strict=True):
-                token_ids[row, : len(drafts)], counts[row] = drafts, len(drafts)
-        self._laid_out = {
-            req_id: token_ids[index, : counts[index]].tolist()
-            for index, req_id in enumerate(req_ids)
-            if room[index]
-        }
-        return StepDrafts(mx.array(token_ids), counts, room)
+        known = [reserved.get(req_id, ()) for req_id in req_ids]
+        room = np.array([len(drafts) for drafts in known], np.int32)
+        scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
+        awaiting = np.array([len(drafts) > 0 and drafts[0] < 0 for drafts in known])
+        limits = np.where(awaiting, room, 0)
+        drafts = self._propose(req_ids, scheduled - room, limits)
+        token_ids, counts = drafts.token_ids, drafts.counts_np
+        if (room > 0).any() and not awaiting[room > 0].all():
+            lists = [[token for token in drafts if token >= 0] for drafts in known]
+            told = Drafts.of_lists(lists, token_ids.shape[1])
+            token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, told.token_ids)
+            counts = np.where(awaiting, counts, told.counts_np)
+        self._laid_out = (req_ids, StepDrafts(token_ids, counts, room))
+        return self._laid_out[1]
 
-    def propose(self, batch: InputBatch) -> dict[str, list[int]]:
-        """Drafts that follow what a step sampled, by request id."""
-        req_ids = [batch.states[index].req_id for index in batch.sampling_np]
-        here = [req_id for req_id in req_ids if req_id in self._requests]
-        limits = np.full(len(here), self._num_drafts, np.int32)
-        return dict(zip(here, self._propose(here, 0, limits), strict=True))
+    def after(self, batch: InputBatch) -> dict[str, list[int]]:
+        """Drafts that follow what a step sampled, by request id; waits for the device."""
+        here = [state.req_id in self._requests for state in batch.states]
+        req_ids = [state.req_id for state, there in zip(batch.states, here, strict=True) if there]
+        if not req_ids:
+            return {}
+        sampled = np.zeros(len(batch.states), bool)
+        sampled[batch.sampling_np] = True
+        rows = np.diff(batch.query_start_loc_np)
+        limits = np.where(sampled, self._num_drafts, 0)[here]
+        # A request that sampled continues with one row; one in its prompt has done its rows.
+        drafts = self._propose(req_ids, np.where(sampled, 1, rows)[here], limits, done=True)
+        return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    @property
     def laid_out(self) -> dict[str, list[int]]:
-        """The drafts of the step laid out last, by request id."""
-        return self._laid_out
+        """The drafts of the step laid out last, by request id; waits for the device."""
+        req_ids, drafts = self._laid_out
+        return _lists(req_ids, drafts.token_ids, drafts.counts_np)
+
+    def begin(self, slot: int, num_computed: int) -> None:
+        """A request starts or resumes in the slot, with so many tokens from the prefix cache."""
+        self._proposer.begin(slot, num_computed)
+
+    def take_hidden(self, rows: Rows) -> None:
+        """The target's forward of these rows has just been built."""
+        self._proposer.take_hidden(rows)
 
     def _propose(
-        self, req_ids: Sequence[str], num_other_rows: int, most: np.ndarray
-    ) -> list[list[int]]:
-        if not req_ids:
-            return []
-        slots = np.array([self._requests[req_id].slot for req_id in req_ids], np.int32)
-        limits = np.minimum(self._lengths.limits(slots, num_other_rows), most)
-        drafts = self._proposer.propose(
-            self._requests.token_ids_np, slots, self._requests.num_known_np[slots], limits
-        )
-        rows = np.array(drafts.token_ids).tolist()
-        return [row[:count] for row, count in zip(rows, drafts.counts_np.tolist(), strict=True)]
+        self, req_ids: Sequence[str], num_rows: np.ndarray, most: np.ndarray, done: bool = False
+    ) -> Drafts:
+        """
+        Args:
+            req_ids: all requests of a step, R.
+            num_rows: [R] rows of each but for drafts.
+            most: [R] most drafts of each.
+            done: the step has run already.
+        """
+        requests = self._requests
+        slots = np.array([requests[req_id].slot for req_id in req_ids], np.int32)
+        known, computed = requests.num_known_np[slots], requests.num_computed_tokens_np[slots]
+        ends = np.minimum(computed + num_rows, known)
+        ends = np.where(most > 0, known, ends)
+        limits = np.zeros(len(req_ids), np.int32)
+        drafting = most > 0
+        if drafting.any():
+            others = int(num_rows.sum()) - int(drafting.sum())
+            chosen = self._lengths.limits(slots[drafting], 0 if done else others)
+            limits[drafting] = np.minimum(chosen, most[drafting])
+        return self._proposer.propose(requests.token_ids_np, slots, ends, limits)
+
+
+def _lists(req_ids: Sequence[str], token_ids: mx.array, counts: np.ndarray) -> dict[str, list[int]]:
+    rows = zip(req_ids, np.array(token_ids).tolist(), counts.tolist(), strict=True)
+    return {req_id: row[:count] for req_id, row, count in rows}

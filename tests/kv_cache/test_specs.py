@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a target and its draft model, grouped and placed by vLLM's own planner."""
+
+import json
+
+import mlx.core as mx
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
+from vllm_metal.models.layers import AttentionLayer
+
+BLOCK = 16
+MEMORY = 8 << 20
+
+
+def layers(prefix, count, kv_heads, head_size, window=None, full_every=1):
+    """Every `full_every`th layer is a full one, the others have the window."""
+    return [
+        AttentionLayer(
+            f"{prefix}layers.{index}",
+            2 * kv_heads,
+            kv_heads,
+            head_size,
+            None if (index + 1) % full_every == 0 else window,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "vocab_size": 96,
+                "max_position_embeddings": 512,
+            }
+        )
+    )
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=256)
+    config = args.create_engine_config()
+    config.cache_config.kv_cache_layout = "LBNHC"  # the worker's word on it
+    return config
+
+
+CASES = {
+    "one shape": ([*layers("", 6, 2, 64), *layers("draft.", 2, 2, 64)], 1),
+    "two shapes": ([*layers("", 6, 4, 64), *layers("draft.", 3, 2, 64)], 1),
+    "same bytes, two shapes": ([*layers("", 6, 4, 32), *layers("draft.", 3, 2, 64)], 1),
+    "an odd ratio of bytes": ([*layers("", 4, 5, 64), *layers("draft.", 4, 3, 80)], 1),
+    "windows, one shape": ([*layers("", 6, 2, 64, 32, 3), *layers("draft.", 2, 2, 64)], 2),
+    "windows, two shapes": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 4, 1, 64)], 1),
+    "windows in both": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 6, 1, 64, 32, 3)], 1),
+    "two windows": ([*layers("", 4, 2, 64, 32, 9), *layers("draft.", 2, 1, 64, 64, 9)], 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layer_gets_its_own_memory_within_the_budget(config, case):
+    found, num_groups = CASES[case]
+    specs = kv_cache_specs(found, BLOCK, torch.float32)
+    (placed,) = get_kv_cache_configs(config, [dict(specs)], [MEMORY])
+    regions = allocate_regions(placed, found, BLOCK, mx.float32, ScatterRegion)
+
+    assert regions.keys() == specs.keys()
+    groups = [set(group.layer_names) for group in placed.kv_cache_groups]
+    assert len(groups) >= num_groups and (num_groups > 1 or len(groups) == 1)
+    for layer in found:
+        shape = regions[layer.name].keys.shape
+        assert shape == (layer.num_kv_heads, placed.num_blocks, BLOCK, layer.head_size)
+    for group in groups:  # only layers of different groups may share memory
+        assert len({id(regions[name]) for name in group}) == len(group)
+    used = sum(2 * region.keys.nbytes for region in {id(r): r for r in regions.values()}.values())
+    assert 0.9 * MEMORY < used <= MEMORY
+    # A block is as many tokens everywhere: tables and slots count by one size.
+    assert {group.kv_cache_spec.block_size for group in placed.kv_cache_groups} == {BLOCK}

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts are what the draft model generates greedily, whatever became of those before."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map_with_path
+from mlx_lm.models import llama, olmo3
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal.attention import seam
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.layers import attention_layers
+from vllm_metal.models.loader import SelectedRows
+from vllm_metal.requests import BlockTables
+from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
+
+BLOCK, VOCAB, MAX_LEN, SLOTS, K = 16, 64, 160, 6, 4
+TIE = 1e-4  # of two logits, which range over some 3: sums in another order move them by 1e-6
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+WINDOWED = {"model_type": "olmo3", "sliding_window": 24}  # every fourth layer is a full one
+
+
+class Bench:
+    """A proposer on a small pool, the true tokens of its requests, and mlx-lm's model as judge."""
+
+    def __init__(self, windowed=False, max_len=MAX_LEN, seed=0):
+        seam.install()
+        self.rng = np.random.default_rng(seed)
+        mx.random.seed(seed)
+        family, config = (olmo3, CONFIG | WINDOWED) if windowed else (llama, CONFIG)
+        self.model = family.Model(family.ModelArgs.from_dict(config))
+        # Large weights around attention make the likeliest token depend on all before it.
+        self.model.update(
+            tree_map_with_path(
+                lambda name, array: 4 * array if "self_attn" in name else array,
+                self.model.parameters(),
+            )
+        )
+        mx.eval(self.model.parameters())
+        layers = attention_layers(self.model, "test")
+        pools = {
+            layer.name: ScatterRegion(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+            for layer in layers
+        }
+        group_of = dict.fromkeys(pools, 0)
+        executor = ModelExecutor(
+            self.model, SelectedRows(self.model), layers, pools, group_of, BLOCK
+        )
+        self.forwards = 0
+        forward = executor.forward
+
+        def counted(rows, tables):
+            self.forwards += 1
+            return forward(rows, tables)
+
+        executor.forward = counted
+        self.tables = BlockTables(1, SLOTS, MAX_LEN // BLOCK + 1)
+        self.free = self.rng.permutation(np.arange(1, 80)).tolist()
+        self.proposer = DraftModelProposer(executor, self.tables, SLOTS, K, max_len)
+        self.token_ids_np = np.zeros((SLOTS, MAX_LEN), np.int32)
+        self.known = np.zeros(SLOTS, np.int32)
+
+    def begin(self, slot, tokens, shared=()):
+        """A request with whole `shared` blocks from the prefix cache."""
+        own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
+        self.tables.replace(slot, [[*shared, *own]])
+        self.token_ids_np[slot, : len(tokens)] = tokens
+        self.known[slot] = len(tokens)
+        self.proposer.begin(slot, len(shared) * BLOCK)
+
+    def propose(self, slots, limits, ends=None):
+        """[R] lists of drafts; `ends` where the step still works on prompts."""
+        slots = np.array(slots, np.int32)
+        num_tokens = self.known[slots] if ends is None else np.array(ends, np.int32)
+        drafts = self.proposer.propose(
+            self.token_ids_np, slots, num_tokens, np.array(limits, np.int32)
+        )
+        token_ids = np.array(drafts.token_ids)
+        assert token_ids.shape == (len(slots), K)
+        return [
+            row[:n].tolist() for row, n in zip(token_ids, drafts.counts_np.tolist(), strict=True)
+        ]
+
+    def learn(self, slot, tokens):
+        start = self.known[slot]
+        self.token_ids_np[slot, start : start + len(tokens)] = tokens
+        self.known[slot] += len(tokens)
+
+    def check(self, slot, drafts):
+        """Each draft is the model's most likely token after the known ones and those before it."""
+        text = self.token_ids_np[slot, : self.known[slot]].tolist()
+        cache = make_prompt_cache(self.model)
+        logits = np.array(self.model(mx.array([text + drafts]), cache=cache)[0, len(text) - 1 :])
+        for row, token in zip(logits, drafts, strict=False):  # nothing is drafted after the last
+            assert row.max() - row[token] <= TIE
+
+    def prompt(self, length):
+        return self.rng.integers(0, VOCAB, length).tolist()
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(windowed):
+    bench = Bench(windowed)
+    for slot, length in enumerate([1, 15, 16, 30]):
+        bench.begin(slot, bench.prompt(length))
+    seen = set()
+    for step in range(24):
+        limits = bench.rng.integers(0, K + 1, 4) if step % 5 else np.zeros(4, int)
+        order = bench.rng.permutation(4)
+        for slot, drafts in zip(order, bench.propose(order, limits[order]), strict=True):
+            assert len(drafts) == limits[slot]
+            bench.check(slot, drafts)
+            seen.update(drafts)
+            accepted = int(bench.rng.integers(0, len(drafts) + 1))
+            wrong = (drafts[accepted] + 1) % VOCAB if accepted < len(drafts) else 3
+            bench.learn(slot, [*drafts[:accepted], wrong])
+    assert len(seen) > 10  # not one token over and over, whatever the context
+
+
+def test_prompts_in_chunks_beside_a_request_that_drafts():
+    bench = Bench()
+    bench.begin(0, bench.prompt(20))
+    prompt = bench.prompt(75)
+    bench.begin(1, prompt)
+    for end in (20, 40, 75):
+        (drafts, none) = bench.propose([0, 1], [3, 0], [bench.known[0], end])
+        assert none == []
+        bench.check(0, drafts)
+        bench.learn(0, [*drafts[:1], 7])
+    bench.learn(1, [5])
+    (drafts,) = bench.propose([1], [4])
+    bench.check(1, drafts)
+
+
+def test_blocks_of_the_prefix_cache_hold_the_draft_models_context_too():
+    bench = Bench()
+    prefix = bench.prompt(2 * BLOCK)
+    bench.begin(0, prefix + bench.prompt(9))
+    bench.propose([0], [0], [41])
+    shared = bench.tables.tables_np[0][0, :2].tolist()
+    bench.begin(1, prefix + bench.prompt(5), shared)
+    (drafts,) = bench.propose([1], [4])
+    bench.check(1, drafts)
+
+
+def test_a_slot_taken_over_by_another_request():
+    bench = Bench()
+    bench.begin(2, bench.prompt(50))
+    bench.propose([2], [4])
+    bench.proposer.forget(2)
+    bench.begin(2, bench.prompt(18))
+    (drafts,) = bench.propose([2], [4])
+    bench.check(2, drafts)
+
+
+def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
+    bench = Bench()
+    bench.begin(0, bench.prompt(10))
+    bench.propose([0], [2])
+    before = bench.forwards
+    for _ in range(MAX_BEHIND):
+        bench.learn(0, bench.prompt(1))
+        bench.propose([0], [0])
+    assert bench.forwards == before
+    bench.learn(0, bench.prompt(1))
+    (drafts,) = bench.propose([0], [3])
+    bench.check(0, drafts)
+    for _ in range(MAX_BEHIND + 1):
+        bench.learn(0, bench.prompt(1))
+        bench.propose([0], [0])
+    assert bench.forwards == before + 4  # three passes of drafts, one to catch up
+
+
+def test_proposing_twice_from_the_same_tokens_gives_the_same():
+    bench = Bench()
+    bench.begin(0, bench.prompt(33))
+    first = bench.propose([0], [4])
+    assert bench.propose([0], [4]) == first
+
+
+@pytest.mark.parametrize("max_len", [40, MAX_LEN])
+def test_no_drafts_beyond_the_longest_text_of_target_or_draft_model(max_len):
+    bench = Bench(max_len=max_len)
+    bench.begin(0, bench.prompt(max_len - 2))
+    (drafts,) = bench.propose([0], [4])
+    assert len(drafts) == 2
+    bench.check(0, drafts)
+    if max_len == 40:
+        bench.learn(0, [*drafts, 1])
+        bench.begin(1, bench.prompt(12))
+        assert [len(found) for found in bench.propose([0, 1], [4, 4])] == [0, 4]
+        bench.learn(0, bench.prompt(30))
+        assert bench.propose([0], [4]) == [[]]

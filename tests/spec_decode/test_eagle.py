@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE's drafts are those of vLLM's own torch heads on mlx-lm's dense hidden states."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from spec_decode.heads import (
+    CONFIG,
+    HIDDEN,
+    MAX_LEN,
+    VOCAB,
+    DenseTarget,
+    K,
+    engine_config,
+    one_process,
+    vllm_module,
+    write_head,
+    write_target,
+)
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.models import loader
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.layers import attention_layers
+from vllm_metal.requests import BlockTables
+from vllm_metal.spec_decode.model import Spans
+from vllm_metal.spec_decode.networks import load_network
+
+BLOCK, SLOTS, DRAFT_VOCAB = 16, 4, 48
+TIE = 1e-3  # of two logits, which range over some 10; torch and MLX sum in other orders
+
+
+def layer_shapes(name, width):
+    """One decoder layer whose attention reads rows of `width`."""
+    shapes = {f"{name}.self_attn.{kind}_proj.weight": (32, width) for kind in "kv"}
+    return shapes | {
+        f"{name}.self_attn.q_proj.weight": (64, width),
+        f"{name}.self_attn.o_proj.weight": (HIDDEN, 64),
+        f"{name}.mlp.gate_proj.weight": (96, HIDDEN),
+        f"{name}.mlp.up_proj.weight": (96, HIDDEN),
+        f"{name}.mlp.down_proj.weight": (HIDDEN, 96),
+        f"{name}.post_attention_layernorm.weight": (HIDDEN,),
+    }
+
+
+def eagle3_shapes(name="midlayer", num_states=3):
+    return layer_shapes(name, 2 * HIDDEN) | {
+        "fc.weight": (HIDDEN, num_states * HIDDEN),
+        f"{name}.input_layernorm.weight": (HIDDEN,),
+        f"{name}.hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+
+
+EMBEDDING = {"embed_tokens.weight": (VOCAB, HIDDEN)}
+REDUCED = {
+    "d2t": torch.arange(DRAFT_VOCAB) % 3 + torch.arange(DRAFT_VOCAB),  # every other token or so
+    "t2d": torch.zeros(VOCAB, dtype=torch.bool),
+}
+#: Method, shapes, other arrays, config.json, file, layers whose states are read (9: the final).
+CASES = {
+    "eagle": ("eagle", layer_shapes("layers.0", HIDDEN)
+        | EMBEDDING | {"fc.weight": (HIDDEN, 2 * HIDDEN)}, {}, {}, "pytorch_model.bin", [9]),
+    "eagle of two layers": ("eagle", layer_shapes("layers.0", HIDDEN)
+        | layer_shapes("layers.1", HIDDEN) | {"layers.1.input_layernorm.weight": (HIDDEN,)}
+        | {"fc.weight": (HIDDEN, 2 * HIDDEN)}, {}, {"num_hidden_layers": 2}, "model.safetensors",
+        [9]),
+    "eagle3": ("eagle3", eagle3_shapes() | EMBEDDING | {"lm_head.weight": (DRAFT_VOCAB, HIDDEN)},
+        REDUCED, {"draft_vocab_size": DRAFT_VOCAB}, "pytorch_model.bin", [2, 4, 5]),
+    "eagle3, other norms": ("eagle3", eagle3_shapes("layers.0", 2)
+        | {"lm_head.weight": (VOCAB, HIDDEN), "input_norm.weight": (2 * HIDDEN,)}
+        | {f"fc_norm.{index}.weight": (HIDDEN,) for index in range(2)}, {},
+        {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True,
+         "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 8],
+         "num_aux_hidden_states": 2}, "model.safetensors", [1, 8]),
+}  # fmt: skip
+
+
+class Judge:
+    """vLLM's head on a whole text at once."""
+
+    def __init__(self, config, target_folder, head_folder, method, layer_ids):
+        self.target = DenseTarget(target_folder)
+        self.config, self.layer_ids = config, layer_ids
+        weights = loader.load_weights(config.speculative_config.draft_model_config, config)
+        weights = {name: torch.tensor(np.array(array)) for name, array in weights.items()}
+        family = Eagle3LlamaForCausalLM if method == "eagle3" else EagleLlamaForCausalLM
+        self.module = vllm_module(family, config, weights)
+        inner = self.target.model
+        self.lm_head = torch.tensor(np.array(inner.lm_head.weight))
+        if "embed_tokens.weight" not in weights:
+            shared = torch.tensor(np.array(inner.model.embed_tokens.weight))
+            self.module.model.embed_tokens.weight.data[:VOCAB] = shared
+
+    @torch.no_grad()
+    def logits(self, text, drafts):
+        """[len(drafts), V]: what the head thinks of each draft's place."""
+        states = self.target.states(text)
+        hidden = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)[:-1]
+        if isinstance(self.module, Eagle3LlamaForCausalLM):
+            hidden = self.module.combine_hidden_states(hidden)
+        found = []
+        with one_process(), set_current_vllm_config(self.config):
+            for index in range(len(drafts)):
+                tokens = torch.tensor([*text[1:], *drafts[:index]])
+                out, carried = self.module(tokens, torch.arange(len(tokens)), hidden)
+                found.append(self._of(out[-1:])[0])
+                hidden = torch.cat([hidden, carried[-1:]])
+        return torch.stack(found).numpy()
+
+    def _of(self, out):
+        if isinstance(self.module, Eagle3LlamaForCausalLM):
+            return self.module.compute_logits(out)
+        return out @ self.lm_head.T
+
+
+class Bench:
+    """The target in steps and the proposer beside it, over one set of blocks."""
+
+    def __init__(self, case, folder):
+        self.rng = np.random.default_rng(2)
+        method, shapes, extra, changes, file, layer_ids = CASES[case]
+        target_folder = write_target(folder / "target")
+        config = CONFIG | {"num_hidden_layers": 1} | changes
+        head_folder = write_head(folder / "head", shapes, extra, config, file)
+        config = engine_config(target_folder, head_folder, method)
+        self.judge = Judge(config, target_folder, head_folder, method, layer_ids)
+        model = loader.load(config)
+        layers = attention_layers(model, "llama")
+        selected = loader.SelectedRows(model)
+        network = load_network(config, model, selected)
+        everything = [*layers, *network.layers]
+        regions = {
+            layer.name: ScatterRegion(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+            for layer in everything
+        }
+        group_of = dict.fromkeys(regions, 0)
+        self.executor = ModelExecutor(model, selected, layers, regions, group_of, BLOCK)
+        self.tables = BlockTables(1, SLOTS, MAX_LEN // BLOCK + 1)
+        self.proposer = network.proposer(regions, group_of, self.tables)
+        self.free = self.rng.permutation(np.arange(1, 60)).tolist()
+        self.token_ids_np = np.zeros((SLOTS, MAX_LEN), np.int32)
+        self.known = np.zeros(SLOTS, np.int32)
+        self.computed = np.zeros(SLOTS, np.int32)
+
+    def prompt(self, length):
+        return self.rng.integers(0, VOCAB, length).tolist()
+
+    def begin(self, slot, tokens, shared=()):
+        own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
+        self.tables.replace(slot, [[*shared, *own]])
+        self.token_ids_np[slot, : len(tokens)] = tokens
+        self.known[slot], self.computed[slot] = len(tokens), len(shared) * BLOCK
+        self.proposer.begin(slot, len(shared) * BLOCK)
+
+    def step(self, slots, limits, chunk=MAX_LEN):
+        """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""
+        slots = np.array(slots, np.int32)
+        ends = np.minimum(self.known[slots], self.computed[slots] + chunk)
+        proposed = self.proposer.propose(self.token_ids_np, slots, ends, np.array(limits, np.int32))
+        counts = proposed.counts_np
+        drafts = [
+            row[:count] for row, count in zip(np.array(proposed.token_ids), counts, strict=True)
+        ]
+        for slot, of_request in zip(slots, drafts, strict=True):
+            self.check(slot, of_request.tolist())
+        text = self.token_ids_np.copy()
+        for slot, of_request in zip(slots, drafts, strict=True):
+            text[slot, self.known[slot] : self.known[slot] + len(of_request)] = of_request
+        spans = Spans(slots, self.computed[slots], ends + counts)
+        ids = mx.array(text[spans.slots_np[spans.index_np], spans.positions_np])
+        rows = spans.rows(ids, np.array([0]))
+        logits = self.executor.forward(rows, self.tables)
+        self.proposer.take_hidden(rows)
+        mx.eval(logits)
+        for slot, end, of_request in zip(slots, ends, drafts, strict=True):
+            self.learn(slot, end, of_request.tolist())
+        return counts.tolist()
+
+    def check(self, slot, drafts):
+        if drafts:
+            text = self.token_ids_np[slot, : self.known[slot]].tolist()
+            for row, token in zip(self.judge.logits(text, drafts), drafts, strict=True):
+                assert row.max() - row[token] <= TIE
+
+    def learn(self, slot, end, drafts):
+        if end < self.known[slot]:  # within its prompt
+            self.computed[slot] = end
+            return
+        accepted = int(self.rng.integers(0, len(drafts) + 1))
+        new = [*drafts[:accepted], int(self.rng.integers(0, VOCAB))]
+        if accepted < len(drafts) and new[-1] == drafts[accepted]:
+            new[-1] = (new[-1] + 1) % VOCAB
+        start = self.known[slot]
+        self.token_ids_np[slot, start : start + len(new)] = new
+        self.known[slot] += len(new)
+        self.computed[slot] = self.known[slot] - 1
+
+
+@pytest.fixture(scope="module", params=CASES)
+def bench(request, tmp_path_factory):
+    return Bench(request.param, tmp_path_factory.mktemp("models"))
+
+
+def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
+    prefix = bench.prompt(3 * BLOCK)
+    bench.begin(0, prefix + bench.prompt(3))
+    bench.begin(1, bench.prompt(2))
+    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
+    counts = [bench.step([1, 0], [K, 0], chunk=20) for _ in range(2)]  # beside a prompt
+    assert counts == [[K, 0], [K, 0]]
+    bench.step([0, 1], [0, 2])
+    # The scheduler leaves a block out: the head's K/V at its end follow from the token after it.
+    shared = bench.tables.tables_np[0][0, :2].tolist()
+    bench.begin(2, prefix + bench.prompt(5), shared)
+    assert bench.step([2], [0]) == [0]
+    drafted = 0
+    for number in range(6):
+        slots = bench.rng.permutation(3)[: 2 if number % 3 else 3]  # now and then one sits out
+        drafted += sum(bench.step(slots, bench.rng.integers(0, K + 1, len(slots))))
+    assert drafted > 15
+    for slot in range(3):
+        bench.proposer.forget(slot)
+
+
+def test_a_request_without_hidden_states_gets_no_drafts(bench):
+    bench.begin(3, bench.prompt(18))
+    assert bench.step([3], [K]) == [0]
+    assert bench.step([3], [K]) == [K]
+    bench.begin(3, bench.token_ids_np[3, : bench.known[3]].tolist())  # preempted, resumed
+    assert bench.step([3], [K]) == [0]
+    assert bench.step([3], [K]) == [K]
+    bench.proposer.forget(3)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts each request gets: what they are likely to yield against what a row costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+# Chosen by simulation: machines, batches and acceptances of tests/spec_decode/test_adaptive.py.
+PROBE_INTERVAL = 8  # at least so many steps between drafts that test a request which gets none
+PROBE_COST = 0.01  # most of a step's time that those may take; makes them rarer in large batches
+MEMORY = 0.97  # of a request's acceptance, per draft: the last 30 or so count
+IDLE_MEMORY = 0.98  # of the same, per step in which the request gets no draft
+OVERALL_MEMORY = 0.98  # of all requests' acceptance, per draft
+PRIOR_DRAFTS = 8.0  # how many drafts the acceptance of all requests counts for in each
+STEP_MEMORY = 0.95  # of a step's time, per step
+SLOPE_MEMORY = 0.99  # of how time grows with rows, per step that tells something of it
+FIXED_ROWS = 32.0  # rows that cost as much as a step does without any, until it is measured
+GUESS_WEIGHT = 64.0  # what that guess counts for, as a sum of squared differences in rows
+
+
+class Lengths(Protocol):
+    """Says how many drafts requests get, and hears how they fared."""
+
+    def limits(self, slots_np: np.ndarray, num_rows_other: int) -> np.ndarray:
+        """Most drafts for each of R requests that sample a token in the next step.
+
+        Args:
+            slots_np: [R] the requests' slots.
+            num_rows_other: the step's rows apart from those R and their drafts.
+
+        Returns:
+            [R] int32, from 0 to K.
+        """
+        ...
+
+    def observe(
+        self, slots_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
+    ) -> None:
+        """Takes a step's outcome: of each of R requests, drafts verified and accepted, both [R]."""
+        ...
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """Takes what a finished step of decoding requests took, of all its rows, drafts included.
+
+        Not for steps that also compiled, loaded or worked on prompts.
+        """
+        ...
+
+    def forget(self, slot: int) -> None:
+        """The slot's request is gone."""
+        ...
+
+    def acceptance(self) -> float:
+        """Share of drafts accepted lately, of those first or behind an accepted one."""
+        ...
+
+
+class FixedLengths:
+    """The same number of drafts for every request at all times."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._drafted = self._accepted = 0.0
+
+    def limits(self, slots_np: np.ndarray, num_rows_other: int) -> np.ndarray:
+        return np.full(len(slots_np), self._num_drafts, np.int32)
+
+    def observe(
+        self, slots_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
+    ) -> None:
+        self._accepted += float(accepted_np.sum())
+        self._drafted += float((accepted_np + (accepted_np < drafted_np)).sum())
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def acceptance(self) -> float:
+        return self._accepted / self._drafted if self._drafted else 0.0
+
+
+class DraftLengths:
+    """The number of drafts that yields most tokens per second of the whole step.
+
+    A request whose drafts are accepted with probability p, each if those before it were, gains p^i
+    tokens by its i-th draft; a draft costs one row. Drafts are taken in order of their gain while
+    (tokens of the step) / (its time) rises, which finds the maximum: gains fall, costs are equal.
+    The time of a step is `a + b * rows`, fitted to the steps of this machine as they pass.
+    """
+
+    def __init__(self, num_drafts: int, max_num_reqs: int) -> None:
+        self._num_drafts = num_drafts
+        # By slot, decaying sums over drafts whose fate was seen: how many, and how many accepted.
+        self._trials_np = np.zeros(max_num_reqs)
+        self._hits_np = np.zeros(max_num_reqs)
+        self._idle_np = np.full(max_num_reqs, PROBE_INTERVAL)  # steps since the last draft
+        self._promising_np = np.zeros(max_num_reqs, bool)  # all drafts of the last step accepted
+        self._trials, self._hits = 1.0, 0.5  # of all requests; to start with, as if one in two
+        self._time = _StepTime()
+
+    def limits(self, slots_np: np.ndarray, num_rows_other: int) -> np.ndarray:
+        num_reqs = len(slots_np)
+        if not num_reqs:
+            return np.zeros(0, np.int32)
+        hits = self._hits_np[slots_np] + PRIOR_DRAFTS * self.acceptance()
+        rates = hits / (self._trials_np[slots_np] + PRIOR_DRAFTS)
+        gains = rates[:, None] ** np.arange(1, self._num_drafts + 1)  # [R, K], falling along K
+        order = np.argsort(-gains, axis=None, kind="stable")
+        tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
+        base, row = self._time.of(num_reqs + num_rows_other), self._time.row()
+        num_taken = int(np.argmax(tokens / (base + row * np.arange(len(tokens)))))
+        taken = order[:num_taken] // self._num_drafts
+        limits = np.bincount(taken, minlength=num_reqs).astype(np.int32)
+        self._probe(slots_np, limits, base / row)
+        return limits
+
+    def _probe(self, slots_np: np.ndarray, limits: np.ndarray, rows_per_step: float) -> None:
+        """Gives single drafts to requests that got none for long, the longest idle first."""
+        none = limits == 0
+        forgotten = np.where(none, IDLE_MEMORY, 1.0)
+        self._trials_np[slots_np] *= forgotten
+        self._hits_np[slots_np] *= forgotten
+        self._idle_np[slots_np] = np.where(none, self._idle_np[slots_np] + 1, 0)
+        num_none = int(none.sum())
+        interval = max(PROBE_INTERVAL, math.ceil(num_none / (PROBE_COST * rows_per_step)))
+        idle = self._idle_np[slots_np]
+        due = np.flatnonzero(none & (idle >= interval))
+        due = due[np.argsort(-idle[due], kind="stable")][: math.ceil(num_none / interval)]
+        # One whose probe was accepted is tried again at once: it paid for itself.
+        due = np.concatenate([due, np.flatnonzero(none & self._promising_np[slots_np])])
+        limits[due] = 1
+        self._idle_np[slots_np[due]] = 0
+        self._promising_np[slots_np] = False
+
+    def observe(
+        self, slots_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
+    ) -> None:
+        trials = accepted_np + (accepted_np < drafted_np)
+        kept = MEMORY**trials
+        self._trials_np[slots_np] = kept * self._trials_np[slots_np] + trials
+        self._hits_np[slots_np] = kept * self._hits_np[slots_np] + accepted_np
+        self._promising_np[slots_np] = (drafted_np > 0) & (accepted_np == drafted_np)
+        total = float(trials.sum())
+        remembered = OVERALL_MEMORY**total
+        self._trials = remembered * self._trials + total
+        self._hits = remembered * self._hits + float(accepted_np.sum())
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        self._time.observe(num_rows, seconds)
+
+    def forget(self, slot: int) -> None:
+        self._trials_np[slot] = self._hits_np[slot] = 0.0
+        self._idle_np[slot] = PROBE_INTERVAL
+        self._promising_np[slot] = False
+
+    def acceptance(self) -> float:
+        return self._hits / self._trials
+
+
+class _StepTime:
+    """Seconds of a step as a line over its rows, fitted to a stream of noisy steps.
+
+    Means over the last steps, and the slope of deviations from them. The slope is forgotten only
+    by steps that tell something of it, those with more or fewer rows than usual.
+    """
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0  # means
+        self._num_steps = 0
+        self._variance = self._covariance = 0.0  # of rows, and of rows and seconds
+        self._spread = 0.0  # mean absolute error of the line
+
+    def row(self) -> float:
+        """Seconds of one more row."""
+        if not self._num_steps:
+            return 1.0 / (1.0 + FIXED_ROWS)
+        guess = self._seconds / (self._rows + FIXED_ROWS)
+        # The guess counts as some evidence, so that the first steps make no slope of noise.
+        slope = (self._covariance + GUESS_WEIGHT * guess) / (self._variance + GUESS_WEIGHT)
+        return min(max(slope, 0.01 * guess), self._seconds / self._rows)
+
+    def of(self, num_rows: int) -> float:
+        """Seconds of a step of that many rows."""
+        if not self._num_steps:
+            return 1.0
+        return max(self._seconds + self.row() * (num_rows - self._rows), 1e-3 * self._seconds)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        if not self._num_steps or seconds < 0.4 * self.of(num_rows):
+            # Far faster than thought possible: what came before was an interruption.
+            self._num_steps, self._rows, self._seconds = 1, float(num_rows), seconds
+            self._variance = self._covariance = 0.0
+            self._spread = 0.05 * seconds
+            return
+        self._num_steps += 1
+        weight = max(1.0 - STEP_MEMORY, 1.0 / self._num_steps)
+        expected = self.of(num_rows)
+        more_rows = num_rows - self._rows
+        # A step that was held up counts as if it had been held up less. The further off the rows,
+        # the more of an error may be the line's own.
+        most = 3.0 * self._spread + self.row() * abs(more_rows)
+        error = min(max(seconds - expected, -most), most)
+        more_seconds = expected + error - self._seconds
+        if abs(more_rows) > 0.25:
+            # However far off, a step counts for at most a fifth of the evidence.
+            most = 0.25 * (self._variance + GUESS_WEIGHT)
+            share = min(1.0, most / more_rows**2)
+            self._variance = SLOPE_MEMORY * self._variance + share * more_rows**2
+            self._covariance = SLOPE_MEMORY * self._covariance + share * more_rows * more_seconds
+        self._spread += (1.0 - STEP_MEMORY) * (abs(error) - self._spread)
+        self._rows += weight * more_rows
+        self._seconds += weight * more_seconds

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A smaller model of the same vocabulary as the proposer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.kv_cache.region import Region
+from vllm_metal.models import loader
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.layers import attention_layers
+from vllm_metal.models.profile import profile_step
+from vllm_metal.requests import BlockTables
+from vllm_metal.rows import Rows
+from vllm_metal.spec_decode.model import (
+    LAYER_PREFIX,
+    DraftNetwork,
+    PagedProposer,
+    Spans,
+)
+from vllm_metal.spec_decode.proposer import Drafts, Proposer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: Tokens a request may be behind while nobody wants drafts: then one pass serves as many steps. A
+#: pass with so few rows still takes little longer than one with a single row.
+MAX_BEHIND = 16
+
+
+class DraftModel(DraftNetwork):
+    """Any model that the paged path serves, loaded beside the target."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        """Loads it.
+
+        Args:
+            config: whose speculative_config names the model.
+
+        Raises:
+            loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.
+            NotImplementedError: the paged path does not serve its layers.
+        """
+        speculation = config.speculative_config
+        assert speculation is not None
+        self._config = config
+        self._num_drafts = speculation.num_speculative_tokens
+        self._max_len = speculation.draft_model_config.max_model_len
+        loader.check_draft_vocabulary(config)
+        self._model = loader.load_draft(config)
+        family = str(speculation.draft_model_config.hf_config.model_type)
+        self.layers = [
+            replace(layer, name=LAYER_PREFIX + layer.name)
+            for layer in attention_layers(self._model, family)
+        ]
+        self._rows = loader.SelectedRows(self._model)
+
+    def profile(self, region_type: type[Region]) -> None:
+        profile_step(self._model, self._rows, self.layers, self._config, region_type)
+
+    def proposer(
+        self,
+        regions: Mapping[str, Region],
+        group_of: Mapping[str, int],
+        block_tables: BlockTables,
+    ) -> Proposer:
+        own = {layer.name: regions[layer.name] for layer in self.layers}
+        block_size = self._config.cache_config.block_size
+        executor = ModelExecutor(self._model, self._rows, self.layers, own, group_of, block_size)
+        max_num_reqs = self._config.scheduler_config.max_num_seqs
+        return DraftModelProposer(
+            executor, block_tables, max_num_reqs, self._num_drafts, self._max_len
+        )
+
+
+class DraftModelProposer(PagedProposer):
+    """Drafts as the model would generate, one token a pass."""
+
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        block_tables: BlockTables,
+        max_num_reqs: int,
+        num_drafts: int,
+        max_len: int,
+    ) -> None:
+        """
+        Args:
+            executor: of the draft model, over the shared pool.
+            block_tables: the requests' blocks.
+            max_num_reqs: number of slots.
+            num_drafts: K, the most drafts of a request.
+            max_len: tokens the model is made for; longer requests get no drafts.
+        """
+        super().__init__(executor, num_drafts)
+        self._executor = executor
+        self._block_tables = block_tables
+        self._max_len = max_len
+        # By slot, positions whose K/V are written; those of drafts count until the next call, by
+        # when a wrong one is at or behind the newest token.
+        self._written_np = np.zeros(max_num_reqs, np.int32)
+
+    def begin(self, slot: int, num_computed: int) -> None:
+        self._written_np[slot] = num_computed
+
+    def propose(
+        self,
+        token_ids_np: np.ndarray,
+        slots_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+    ) -> Drafts:
+        max_len = min(self._max_len, token_ids_np.shape[1])
+        limits = np.clip(np.minimum(limits_np, max_len - num_tokens_np), 0, self._num_drafts)
+        # The newest token is never written yet: at its position stood a draft that was refused, if
+        # any. Before it, what was drafted was accepted.
+        starts = np.minimum(self._written_np[slots_np], num_tokens_np - 1)
+        ends = np.minimum(num_tokens_np, max_len)
+        self._written_np[slots_np] = starts
+        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
+        here = np.flatnonzero(ends > starts)
+        if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
+            spans = Spans(slots_np[here], starts[here], ends[here])
+            known = token_ids_np[spans.slots_np[spans.index_np], spans.positions_np]
+            drafts = self._draft(spans, mx.array(known), None, limits[here])
+            token_ids[mx.array(here)] = drafts
+            self._written_np[spans.slots_np] = spans.ends_np + np.maximum(limits[here] - 1, 0)
+        return Drafts(token_ids, limits.astype(np.int32))
+
+    def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        logits = self._executor.forward(rows, self._block_tables)
+        return mx.argmax(logits, axis=-1).astype(mx.int32), None

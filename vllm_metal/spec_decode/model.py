@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposers with a network of their own, over the same blocks as the target model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.kv_cache.region import Region
+from vllm_metal.models.executor import PagedLayers
+from vllm_metal.models.layers import AttentionLayer
+from vllm_metal.requests import BlockTables
+from vllm_metal.rows import Rows
+from vllm_metal.spec_decode.proposer import Proposer
+
+#: Prefix of the layer names under which vLLM allocates a draft network's K/V.
+LAYER_PREFIX = "draft."
+
+
+class DraftNetwork(ABC):
+    """A loaded network on its way to a proposer, which needs the pool to exist."""
+
+    layers: Sequence[AttentionLayer]  # its share of the KV cache; may be empty
+
+    @abstractmethod
+    def profile(self, region_type: type[Region]) -> None:
+        """Runs its largest pass, for the peak of MLX's memory."""
+
+    @abstractmethod
+    def proposer(
+        self,
+        regions: Mapping[str, Region],
+        group_of: Mapping[str, int],
+        block_tables: BlockTables,
+    ) -> Proposer:
+        """
+        Args:
+            regions: pool region by layer name.
+            group_of: KV cache group by layer name.
+            block_tables: of the requests, shared with the target.
+        """
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Positions [starts, ends) of R requests, the rows of a pass."""
+
+    slots_np: np.ndarray  # [R] int32
+    starts_np: np.ndarray  # [R] int32
+    ends_np: np.ndarray  # [R] int32
+
+    @cached_property
+    def query_start_loc_np(self) -> np.ndarray:
+        """[R + 1] int32, first row of each request."""
+        out = np.zeros(len(self.slots_np) + 1, np.int32)
+        np.cumsum(self.ends_np - self.starts_np, out=out[1:])
+        return out
+
+    @cached_property
+    def index_np(self) -> np.ndarray:
+        """[T] which of the R requests a row belongs to."""
+        return np.repeat(np.arange(len(self.slots_np)), self.ends_np - self.starts_np)
+
+    @cached_property
+    def positions_np(self) -> np.ndarray:
+        """[T] int32"""
+        rows = np.arange(len(self.index_np), dtype=np.int32)
+        return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
+
+    def rows(self, input_ids: mx.array, logits_np: np.ndarray | None) -> Rows:
+        """
+        Args:
+            input_ids: [T] int32.
+            logits_np: [N] rows to compute logits of; None: all.
+        """
+        return Rows(
+            slots_np=self.slots_np,
+            query_start_loc_np=self.query_start_loc_np,
+            seq_lens_np=self.ends_np,
+            positions_np=self.positions_np,
+            positions=mx.array(self.positions_np),
+            input_ids=input_ids,
+            logits_indices=None if logits_np is None else mx.array(logits_np.astype(np.int32)),
+        )
+
+
+class PagedProposer(Proposer):
+    """Keeps K/V of its own: a first pass over what is new, then passes of one row each.
+
+    Its layers lie in the blocks of the target's, so a prefix found in the cache comes with its K/V
+    as well. `propose` is called in every step for all its requests, whether they want drafts or
+    not, when the host knows all tokens sampled so far: a pass always starts from true tokens, and
+    what was written for a wrong guess is written over. The blocks have room for num_tokens + limit
+    tokens. Nothing waits for the device, unless the pool does.
+    """
+
+    def __init__(self, paged: PagedLayers, num_drafts: int) -> None:
+        """
+        Args:
+            paged: the network's layers.
+            num_drafts: K, the most drafts of a request.
+        """
+        self._paged = paged
+        self._num_drafts = num_drafts
+
+    @abstractmethod
+    def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        """The likeliest next token of N rows, and what the pass after it needs of them.
+
+        Args:
+            rows: T rows, logits wanted of N.
+            hidden: [T, ...] of each row, for networks that take more than tokens.
+
+        Returns:
+            [N] int32 tokens, [N, ...] hidden.
+        """
+
+    def _draft(
+        self, spans: Spans, input_ids: mx.array, hidden: mx.array | None, limits_np: np.ndarray
+    ) -> mx.array:
+        """[R, K] int32 drafts that follow the spans; past a request's limit: zero.
+
+        Args:
+            spans: of R requests, none empty; the first pass.
+            input_ids: [T] int32 of the first pass.
+            hidden: [T, ...], see `_pass`.
+            limits_np: [R] drafts of each request.
+        """
+        drafting = np.flatnonzero(limits_np)
+        last_rows = spans.query_start_loc_np[1:] - 1
+        # Where nobody drafts the pass is for its K/V; one row of logits costs next to nothing.
+        wanted = last_rows[drafting] if len(drafting) else last_rows[:1]
+        tokens, hidden = self._run(spans.rows(input_ids, wanted), hidden)
+        columns = []
+        for number in range(self._num_drafts):
+            column = mx.zeros(len(limits_np), mx.int32)
+            if len(drafting):
+                column[mx.array(drafting)] = tokens
+            columns.append(column)
+            going_on = np.flatnonzero(limits_np[drafting] > number + 1)
+            if 0 < len(going_on) < len(drafting):
+                kept = mx.array(going_on)
+                tokens, hidden = tokens[kept], None if hidden is None else hidden[kept]
+            drafting = drafting[going_on]
+            if len(drafting):
+                positions = spans.ends_np[drafting] + number
+                single = Spans(spans.slots_np[drafting], positions, positions + 1)
+                tokens, hidden = self._run(single.rows(tokens, None), hidden)
+        return mx.stack(columns, axis=1)
+
+    def _run(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        tokens, hidden = self._pass(rows, hidden)
+        arrays = [tokens] if hidden is None else [tokens, hidden]
+        if self._paged.pipelined:
+            mx.async_eval(arrays)  # the device works while the host lays out what follows
+        else:
+            mx.eval(arrays)  # this pool is written once what read it is done, see kv_cache.scatter
+        return tokens, hidden
