@@ -9,6 +9,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
 
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
+
+
 def config(model, **options):
     return EngineArgs(model=model, max_model_len=256, **options).create_engine_config()
 
@@ -47,7 +50,9 @@ def test_explicit_settings_win_over_the_defaults(model):
     [
         ({"block_size": 8}, "--block-size 8"),
         ({"enable_lora": True}, "--enable-lora"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative"),
+        ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
+        ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
+        ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_sleep_mode": True}, "Sleep mode"),
     ],
@@ -55,6 +60,14 @@ def test_explicit_settings_win_over_the_defaults(model):
 def test_what_cannot_be_honoured_is_named(model, options, named):
     with pytest.raises(ValueError, match=named):
         config(model, **options)
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_speculation_leaves_async_scheduling_on(model, method):
+    found = config(model, speculative_config=LOOKUP | {"method": method})
+    assert found.scheduler_config.async_scheduling
+    off = config(model, speculative_config=LOOKUP | {"method": method}, async_scheduling=False)
+    assert not off.scheduler_config.async_scheduling
 
 
 def test_a_request_parameter_that_cannot_be_honoured_is_named():

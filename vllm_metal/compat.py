@@ -44,3 +44,18 @@ def answer_for_torch_accelerator() -> None:
         return
     for name in ("empty_cache", "empty_host_cache"):
         setattr(torch.accelerator, name, lambda: None)
+
+
+def allow_lookup_methods() -> None:
+    """Lets vLLM take `ngram` and `suffix` as this plugin does them.
+
+    vLLM plans ahead only with proposers it knows to cope, and wants arctic-inference for `suffix`;
+    ours cope, and need no package.
+    """
+    from typing import Literal
+
+    import vllm.config.speculative as speculative
+    import vllm.config.vllm as config
+
+    config.NgramGPUTypes = Literal["ngram", "ngram_gpu", "suffix"]
+    speculative.has_arctic_inference = lambda: True

@@ -38,7 +38,15 @@ BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
 MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
-SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "draft_model")
+SPECULATIVE_METHODS = (
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "medusa",
+)
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
 
@@ -125,6 +133,7 @@ class MetalPlatform(Platform):
         EngineArgs.get_batch_defaults = classmethod(  # type: ignore[method-assign, assignment]
             lambda cls, world_size: (tokens, seqs)
         )
+        compat.allow_lookup_methods()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -159,10 +168,12 @@ class MetalPlatform(Platform):
     ) -> None:
         from vllm.sampling_params import SamplingParams
 
+        from vllm_metal.requests import remember_salt
         from vllm_metal.sample import validate
 
         if isinstance(params, SamplingParams):
             validate(params)
+            remember_salt(params, processed_inputs.get("cache_salt"))
 
 
 def _refuse_unsupported(config: VllmConfig) -> None:
@@ -212,6 +223,7 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
         f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
         f"{option}parallel_drafting": speculation.parallel_drafting,
+        f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,
         f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "
         f"for a token within --max-model-len {model.max_model_len})": (
             speculation.num_speculative_tokens + 2 > model.max_model_len

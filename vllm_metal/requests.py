@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from vllm_metal.sample import Logprobs
 
 
+_SALT = "vllm_metal_cache_salt"  # key among a request's extra arguments
+
+
+def remember_salt(params: SamplingParams, salt: str | None) -> None:
+    """Puts a request's cache_salt where the worker sees it; vLLM itself does not send it along."""
+    others = {key: value for key, value in (params.extra_args or {}).items() if key != _SALT}
+    params.extra_args = others | ({_SALT: salt} if salt else {}) or None
+
+
 @dataclass
 class RequestState:
     """One request from its first scheduling to its end; a preempted one is made anew on resume.
@@ -34,6 +43,11 @@ class RequestState:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Whose texts the request may share speed with; None: everybody's who gave none."""
+        return (self.sampling_params.extra_args or {}).get(_SALT)
 
 
 class BlockTables:

@@ -151,8 +151,7 @@ class ModelRunner:
         """Makes a new or resumed request known to those who keep something of it."""
         state = self._requests[req_id]
         if self._speculator is not None:
-            num_computed = int(self._requests.num_computed_tokens_np[state.slot])
-            self._speculator.begin(state.slot, num_computed)
+            self._speculator.begin(state)
         self._sampler.add(
             state.slot, state.sampling_params, state.prompt_token_ids, state.output_token_ids
         )

@@ -47,7 +47,7 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 def counters(llm: LLM) -> dict[str, float]:
-    """vLLM's own metrics: counters and gauges by name, histograms by their sum, vectors by place."""
+    """vLLM's own metrics: counters and gauges by name, histograms by sum, vectors by place."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "values"):

@@ -259,10 +259,10 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
         ),
         pytest.param(
             [
-                *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+                *("--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'),
                 *("--kv-cache-dtype", "fp8"),
             ],
-            *({}, "vllm-metal does not support --speculative-config, --kv-cache-dtype fp8"),
+            *({}, "vllm-metal does not support --kv-transfer-config, --kv-cache-dtype fp8"),
             id="two refused features",
         ),
         pytest.param(

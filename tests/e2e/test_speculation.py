@@ -3,9 +3,13 @@
 
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from vllm import SamplingParams
+
+from vllm_metal.spec_decode.ngram import NgramProposer
+from vllm_metal.spec_decode.proposer import Drafts
 
 MAX_TOKENS = 16
-CHUNK = 64
+FIXED = {"fixed_draft_length": True}  # --additional-config
 
 
 @pytest.fixture(scope="module")
@@ -13,35 +17,24 @@ def dense(smollm2):
     return Dense(smollm2)
 
 
-def ngram(num_drafts, method="ngram_gpu"):
+def lookup(num_drafts, method="ngram_gpu"):
     return {
         "method": method,
         "num_speculative_tokens": num_drafts,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
+    } | ({} if method == "suffix" else {"prompt_lookup_max": 3, "prompt_lookup_min": 1})
 
 
-@pytest.mark.parametrize(
-    ("method", "async_scheduling", "num_drafts", "block_size"),
-    [("ngram_gpu", True, 3, 16), ("ngram", False, 7, 32)],
-)
-def test_greedy_tokens_are_those_without(
-    smollm2, dense, method, async_scheduling, num_drafts, block_size
-):
-    prompts = make_prompts(text_tokens(smollm2), 16, 200)
+def serve_and_check(model, dense, prompts, speculative_config, **options):
+    """Serves the prompts twice and checks every output; counters after each pass."""
+    seen = []
     with engine(
-        smollm2,
-        max_num_seqs=8,
-        max_num_batched_tokens=CHUNK,
+        model,
         max_model_len=256,
-        num_gpu_blocks_override=24 * 16 // block_size,
-        block_size=block_size,
-        async_scheduling=async_scheduling,
-        speculative_config=ngram(num_drafts, method),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        speculative_config=speculative_config,
+        **options,
     ) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == async_scheduling
-        seen = []
         for _ in range(2):
             outputs = generate(llm, prompts, greedy(MAX_TOKENS))
             for prompt, tokens in zip(prompts, outputs, strict=True):
@@ -51,4 +44,170 @@ def test_greedy_tokens_are_those_without(
     cold, warm = seen
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"]
     assert cold["vllm:spec_decode_num_accepted_tokens"] > 0
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("method", "async_scheduling", "num_drafts", "block_size"),
+    [("ngram_gpu", True, 3, 16), ("ngram", False, 7, 32), ("suffix", True, 5, 16)],
+)
+def test_prompt_lookup(smollm2, dense, method, async_scheduling, num_drafts, block_size):
+    cold, _ = serve_and_check(
+        smollm2,
+        dense,
+        make_prompts(text_tokens(smollm2), 16, 200),
+        lookup(num_drafts, method),
+        num_gpu_blocks_override=24 * 16 // block_size,
+        block_size=block_size,
+        async_scheduling=async_scheduling,
+    )
     assert cold["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+def test_a_draft_model_that_is_the_target_is_always_right(smollm2, dense, async_scheduling):
+    spec = {"method": "draft_model", "model": smollm2, "num_speculative_tokens": 4}
+    _, warm = serve_and_check(
+        smollm2,
+        dense,
+        make_prompts(text_tokens(smollm2), 6, 80),
+        spec,
+        async_scheduling=async_scheduling,
+        additional_config=FIXED,
+    )
+    drafted = warm["vllm:spec_decode_num_draft_tokens"]
+    assert warm["vllm:spec_decode_num_accepted_tokens"] == drafted
+
+
+class Script:
+    """Proposes what follows in a text whose greedy continuation is known, the first few right."""
+
+    def __init__(self, text, vocab_size):
+        self._text, self._vocab_size = text, vocab_size
+        self.num_drafts = self.num_right = 0
+
+    def propose(self, proposer, token_ids_np, slots_np, num_tokens_np, limits_np):
+        guesses = []
+        for slot, length, limit in zip(slots_np, num_tokens_np, limits_np, strict=True):
+            assert token_ids_np[slot, :length].tolist() == self._text[:length]
+            ahead = self._text[length:][: self.num_drafts]
+            guesses.append([*ahead[: self.num_right], *self.wrong(ahead)[self.num_right :]][:limit])
+        return Drafts.of_lists(guesses, 7)
+
+    def wrong(self, tokens):
+        return [(token + 1) % self._vocab_size for token in tokens]
+
+
+@pytest.fixture
+def script(smollm2, dense, monkeypatch):
+    """In place of prompt lookup; with it a text that goes on as greedy decoding would."""
+    text = text_tokens(smollm2)[:15]
+    while len(text) < 48:
+        text.append(int(dense.logits(text)[-1].argmax()))
+    script = Script(text, int(dense.logits(text[:1]).shape[1]))
+    monkeypatch.setattr(NgramProposer, "propose", lambda *arguments: script.propose(*arguments))
+    return script, text
+
+
+def scripted_engine(model):
+    return engine(
+        model,
+        max_model_len=128,
+        max_num_seqs=4,
+        speculative_config=lookup(7),
+        additional_config=FIXED,
+    )
+
+
+@pytest.mark.parametrize(
+    "num_drafts", [2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4, 5, 6))]
+)
+def test_every_way_to_cross_a_block(smollm2, script, num_drafts):
+    """Lengths around a block's end, drafts of which 0 to all are right; then replayed."""
+    script, text = script
+    lengths = (15, 16, 17, 32)
+    prompts, block = [text[:length] for length in lengths], 16
+    with scripted_engine(smollm2) as llm:
+        before = counters(llm)
+        for right in range(num_drafts + 1):
+            script.num_drafts, script.num_right = num_drafts, right
+            assert llm.reset_prefix_cache()
+            expected = [text[length : length + 10] for length in lengths]
+            assert generate(llm, prompts, greedy(10)) == expected
+            after = counters(llm)
+            accepted, drafted = (
+                after[f"vllm:spec_decode_num_{name}_tokens"]
+                - before.get(f"vllm:spec_decode_num_{name}_tokens", 0)
+                for name in ("accepted", "draft")
+            )
+            assert (accepted > 0) == (right > 0) and (accepted < drafted or right == num_drafts)
+            # What is cached now gives the same tokens again.
+            longer = text[: max(lengths) + 9]
+            script.num_drafts = 0
+            assert generate(llm, [longer], greedy(2)) == [text[len(longer) :][:2]]
+            before = counters(llm)
+            hits = before["vllm:prefix_cache_hits"] - after["vllm:prefix_cache_hits"]
+            assert hits == len(longer) // block * block
+
+
+def test_a_rejected_draft_is_never_a_cache_hit(smollm2, script):
+    script, text = script
+    script.num_drafts = 7
+    with scripted_engine(smollm2) as llm:
+        assert generate(llm, [text[:16]], greedy(30)) == [text[16:46]]
+        before = counters(llm)
+        assert before["vllm:spec_decode_num_accepted_tokens"] == 0
+        assert before["vllm:spec_decode_num_draft_tokens"] >= 7 * 20
+        # The drafts that stood at these positions, one after the other.
+        planted = [*text[:17], *script.wrong(text[17:40])]
+        script.num_drafts = 0
+        script.propose = lambda proposer, tokens, slots, lengths, limits: Drafts.of_lists(
+            [[] for _ in slots], 7
+        )
+        generate(llm, [planted], greedy(2))
+        hits = counters(llm)["vllm:prefix_cache_hits"] - before["vllm:prefix_cache_hits"]
+        assert hits == 16  # the block before the first draft, and no other
+
+
+def sampled(seed, **options):
+    return SamplingParams(
+        temperature=0.8, top_p=0.9, seed=seed, max_tokens=24, ignore_eos=True, **options
+    )
+
+
+def test_seeded_requests_draw_the_same_tokens(smollm2):
+    """Penalties, bad words, logprobs and a grammar, drafted and undrafted in one batch."""
+    text = text_tokens(smollm2)
+    prompts = [text[30 * n : 30 * n + 40] * 2 for n in range(6)]
+    params = [
+        sampled(1),
+        sampled(2, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
+        sampled(3, min_tokens=20, stop_token_ids=[28]),
+        sampled(4, bad_words=[" the", " of the"]),
+        sampled(5, logprobs=2, top_k=20),
+        greedy(24, structured_outputs=regex("[a-f ]+")),
+    ]
+    outputs, accepted = [], []
+    for spec in (None, lookup(5)):
+        with engine(
+            smollm2, max_num_seqs=8, speculative_config=spec, additional_config=FIXED
+        ) as llm:
+            found = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            )
+            outputs.append([output.outputs[0] for output in found])
+            accepted.append(counters(llm).get("vllm:spec_decode_num_accepted_tokens", 0))
+    without, with_drafts = outputs
+    assert accepted[1] > 0
+    for one, other in zip(without, with_drafts, strict=True):
+        assert list(one.token_ids) == list(other.token_ids)
+    for one, other in zip(without[4].logprobs, with_drafts[4].logprobs, strict=True):
+        assert one.keys() == other.keys()
+        for token in one:
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-3)
+
+
+def regex(pattern):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(regex=pattern)

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_model
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.models import loader
+from vllm_metal.spec_decode.networks import load_network
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -180,3 +181,65 @@ def test_a_draft_models_tokenizer_may_lack_tokens_or_files(pair):
     load_pair(target, draft)
     write_tokenizer(draft, ["a", "b", "c"], [(7, "<more>")])
     load_pair(target, draft)
+
+
+def head_config(target, head):
+    speculation = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    args = EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        speculative_config=speculation,
+    )
+    return args.create_engine_config()
+
+
+def test_heads_without_readable_weights_are_named(pair):
+    _, head = pair
+    config = head_config(*pair)
+    draft_config = config.speculative_config.draft_model_config
+    weights = head / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(loader.ModelLoadError, match=str(head)):
+        loader.load_weights(draft_config, config)
+    weights.unlink()
+    with pytest.raises(loader.ModelLoadError, match=rf"no weights .* in {head}"):
+        loader.load_weights(draft_config, config)
+    (head / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(loader.ModelLoadError, match=str(head)):
+        loader.load_weights(draft_config, config)
+
+
+def test_a_checkpoint_that_is_no_head_is_named(pair):
+    target, head = pair
+    config = head_config(target, head)
+    model = load(target)
+    with pytest.raises(loader.ModelLoadError, match=rf"{head} is no EagleLlamaForCausalLM"):
+        load_network(config, model, loader.SelectedRows(model))
+
+
+def test_hidden_states_of_all_rows_reach_whoever_asked_though_the_head_sees_a_few(tmp_path):
+    model = load(write(tmp_path))
+    reference, _ = load_model(tmp_path)
+    reference.set_dtype(mx.float32)
+    selected = loader.SelectedRows(model)
+    final = loader.HiddenStates(model, selected)
+    layered = loader.HiddenStates(model, selected, [1, 2])
+    tokens = mx.arange(7)
+    caches = [None] * 2  # without caches every row is a text of one token
+    out = selected.logits(model, tokens, caches, mx.array([6]))
+    assert out.shape == (1, 96)
+    states = [reference.model.embed_tokens(tokens[:, None])]
+    for layer in reference.model.layers:
+        states.append(layer(states[-1], None))
+    of_layers = mx.concatenate(states[1:], axis=-1)[:, 0]
+    np.testing.assert_allclose(np.array(layered.take()), np.array(of_layers), atol=1e-5)
+    expected = reference.model.norm(states[-1])[:, 0]
+    np.testing.assert_allclose(np.array(final.take()), np.array(expected), atol=1e-5)
+
+
+def test_a_layer_the_target_lacks_is_named(tmp_path):
+    model = load(write(tmp_path))
+    selected = loader.SelectedRows(model)
+    with pytest.raises(NotImplementedError, match="after layer 3 of a model that has 2"):
+        loader.HiddenStates(model, selected, [1, 3])

@@ -18,7 +18,17 @@ from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.models import loader
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.layers import attention_layers
+from vllm_metal.requests import BlockTables
+from vllm_metal.spec_decode.model import Spans
+from vllm_metal.spec_decode.networks import load_network
+
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
+BLOCK, SLOTS = 16, 4
+TIE = 1e-3  # of two logits, which range over some 10; torch and MLX sum in other orders
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -131,3 +141,82 @@ class DenseTarget:
             found.append(layer(found[-1], mask))
         found.append(inner.norm(found[-1]))
         return [torch.tensor(np.array(states[0])) for states in found]
+
+
+class Bench:
+    """The target in steps and the proposer beside it, over one set of blocks."""
+
+    def __init__(self, config, judge):
+        """`judge(text, drafts)` gives the logits, [len(drafts), V], of each draft's place."""
+        self.rng = np.random.default_rng(2)
+        self.judge = judge
+        model = loader.load(config)
+        layers = attention_layers(model, "llama")
+        selected = loader.SelectedRows(model)
+        network = load_network(config, model, selected)
+        everything = [*layers, *network.layers]
+        regions = {
+            layer.name: ScatterRegion(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+            for layer in everything
+        }
+        group_of = dict.fromkeys(regions, 0)
+        self.executor = ModelExecutor(model, selected, layers, regions, group_of, BLOCK)
+        self.tables = BlockTables(1, SLOTS, MAX_LEN // BLOCK + 1)
+        self.proposer = network.proposer(regions, group_of, self.tables)
+        self.free = self.rng.permutation(np.arange(1, 60)).tolist()
+        self.token_ids_np = np.zeros((SLOTS, MAX_LEN), np.int32)
+        self.known = np.zeros(SLOTS, np.int32)
+        self.computed = np.zeros(SLOTS, np.int32)
+
+    def prompt(self, length):
+        return self.rng.integers(0, VOCAB, length).tolist()
+
+    def begin(self, slot, tokens, shared=()):
+        own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
+        self.tables.replace(slot, [[*shared, *own]])
+        self.token_ids_np[slot, : len(tokens)] = tokens
+        self.known[slot], self.computed[slot] = len(tokens), len(shared) * BLOCK
+        self.proposer.begin(slot, len(shared) * BLOCK)
+
+    def step(self, slots, limits, chunk=MAX_LEN):
+        """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""
+        slots = np.array(slots, np.int32)
+        ends = np.minimum(self.known[slots], self.computed[slots] + chunk)
+        proposed = self.proposer.propose(self.token_ids_np, slots, ends, np.array(limits, np.int32))
+        counts = proposed.counts_np
+        drafts = [
+            row[:count] for row, count in zip(np.array(proposed.token_ids), counts, strict=True)
+        ]
+        for slot, of_request in zip(slots, drafts, strict=True):
+            self.check(slot, of_request.tolist())
+        text = self.token_ids_np.copy()
+        for slot, of_request in zip(slots, drafts, strict=True):
+            text[slot, self.known[slot] : self.known[slot] + len(of_request)] = of_request
+        spans = Spans(slots, self.computed[slots], ends + counts)
+        ids = mx.array(text[spans.slots_np[spans.index_np], spans.positions_np])
+        rows = spans.rows(ids, np.array([0]))
+        logits = self.executor.forward(rows, self.tables)
+        self.proposer.take_hidden(rows)
+        mx.eval(logits)
+        for slot, end, of_request in zip(slots, ends, drafts, strict=True):
+            self.learn(slot, end, of_request.tolist())
+        return counts.tolist()
+
+    def check(self, slot, drafts):
+        if drafts:
+            text = self.token_ids_np[slot, : self.known[slot]].tolist()
+            for row, token in zip(self.judge(text, drafts), drafts, strict=True):
+                assert row.max() - row[token] <= TIE
+
+    def learn(self, slot, end, drafts):
+        if end < self.known[slot]:  # within its prompt
+            self.computed[slot] = end
+            return
+        accepted = int(self.rng.integers(0, len(drafts) + 1))
+        new = [*drafts[:accepted], int(self.rng.integers(0, VOCAB))]
+        if accepted < len(drafts) and new[-1] == drafts[accepted]:
+            new[-1] = (new[-1] + 1) % VOCAB
+        start = self.known[slot]
+        self.token_ids_np[slot, start : start + len(new)] = new
+        self.known[slot] += len(new)
+        self.computed[slot] = self.known[slot] - 1

@@ -8,7 +8,10 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models import llama, olmo3
 from mlx_lm.models.cache import make_prompt_cache
 
+from metal_kernels import kernel
+from metal_kernels.interpreter import metal_kernel
 from vllm_metal.attention import seam
+from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.layers import attention_layers
@@ -25,7 +28,7 @@ CONFIG = {
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 64,
     "rms_norm_eps": 1e-5,
     "vocab_size": VOCAB,
     "rope_theta": 10000.0,
@@ -38,10 +41,10 @@ WINDOWED = {"model_type": "olmo3", "sliding_window": 24}  # every fourth layer i
 class Bench:
     """A proposer on a small pool, the true tokens of its requests, and mlx-lm's model as judge."""
 
-    def __init__(self, windowed=False, max_len=MAX_LEN, seed=0):
+    def __init__(self, windowed=False, max_len=MAX_LEN, region_type=ScatterRegion):
         seam.install()
-        self.rng = np.random.default_rng(seed)
-        mx.random.seed(seed)
+        self.rng = np.random.default_rng(0)
+        mx.random.seed(0)
         family, config = (olmo3, CONFIG | WINDOWED) if windowed else (llama, CONFIG)
         self.model = family.Model(family.ModelArgs.from_dict(config))
         # Large weights around attention make the likeliest token depend on all before it.
@@ -54,7 +57,7 @@ class Bench:
         mx.eval(self.model.parameters())
         layers = attention_layers(self.model, "test")
         pools = {
-            layer.name: ScatterRegion(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+            layer.name: region_type(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
             for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
@@ -114,8 +117,13 @@ class Bench:
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(windowed):
-    bench = Bench(windowed)
+@pytest.mark.parametrize("region_type", [ScatterRegion, KernelRegion])
+def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(region_type, windowed):
+    with kernel.using(metal_kernel):
+        generate(Bench(windowed, region_type=region_type))
+
+
+def generate(bench):
     for slot, length in enumerate([1, 15, 16, 30]):
         bench.begin(slot, bench.prompt(length))
     seen = set()

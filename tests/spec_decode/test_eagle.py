@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE's drafts are those of vLLM's own torch heads on mlx-lm's dense hidden states."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 from spec_decode.heads import (
+    BLOCK,
     CONFIG,
     HIDDEN,
-    MAX_LEN,
     VOCAB,
+    Bench,
     DenseTarget,
     K,
     engine_config,
@@ -22,16 +22,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models import loader
-from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.layers import attention_layers
-from vllm_metal.requests import BlockTables
-from vllm_metal.spec_decode.model import Spans
-from vllm_metal.spec_decode.networks import load_network
 
-BLOCK, SLOTS, DRAFT_VOCAB = 16, 4, 48
-TIE = 1e-3  # of two logits, which range over some 10; torch and MLX sum in other orders
+DRAFT_VOCAB = 48
 
 
 def layer_shapes(name, width):
@@ -58,7 +51,7 @@ def eagle3_shapes(name="midlayer", num_states=3):
 
 EMBEDDING = {"embed_tokens.weight": (VOCAB, HIDDEN)}
 REDUCED = {
-    "d2t": torch.arange(DRAFT_VOCAB) % 3 + torch.arange(DRAFT_VOCAB),  # every other token or so
+    "d2t": torch.arange(DRAFT_VOCAB) + torch.arange(DRAFT_VOCAB) % 2,  # 0, 3, 4, 7, 8, ...
     "t2d": torch.zeros(VOCAB, dtype=torch.bool),
 }
 #: Method, shapes, other arrays, config.json, file, layers whose states are read (9: the final).
@@ -83,7 +76,7 @@ CASES = {
 class Judge:
     """vLLM's head on a whole text at once."""
 
-    def __init__(self, config, target_folder, head_folder, method, layer_ids):
+    def __init__(self, config, target_folder, method, layer_ids):
         self.target = DenseTarget(target_folder)
         self.config, self.layer_ids = config, layer_ids
         weights = loader.load_weights(config.speculative_config.draft_model_config, config)
@@ -97,7 +90,7 @@ class Judge:
             self.module.model.embed_tokens.weight.data[:VOCAB] = shared
 
     @torch.no_grad()
-    def logits(self, text, drafts):
+    def __call__(self, text, drafts):
         """[len(drafts), V]: what the head thinks of each draft's place."""
         states = self.target.states(text)
         hidden = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)[:-1]
@@ -118,92 +111,15 @@ class Judge:
         return out @ self.lm_head.T
 
 
-class Bench:
-    """The target in steps and the proposer beside it, over one set of blocks."""
-
-    def __init__(self, case, folder):
-        self.rng = np.random.default_rng(2)
-        method, shapes, extra, changes, file, layer_ids = CASES[case]
-        target_folder = write_target(folder / "target")
-        config = CONFIG | {"num_hidden_layers": 1} | changes
-        head_folder = write_head(folder / "head", shapes, extra, config, file)
-        config = engine_config(target_folder, head_folder, method)
-        self.judge = Judge(config, target_folder, head_folder, method, layer_ids)
-        model = loader.load(config)
-        layers = attention_layers(model, "llama")
-        selected = loader.SelectedRows(model)
-        network = load_network(config, model, selected)
-        everything = [*layers, *network.layers]
-        regions = {
-            layer.name: ScatterRegion(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
-            for layer in everything
-        }
-        group_of = dict.fromkeys(regions, 0)
-        self.executor = ModelExecutor(model, selected, layers, regions, group_of, BLOCK)
-        self.tables = BlockTables(1, SLOTS, MAX_LEN // BLOCK + 1)
-        self.proposer = network.proposer(regions, group_of, self.tables)
-        self.free = self.rng.permutation(np.arange(1, 60)).tolist()
-        self.token_ids_np = np.zeros((SLOTS, MAX_LEN), np.int32)
-        self.known = np.zeros(SLOTS, np.int32)
-        self.computed = np.zeros(SLOTS, np.int32)
-
-    def prompt(self, length):
-        return self.rng.integers(0, VOCAB, length).tolist()
-
-    def begin(self, slot, tokens, shared=()):
-        own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
-        self.tables.replace(slot, [[*shared, *own]])
-        self.token_ids_np[slot, : len(tokens)] = tokens
-        self.known[slot], self.computed[slot] = len(tokens), len(shared) * BLOCK
-        self.proposer.begin(slot, len(shared) * BLOCK)
-
-    def step(self, slots, limits, chunk=MAX_LEN):
-        """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""
-        slots = np.array(slots, np.int32)
-        ends = np.minimum(self.known[slots], self.computed[slots] + chunk)
-        proposed = self.proposer.propose(self.token_ids_np, slots, ends, np.array(limits, np.int32))
-        counts = proposed.counts_np
-        drafts = [
-            row[:count] for row, count in zip(np.array(proposed.token_ids), counts, strict=True)
-        ]
-        for slot, of_request in zip(slots, drafts, strict=True):
-            self.check(slot, of_request.tolist())
-        text = self.token_ids_np.copy()
-        for slot, of_request in zip(slots, drafts, strict=True):
-            text[slot, self.known[slot] : self.known[slot] + len(of_request)] = of_request
-        spans = Spans(slots, self.computed[slots], ends + counts)
-        ids = mx.array(text[spans.slots_np[spans.index_np], spans.positions_np])
-        rows = spans.rows(ids, np.array([0]))
-        logits = self.executor.forward(rows, self.tables)
-        self.proposer.take_hidden(rows)
-        mx.eval(logits)
-        for slot, end, of_request in zip(slots, ends, drafts, strict=True):
-            self.learn(slot, end, of_request.tolist())
-        return counts.tolist()
-
-    def check(self, slot, drafts):
-        if drafts:
-            text = self.token_ids_np[slot, : self.known[slot]].tolist()
-            for row, token in zip(self.judge.logits(text, drafts), drafts, strict=True):
-                assert row.max() - row[token] <= TIE
-
-    def learn(self, slot, end, drafts):
-        if end < self.known[slot]:  # within its prompt
-            self.computed[slot] = end
-            return
-        accepted = int(self.rng.integers(0, len(drafts) + 1))
-        new = [*drafts[:accepted], int(self.rng.integers(0, VOCAB))]
-        if accepted < len(drafts) and new[-1] == drafts[accepted]:
-            new[-1] = (new[-1] + 1) % VOCAB
-        start = self.known[slot]
-        self.token_ids_np[slot, start : start + len(new)] = new
-        self.known[slot] += len(new)
-        self.computed[slot] = self.known[slot] - 1
-
-
 @pytest.fixture(scope="module", params=CASES)
 def bench(request, tmp_path_factory):
-    return Bench(request.param, tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+    method, shapes, extra, changes, file, layer_ids = CASES[request.param]
+    target = write_target(folder / "target")
+    config = CONFIG | {"num_hidden_layers": 1} | changes
+    head = write_head(folder / "head", shapes, extra, config, file)
+    config = engine_config(target, head, method)
+    return Bench(config, Judge(config, target, method, layer_ids))
 
 
 def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
@@ -234,4 +150,17 @@ def test_a_request_without_hidden_states_gets_no_drafts(bench):
     bench.begin(3, bench.token_ids_np[3, : bench.known[3]].tolist())  # preempted, resumed
     assert bench.step([3], [K]) == [0]
     assert bench.step([3], [K]) == [K]
+    bench.proposer.forget(3)
+
+
+def test_a_call_with_nothing_new_runs_nothing_and_changes_nothing(bench):
+    bench.begin(3, bench.prompt(9))
+    bench.step([3], [0])
+    of_step = bench.token_ids_np, np.array([3], np.int32), bench.known[[3]]
+    first = bench.proposer.propose(*of_step, np.array([K], np.int32))
+    again = bench.proposer.propose(*of_step, np.array([0], np.int32))
+    assert again.counts_np.tolist() == [0]
+    assert not np.array(again.token_ids).any()
+    repeated = bench.proposer.propose(*of_step, np.array([K], np.int32))
+    np.testing.assert_array_equal(np.array(repeated.token_ids), np.array(first.token_ids))
     bench.proposer.forget(3)

@@ -118,7 +118,7 @@ def test_oldest_outputs_are_dropped_across_scopes(options, max_tokens, kept):
         run_to_end(proposer, [1], output)
     for number, output in enumerate(outputs):
         proposer.set_scope(1, str(number % 2))
-        for start in (0, 4):  # the start of the output, and its end
+        for start in (0, 4, 6):  # the start of the output, and towards its end
             text, follow = output[start : start + 4], output[start + 4 : start + 8]
             assert guess(proposer, text, slot=1) == (follow if number in kept else [])
         proposer.forget(1)
@@ -126,7 +126,7 @@ def test_oldest_outputs_are_dropped_across_scopes(options, max_tokens, kept):
 
 def test_only_the_newest_places_of_a_frequent_ngram_count():
     """More often followed by 1, but lately by 2."""
-    text = [7, 8, 1, 1, 1] * 66 + [7, 8, 2, 2, 2] * 62 + [7, 8]
+    text = [9, 9, 7, 8, 1] * 66 + [9, 9, 7, 8, 2] * 62 + [9, 9, 7, 8]
     table = np.zeros((1, 1024), np.int32)
     table[0, : len(text)] = text
     proposer = SuffixProposer(3, SuffixOptions(max_tree_depth=5, max_spec_factor=0.5))

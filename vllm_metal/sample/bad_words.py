@@ -27,6 +27,12 @@ class _Words:
     prefixes: np.ndarray
     last: np.ndarray
 
+    def widened(self, width: int) -> "_Words":
+        missing = width - self.prefixes.shape[1]
+        return _Words(
+            np.pad(self.prefixes, ((0, 0), (missing, 0)), constant_values=_ANY), self.last
+        )
+
 
 class BadWords:
     """Keeps `_recent`, int32 [max_num_reqs, L]: the last L output tokens of each slot, newest at
@@ -42,13 +48,12 @@ class BadWords:
     def add(self, slot: int, words: list[list[int]], output: Sequence[int]) -> None:
         # A word the model cannot produce needs no rule, and its id would be out of bounds.
         words = [word for word in words if 0 <= word[-1] < self._vocab_size]
-        longest = max((len(word) - 1 for word in words), default=0)
-        prefixes = np.full((len(words), longest), _ANY, dtype=np.int32)
+        self._widen(max((len(word) - 1 for word in words), default=0))
+        prefixes = np.full((len(words), self._width), _ANY, dtype=np.int32)
         for prefix, word in zip(prefixes, words, strict=True):
-            prefix[longest - len(word) + 1 :] = word[:-1]
+            prefix[self._width - len(word) + 1 :] = word[:-1]
         last = np.array([word[-1] for word in words], dtype=np.int32)
         self._words[slot] = _Words(prefixes, last)
-        self._widen(longest)
         self._unwritten[slot] = _right_aligned(output, self._width, _NOTHING)
 
     def remove(self, slot: int) -> None:
@@ -64,7 +69,7 @@ class BadWords:
         last = np.concatenate([w.last for w in words])
         if self._width == 0:
             return add_at(logits, word_rows, last, NEG_INF)
-        prefixes = mx.array(np.concatenate([_pad_left(w.prefixes, self._width) for w in words]))
+        prefixes = mx.array(np.concatenate([w.prefixes for w in words]))
         context = self._context(word_rows, step)
         matched = mx.all((prefixes == context) | (prefixes == _ANY), axis=-1)
         return add_at(logits, word_rows, last, mx.where(matched, NEG_INF, 0.0))
@@ -121,6 +126,7 @@ class BadWords:
         # no longer than the old width and never look there.
         padding = mx.full((self._recent.shape[0], width - self._width), _NOTHING, dtype=mx.int32)
         self._recent = mx.concatenate([padding, self._recent], axis=1)
+        self._words = {slot: words.widened(width) for slot, words in self._words.items()}
 
     def _write(self) -> None:
         if not self._unwritten or self._width == 0:
@@ -137,7 +143,3 @@ def _right_aligned(values: Sequence[int] | np.ndarray, width: int, padding: int)
     if used:
         row[width - used :] = values[-used:]
     return row
-
-
-def _pad_left(prefixes: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(prefixes, ((0, 0), (width - prefixes.shape[1], 0)), constant_values=_ANY)

@@ -10,6 +10,7 @@ from vllm_metal.spec_decode.adaptive import DraftLengths, FixedLengths, Lengths
 from vllm_metal.spec_decode.ngram import NgramProposer
 from vllm_metal.spec_decode.proposer import Proposer
 from vllm_metal.spec_decode.speculator import Speculator
+from vllm_metal.spec_decode.suffix import SuffixOptions, SuffixProposer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +44,14 @@ def make_speculator(
 def _text_proposer(config: VllmConfig) -> Proposer:
     speculation = config.speculative_config
     assert speculation is not None
+    if speculation.method == "suffix":
+        options = SuffixOptions(
+            speculation.suffix_decoding_max_tree_depth,
+            speculation.suffix_decoding_max_cached_requests,
+            speculation.suffix_decoding_max_spec_factor,
+            speculation.suffix_decoding_min_token_prob,
+        )
+        return SuffixProposer(speculation.num_speculative_tokens, options)
     shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     assert shortest is not None and longest is not None  # vLLM fills in its defaults
     return NgramProposer(shortest, longest, speculation.num_speculative_tokens)

@@ -73,9 +73,7 @@ class Eagle(DraftNetwork):
         try:
             self.head.load_weights(list(weights.items()))
         except ValueError as error:
-            raise loader.ModelLoadError(
-                f"{model_config.model} is not a {family}: {error}"
-            ) from error
+            raise loader.ModelLoadError(f"{model_config.model} is no {family}: {error}") from error
         if "embed_tokens" not in self.head:
             self.head.embed_tokens = loader.input_embedding(target)
         if "lm_head" not in self.head:
@@ -149,12 +147,14 @@ class EagleProposer(PagedProposer):
         self._block_tables = block_tables
         self._states = states
         self._kept: dict[int, _Kept] = {}  # by slot
+        self._written: dict[int, int] = {}  # by slot, end of what has been run of those
 
     def begin(self, slot: int, num_computed: int) -> None:
-        self._kept.pop(slot, None)
+        self.forget(slot)
 
     def forget(self, slot: int) -> None:
         self._kept.pop(slot, None)
+        self._written.pop(slot, None)
 
     def take_hidden(self, rows: Rows) -> None:
         states = self._states.take()
@@ -164,6 +164,7 @@ class EagleProposer(PagedProposer):
             rows.slots_np.tolist(), firsts.tolist(), starts.tolist(), counts.tolist(), strict=True
         ):
             self._kept[slot] = _Kept(states, *of_request)
+            self._written.pop(slot, None)
 
     def propose(
         self,
@@ -178,11 +179,12 @@ class EagleProposer(PagedProposer):
         counts = np.array([of.count for of in kept], np.int32)
         # A row takes the token after it; rows of drafts that were refused lie past the newest one.
         ends = np.minimum(starts + counts, num_tokens_np - 1)
+        usable = ends > starts
         most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._num_drafts)
-        limits = np.where(ends == num_tokens_np - 1, np.minimum(limits_np, most), 0)
-        here = np.flatnonzero(ends > starts)
-        limits[ends <= starts] = 0
-        limits = np.maximum(limits, 0).astype(np.int32)
+        limits = np.maximum(np.minimum(limits_np, most), 0).astype(np.int32)
+        limits[~usable | (ends < num_tokens_np - 1)] = 0
+        written = np.array([self._written.get(slot, 0) for slot in slots_np.tolist()])
+        here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
         token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
         if len(here):
             spans = Spans(slots_np[here], starts[here], ends[here])
@@ -190,6 +192,7 @@ class EagleProposer(PagedProposer):
             hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
             drafts = self._draft(spans, mx.array(following), hidden, limits[here])
             token_ids[mx.array(here)] = drafts
+            self._written |= zip(spans.slots_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:

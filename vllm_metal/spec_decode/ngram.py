@@ -68,7 +68,7 @@ class NgramProposer(TextProposer):
         return Drafts.of_lists(guesses, self._num_drafts)
 
     def forget(self, slot: int) -> None:
-        pass
+        self._indices.pop(slot, None)
 
 
 class _TextIndex:

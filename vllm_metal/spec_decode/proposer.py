@@ -58,6 +58,9 @@ class Proposer(ABC):
     def begin(self, slot: int, num_computed: int) -> None:  # noqa: B027 - most need not know
         """A request starts or resumes in the slot, its first tokens filled by the prefix cache."""
 
+    def set_scope(self, slot: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
+        """Whose texts the slot's request may learn from, and adds its own to; before `propose`."""
+
     def forget(self, slot: int) -> None:  # noqa: B027 - most keep nothing by slot
         """The slot's request is gone: what follows under this slot is another text."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.requests import Requests
+from vllm_metal.requests import Requests, RequestState
 from vllm_metal.spec_decode.drafts import StepDrafts
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
@@ -114,9 +114,11 @@ class Speculator:
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def begin(self, slot: int, num_computed: int) -> None:
-        """A request starts or resumes in the slot, with so many tokens from the prefix cache."""
-        self._proposer.begin(slot, num_computed)
+    def begin(self, state: RequestState) -> None:
+        """A request starts or resumes."""
+        num_computed = int(self._requests.num_computed_tokens_np[state.slot])
+        self._proposer.begin(state.slot, num_computed)
+        self._proposer.set_scope(state.slot, state.cache_salt)
 
     def take_hidden(self, rows: Rows) -> None:
         """The target's forward of these rows has just been built."""
