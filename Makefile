@@ -10,6 +10,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM_WHEEL ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-k sampler".
 PYTEST_ARGS ?=
+# Processes that share the test files; 0: none but pytest's own, for a debugger.
+PYTEST_WORKERS ?= 2
 
 # The environment is rebuilt when the content of what defines it changes, not its date.
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/$(PLATFORM).txt \
@@ -44,10 +46,10 @@ demo: $(STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU backe
 	$(BIN)/python examples/demo.py
 
 test: lint  ## the one test command: lint, types, tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## the nightly tests
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

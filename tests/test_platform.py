@@ -8,7 +8,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
-
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 
 
