@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
+from vllm.logger import init_logger
 
 from vllm_metal.requests import Requests, RequestState
 from vllm_metal.spec_decode.drafts import StepDrafts
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from vllm_metal.outputs import StepOutput
     from vllm_metal.rows import Rows
     from vllm_metal.spec_decode.adaptive import Lengths
+
+
+logger = init_logger(__name__)
+
+#: Below this share of accepted drafts even cheap ones rarely pay; judged after so many.
+LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
 class Speculator:
@@ -47,6 +54,7 @@ class Speculator:
         self._laid_out: tuple[list[str], StepDrafts]
         self._learnt: StepOutput | None = None
         self._last_finish: float | None = None
+        self._num_judged = 0  # drafts verified so far
 
     def learn(self, output: StepOutput) -> None:
         """Takes the outcome of the newest step; waits for the device."""
@@ -58,11 +66,23 @@ class Speculator:
         sampling = batch.sampling_np
         slots = batch.slots_np[sampling]
         if batch.drafts is not None and len(sampling):
-            self._lengths.observe(slots, batch.drafts.counts_np[sampling], output.num_accepted())
+            drafted = batch.drafts.counts_np[sampling]
+            self._lengths.observe(slots, drafted, output.num_accepted())
+            self._warn_if_useless(int(drafted.sum()))
         decoding = len(sampling) == len(batch.states) and len(sampling) > 0
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
+
+    def _warn_if_useless(self, num_drafts: int) -> None:
+        before, self._num_judged = self._num_judged, self._num_judged + num_drafts
+        if before < MIN_JUDGED <= self._num_judged and self._lengths.acceptance() < LOW_ACCEPTANCE:
+            logger.warning(
+                "Only %.0f %% of the drafts are accepted: speculation hardly helps on this "
+                "traffic. Try a smaller num_speculative_tokens in --speculative-config, another "
+                "method or draft model, or leave it out",
+                100 * self._lengths.acceptance(),
+            )
 
     def forget(self, slot: int) -> None:
         """The slot's request is gone."""
