@@ -8,8 +8,8 @@ MAX_TOKENS = 48
 #: By whether steps overlap, which is the default and the harder case.
 NUM_PROMPTS = {True: 64, False: 24}
 CHUNK = 64  # tokens of a step: longer prompts come in chunks
-#: Blocks of the pool: a prompt of 700 fits, sixteen requests of the mean length do not.
-NUM_BLOCKS = 110
+#: Blocks of the pool: a prompt of 700 fits, what is served at once does not.
+NUM_BLOCKS = {True: 110, False: 70}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_without_prefix_caching(smollm2, dense, async_scheduling):
         smollm2,
         dense,
         prompts,
-        num_gpu_blocks_override=NUM_BLOCKS,
+        num_gpu_blocks_override=NUM_BLOCKS[async_scheduling],
         enable_prefix_caching=False,
         async_scheduling=async_scheduling,
     )
@@ -59,7 +59,7 @@ def test_with_prefix_caching_cold_and_warm(smollm2, dense, async_scheduling):
         dense,
         prompts,
         passes=2,
-        num_gpu_blocks_override=NUM_BLOCKS,
+        num_gpu_blocks_override=NUM_BLOCKS[async_scheduling],
         async_scheduling=async_scheduling,
     )
     assert cold["vllm:num_preemptions"] > 0
