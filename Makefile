@@ -63,6 +63,8 @@ format: $(STAMP)  ## rewrite the sources with ruff
 bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, writes JSON and plots
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/prefix_repetition.py --quick
+	$(BIN)/python benchmarks/speculation.py --quick
+	$(BIN)/python benchmarks/kernel_traffic.py
 
 lock:  ## resolve requirements/{linux,macos}.txt again (Linux, needs uv)
 	scripts/lock.sh
