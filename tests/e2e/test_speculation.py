@@ -71,6 +71,25 @@ def test_prompt_lookup(
     assert cold["vllm:num_preemptions"] > 0 or block_size == 32  # room for all of these
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("num_drafts", range(1, 8))
+def test_every_method_and_number_of_drafts(smollm2, dense, method, async_scheduling, num_drafts):
+    config = {"method": method, "num_speculative_tokens": num_drafts}
+    if method == "draft_model":
+        config["model"] = smollm2
+    serve_and_check(
+        smollm2,
+        dense,
+        make_prompts(text_tokens(smollm2), 64, 200),
+        config if method == "draft_model" else lookup(num_drafts, method),
+        block_size=16 if num_drafts % 2 else 32,
+        async_scheduling=async_scheduling,
+        additional_config=FIXED,
+    )
+
+
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 def test_a_draft_model_that_is_the_target_is_always_right(smollm2, dense, async_scheduling):
     spec = {"method": "draft_model", "model": smollm2, "num_speculative_tokens": 4}
