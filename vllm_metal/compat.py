@@ -49,13 +49,14 @@ def answer_for_torch_accelerator() -> None:
 def allow_lookup_methods() -> None:
     """Lets vLLM take `ngram` and `suffix` as this plugin does them.
 
-    vLLM plans ahead only with proposers it knows to cope, and wants arctic-inference for `suffix`;
-    ours cope, and need no package.
+    vLLM plans ahead with `ngram_gpu` but not with `ngram`, which are one here, and wants
+    arctic-inference for `suffix`, where ours needs no package. Only the process that reads the
+    options comes here, see MetalPlatform.check_and_update_config.
     """
     from typing import Literal
 
     import vllm.config.speculative as speculative
     import vllm.config.vllm as config
 
-    config.NgramGPUTypes = Literal["ngram", "ngram_gpu", "suffix"]
+    config.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
     speculative.has_arctic_inference = lambda: True

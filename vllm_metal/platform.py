@@ -154,6 +154,10 @@ class MetalPlatform(Platform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER
         parallel.disable_custom_all_reduce = True
+        speculation = vllm_config.speculative_config
+        if speculation is not None and speculation.method == "ngram":
+            # The engine's own process checks once more whether vLLM plans ahead with the method.
+            speculation.method = "ngram_gpu"
         cache = vllm_config.cache_config
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZES[0]
