@@ -23,12 +23,10 @@ def masked(batch: InputBatch, output: GrammarOutput) -> tuple[GrammarMask | None
     for a draft, in the order of its own list.
     """
     sampling = {batch.states[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())}
-    reserved = (
-        np.zeros(len(batch.states), np.int64)
-        if batch.drafts is None
-        else (batch.drafts.reserved_np)
-    )
-    of_request = {state.req_id: int(n) for state, n in zip(batch.states, reserved, strict=True)}
+    reserved: dict[str, int] = {}
+    if batch.drafts is not None:
+        counts = batch.drafts.reserved_np.tolist()
+        reserved = {state.req_id: n for state, n in zip(batch.states, counts, strict=True)}
     windows = batch.windows
     starts = np.arange(len(sampling)) if windows is None else windows.starts_np
     lens = np.ones(len(sampling), np.int64) if windows is None else windows.lens_np
@@ -40,15 +38,15 @@ def masked(batch: InputBatch, output: GrammarOutput) -> tuple[GrammarMask | None
             rows.append(starts[n] + in_window)
             places.append(place + in_window)
             unseen.append(starts[n] + in_window[num_seen:])
-        place += 1 + of_request.get(req_id, 0)
+        place += 1 + reserved.get(req_id, 0)
     if not rows:
         return None, batch
     mask = GrammarMask(
         np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(places)]
     )
     if windows is not None and (blind := np.concatenate(unseen)).size:
-        draft_ids = np.zeros(len(batch.sample_slots_np), bool)
-        draft_ids[blind] = True
-        kept = mx.where(mx.array(draft_ids), -1, windows.draft_ids)
+        is_blind = np.zeros(len(batch.sample_slots_np), bool)
+        is_blind[blind] = True
+        kept = mx.where(mx.array(is_blind), -1, windows.draft_ids)
         batch = dataclasses.replace(batch, windows=dataclasses.replace(windows, draft_ids=kept))
     return mask, batch

@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from vllm_metal.spec_decode.proposer import Drafts, Seen, TextProposer
+from vllm_metal.spec_decode.proposer import Seen, TextProposer
 
 
 class NgramProposer(TextProposer):
@@ -39,33 +39,19 @@ class NgramProposer(TextProposer):
             )
         if num_drafts < 1:
             raise ValueError(f"num_speculative_tokens={num_drafts}: need at least 1")
-        self._min_n, self._max_n, self._num_drafts = min_n, max_n, num_drafts
+        super().__init__(num_drafts)
+        self._min_n, self._max_n = min_n, max_n
         self._indices: dict[int, _TextIndex] = {}
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-    ) -> Drafts:
-        room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
-        limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
-        guesses: list[list[int]] = []
-        for slot, num_tokens, limit in zip(
-            slots_np.tolist(), num_tokens_np.tolist(), limits, strict=True
-        ):
-            if limit <= 0:
-                guesses.append([])
-                continue
-            text = token_ids_np[slot, :num_tokens]
-            index = self._indices.get(slot)
-            if index is None or not index.seen.is_start_of(text):
-                index = self._indices[slot] = _TextIndex(self._min_n, self._max_n)
-            index.extend(text)
-            end = index.match(text)
-            guesses.append(text[end : end + limit].tolist() if end else [])
-        return Drafts.of_lists(guesses, self._num_drafts)
+    def _guess(self, slot: int, text: np.ndarray, limit: int) -> list[int]:
+        if limit <= 0:
+            return []
+        index = self._indices.get(slot)
+        if index is None or not index.seen.is_start_of(text):
+            index = self._indices[slot] = _TextIndex(self._min_n, self._max_n)
+        index.extend(text)
+        end = index.match(text)
+        return text[end : end + limit].tolist() if end else []
 
     def forget(self, slot: int) -> None:
         self._indices.pop(slot, None)

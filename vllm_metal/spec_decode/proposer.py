@@ -74,6 +74,33 @@ class TextProposer(Proposer):
     It may be as rough as it likes, but it must be quick: the device waits for it.
     """
 
+    def __init__(self, num_drafts: int) -> None:
+        """
+        Args:
+            num_drafts: num_speculative_tokens, the K of the drafts.
+        """
+        self._num_drafts = num_drafts
+
+    def propose(
+        self,
+        token_ids_np: np.ndarray,
+        slots_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+    ) -> Drafts:
+        room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
+        limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
+        requests = zip(slots_np.tolist(), num_tokens_np.tolist(), limits, strict=True)
+        guesses = [
+            self._guess(slot, token_ids_np[slot, :num_tokens], limit)
+            for slot, num_tokens, limit in requests
+        ]
+        return Drafts.of_lists(guesses, self._num_drafts)
+
+    @abstractmethod
+    def _guess(self, slot: int, text: np.ndarray, limit: int) -> list[int]:
+        """At most `limit` tokens that may follow a slot's text, int32 [n]; none for a limit < 1."""
+
 
 class Seen:
     """How far a growing text has been taken in, and whether it is still the same text.

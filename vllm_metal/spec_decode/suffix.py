@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_metal.spec_decode.proposer import Drafts, Seen, TextProposer
+from vllm_metal.spec_decode.proposer import Seen, TextProposer
 
 GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, first the one that is asked first
 MAX_PLACES = 64  # newest places of an n-gram that are counted over
@@ -56,7 +56,7 @@ class SuffixProposer(TextProposer):
             options: as configured.
             max_cached_tokens: of all cached outputs together; a second bound, of memory.
         """
-        self._num_drafts = num_drafts
+        super().__init__(num_drafts)
         self._options = options
         depth, factor = options.max_tree_depth, options.max_spec_factor
         # By match length; the small term keeps rounding from costing a draft.
@@ -69,34 +69,19 @@ class SuffixProposer(TextProposer):
         """Whose past outputs the slot's request may look at, and adds its own to."""
         self._scopes[slot] = scope
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-    ) -> Drafts:
-        room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
-        limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
-        guesses: list[list[int]] = []
-        for slot, num_tokens, limit in zip(
-            slots_np.tolist(), num_tokens_np.tolist(), limits, strict=True
-        ):
-            text = token_ids_np[slot, :num_tokens]
-            state = self._texts.get(slot)
-            if state is None or not state.seen.is_start_of(text):
-                state = self._texts[slot] = _Text()
-            state.follow(text)
-            guesses.append(self._guess(slot, state, text, limit) if limit > 0 else [])
-        return Drafts.of_lists(guesses, self._num_drafts)
-
     def forget(self, slot: int) -> None:
         scope = self._scopes.pop(slot, None)
         state = self._texts.pop(slot, None)
         if state is not None:
             self._cache.add(scope, np.array(state.output, np.int32))
 
-    def _guess(self, slot: int, state: _Text, text: np.ndarray, limit: int) -> list[int]:
+    def _guess(self, slot: int, text: np.ndarray, limit: int) -> list[int]:
+        state = self._texts.get(slot)
+        if state is None or not state.seen.is_start_of(text):
+            state = self._texts[slot] = _Text()
+        state.follow(text)
+        if limit <= 0:
+            return []
         state.index(text)
         score, guess = self._likeliest(text, state.places.of_ending(text), text, limit)
         corpus = self._cache.corpora.get(self._scopes.get(slot))

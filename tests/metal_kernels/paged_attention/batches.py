@@ -51,29 +51,11 @@ def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16):
     tables = np.full((len(requests), int(widths.max())), num_blocks - 1, np.int32)
     for index, width in enumerate(widths):
         tables[index, :width], free = free[:width], free[width:]
-    key_pool, key_scales = _pool(
-        rng,
-        shape.num_kv_heads,
-        num_blocks,
-        block_size,
-        shape.head_size,
-        cache_dtype or dtype,
-        tables,
-        seq_lens,
-    )
-    if shape.latent:
-        value_pool, value_scales = key_pool, key_scales
-    else:
-        value_pool, value_scales = _pool(
-            rng,
-            shape.num_kv_heads,
-            num_blocks,
-            block_size,
-            shape.head_size,
-            cache_dtype or dtype,
-            tables,
-            seq_lens,
-        )
+    pool_shape = (shape.num_kv_heads, num_blocks, block_size, shape.head_size)
+    key_pool, key_scales = _pool(rng, pool_shape, cache_dtype or dtype, tables, seq_lens)
+    value_pool, value_scales = key_pool, key_scales
+    if not shape.latent:
+        value_pool, value_scales = _pool(rng, pool_shape, cache_dtype or dtype, tables, seq_lens)
     queries = rng.normal(size=(int(starts[-1]), shape.num_heads, shape.head_size))
     keys, values = decoded(key_pool, key_scales), decoded(value_pool, value_scales)
     contexts = []
@@ -95,12 +77,12 @@ def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16):
     )
 
 
-def _pool(rng, heads, num_blocks, block_size, size, dtype, tables, seq_lens):
+def _pool(rng, shape, dtype, tables, seq_lens):
+    _, num_blocks, block_size, _ = shape
     used = np.zeros((num_blocks, block_size), bool)
     for table, length in zip(tables, seq_lens, strict=True):
         positions = np.arange(length)
         used[table[positions // block_size], positions % block_size] = True
-    shape = (heads, num_blocks, block_size, size)
     if dtype in (mx.uint8, mx.int8):
         codes = rng.integers(0, 256, shape).astype(np.uint8)
         if dtype == mx.uint8:
