@@ -12,9 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 # The `vllm` command of this interpreter, whether or not its folder is on the PATH.
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
@@ -125,14 +127,22 @@ def _wait_until_healthy(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the server and all it started; returns once none of them runs."""
     for order in (signal.SIGTERM, signal.SIGKILL):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            continue
-        # Gone itself; the second round is for anything of its group that is not.
-    process.wait()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            # A signal is on its way for a while, also the one that cannot be refused.
+            if process.poll() is not None and not _runs_in_group(process.pid):
+                return
+            time.sleep(0.02)
+
+
+def _runs_in_group(group: int) -> bool:
+    """Whether any process of the group still runs; zombies that wait to be collected do not."""
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                return True
+    return False
