@@ -10,6 +10,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VLLM_WHEEL ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-k sampler".
 PYTEST_ARGS ?=
+# Of `make fuzz`: a seed and its options, as a failure prints them, or others (FUZZ=--help).
+FUZZ ?= --requests 10000
 # Processes that share the test files; 0: none but pytest's own, for a debugger.
 PYTEST_WORKERS ?= 2
 
@@ -30,7 +32,7 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup demo test test-slow lint format bench lock clean distclean
+.PHONY: help setup demo test test-slow fuzz lint format bench lock clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -51,6 +53,9 @@ test: lint  ## the one test command: lint, types, tests
 test-slow: $(STAMP)  ## the nightly tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m slow $(PYTEST_ARGS)
 
+fuzz: $(STAMP)  ## random traffic on the real engine, 10 000 requests
+	PYTHONPATH=tests $(BIN)/python -m e2e.fuzz $(FUZZ)
+
 lint: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,6 +69,7 @@ bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, write
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/prefix_repetition.py --quick
 	$(BIN)/python benchmarks/speculation.py --quick
+	$(BIN)/python benchmarks/cache_quality.py --quick
 	$(BIN)/python benchmarks/kernel_traffic.py
 
 lock:  ## resolve requirements/{linux,macos}.txt again (Linux, needs uv)

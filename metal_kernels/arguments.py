@@ -18,7 +18,8 @@ MIN_ELEMENTS = 8
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
 POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
-NO_SCALES = mx.array(np.zeros(MIN_ELEMENTS, np.float32))  # in their place for a pool of values
+SCALE_DTYPE = mx.bfloat16  # codes are of the scale as it was rounded, so it costs no accuracy
+NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)  # in their place for a pool of values
 
 TOKEN_SHAPE, TOKEN_DTYPE = (MIN_ELEMENTS,), mx.uint32
 _NOTHING_BEFORE = mx.array(np.zeros(TOKEN_SHAPE, np.uint32))
@@ -56,6 +57,6 @@ def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
     if pool.dtype not in CODE_DTYPES:
         if scales is not None:
             raise ValueError(f"{name}: expected None for a pool of {pool.dtype}")
-    elif scales is None or scales.shape != pool.shape[:3] or scales.dtype != mx.float32:
+    elif scales is None or scales.shape != pool.shape[:3] or scales.dtype != SCALE_DTYPE:
         found = "None" if scales is None else f"{scales.shape} {scales.dtype}"
-        raise ValueError(f"{name}: expected {pool.shape[:3]} float32, found {found}")
+        raise ValueError(f"{name}: expected {pool.shape[:3]} bfloat16, found {found}")

@@ -112,9 +112,11 @@ def test_a_folder_that_cannot_be_written_only_means_another_check(tmp_path: Path
 
 
 def test_a_models_layers_make_a_case_of_each_kind():
-    cases = selfcheck.cases(LAYERS, mx.bfloat16, 16)
-    assert [case.window for case in cases] == [None, 512]
-    assert all(case.cache_dtype == case.dtype == mx.bfloat16 for case in cases)
+    for pool_dtype in (mx.bfloat16, mx.uint8):
+        cases = selfcheck.cases(LAYERS, mx.bfloat16, pool_dtype, 16)
+        assert [case.window for case in cases] == [None, 512]
+        kinds = {(case.dtype, case.cache_dtype) for case in cases}
+        assert kinds == {(mx.bfloat16, pool_dtype)}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_server_takes_the_kernels_that_pass(
     monkeypatch.delenv("VLLM_METAL_KERNELS", raising=False)
     monkeypatch.setattr(selfcheck, "failures", lambda cases: failed)
     with kernel.using(mx.fast.metal_kernel):
-        assert choice.region_type("metal", LAYERS, mx.bfloat16, 16) is region
+        assert choice.region_type("metal", LAYERS, mx.bfloat16, mx.bfloat16, 16) is region
 
 
 def test_kernels_asked_for_by_name_must_pass(monkeypatch: pytest.MonkeyPatch):
@@ -136,4 +138,4 @@ def test_kernels_asked_for_by_name_must_pass(monkeypatch: pytest.MonkeyPatch):
         kernel.using(mx.fast.metal_kernel),
         pytest.raises(ValueError, match=r"decode.*vllm-metal doctor"),
     ):
-        choice.region_type("metal", LAYERS, mx.bfloat16, 16)
+        choice.region_type("metal", LAYERS, mx.bfloat16, mx.bfloat16, 16)

@@ -35,11 +35,13 @@ TIME_LIMIT = 60.0
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
-def cases(layers: Sequence[AttentionLayer], dtype: mx.Dtype, block_size: int) -> list[Case]:
-    """What a model's layers ask of the kernels."""
+def cases(
+    layers: Sequence[AttentionLayer], dtype: mx.Dtype, pool_dtype: mx.Dtype, block_size: int
+) -> list[Case]:
+    """What a model's layers ask of the kernels; `dtype` is that of their queries."""
     kinds = dict.fromkeys((layer.shape, layer.window) for layer in layers)
     return [
-        Case(shape, dtype, dtype, block_size, window, sinks=True, kernels=SERVING)
+        Case(shape, dtype, pool_dtype, block_size, window, sinks=True, kernels=SERVING)
         for shape, window in kinds
     ]
 

@@ -23,7 +23,7 @@ const bool inside = block < num_blocks;  // a negative one is huge here
 const ulong first_slot = (static_cast<ulong>(head) * num_blocks + block) * block_size;
 float scale = 1.0f;
 if (inside && largest_code<C>() > 0.0f) {
-  scale = scales[first_slot + first / HEAD_SIZE];
+  scale = static_cast<float>(scales[first_slot + first / HEAD_SIZE]);
 }
 const ulong place = static_cast<ulong>(thread_position_in_grid.z) * num_columns + column;
 device T* target = context + place * block_size * HEAD_SIZE + first;

@@ -34,7 +34,7 @@ def gather(
         block_table: [n, W] int32; a block that the pool lacks, as -1, reads as zeros.
         dtype: of the context: float16, bfloat16 or float32.
         after: tokens of what must have happened before.
-        scales: [Hkv, B, block_size] float32, for a pool of codes: value = code * scale.
+        scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale.
 
     Returns:
         context: [Hkv, n, W * block_size, D] of `dtype`.

@@ -18,9 +18,10 @@ def gather(
 
 
 def decode(elements: mx.array, scales: mx.array | None = None) -> mx.array:
-    """[..., D] elements of a pool as float32; scales: [...] float32 where they are codes."""
+    """[..., D] elements of a pool as float32; scales: [...] where they are codes."""
     if scales is None:
         return elements.astype(mx.float32)
+    factors = scales.astype(mx.float32)[..., None]
     if elements.dtype == mx.uint8:
-        return mx.from_fp8(elements, dtype=mx.float32) * scales[..., None]
-    return elements.astype(mx.float32) * scales[..., None]
+        return mx.from_fp8(elements, dtype=mx.float32) * factors
+    return elements.astype(mx.float32) * factors

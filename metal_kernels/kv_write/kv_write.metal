@@ -8,7 +8,8 @@ constant constexpr int RUN = 4;
 
 // A lane's share of writing one row of SIZE elements.
 template <typename T, typename C, int SIZE>
-inline void write_row(const device T* source, device C* target, device float* scale, uint lane) {
+inline void write_row(
+    const device T* source, device C* target, device bfloat16_t* scale, uint lane) {
   constexpr int RUNS = (SIZE + 32 * RUN - 1) / (32 * RUN);
   float row[RUNS][RUN];
   uint largest = 0;  // magnitude, as its bits: they order as the numbers do, NaN above all
@@ -25,10 +26,12 @@ inline void write_row(const device T* source, device C* target, device float* sc
 
   float divisor = 1.0f;
   if (largest_code<C>() > 0.0f) {
-    divisor = as_type<float>(simd_max(largest)) / largest_code<C>();
+    const bfloat16_t rounded =
+        static_cast<bfloat16_t>(as_type<float>(simd_max(largest)) / largest_code<C>());
     if (lane == 0) {
-      *scale = divisor;
+      *scale = rounded;
     }
+    divisor = static_cast<float>(rounded);  // what readers multiply by
     divisor = divisor > 0.0f ? divisor : 1.0f;  // a row of zeros, or one with a NaN
   }
 
@@ -62,13 +65,13 @@ if (slot < num_slots) {  // negative ones are huge here
   write_row<T, C, KEY_SIZE>(
       keys + source * KEY_SIZE,
       const_cast<device C*>(key_pool) + target * KEY_SIZE,
-      const_cast<device float*>(key_scales) + target,
+      const_cast<device bfloat16_t*>(key_scales) + target,
       lane);
   if (HAS_VALUES) {
     write_row<T, C, VALUE_SIZE>(
         values + source * VALUE_SIZE,
         const_cast<device C*>(value_pool) + target * VALUE_SIZE,
-        const_cast<device float*>(value_scales) + target,
+        const_cast<device bfloat16_t*>(value_scales) + target,
         lane);
   }
 }

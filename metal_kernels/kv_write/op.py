@@ -44,9 +44,10 @@ def write(
             one of the dtypes of keys, or uint8 for fp8 e4m3 codes, or int8 for integer ones.
         value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None as `values`.
         after: tokens of what must have happened before.
-        key_scales: [Hkv, B, block_size] float32, for a pool of codes: value = code * scale, where
-            scale = max |row| / 448 for fp8, / 127 for int8. No element of a row that
-            holds a NaN or an infinity decodes to a finite number.
+        key_scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale, where
+            scale = max |row| / 448 for fp8, / 127 for int8, rounded to bfloat16, and each code is
+            that of element / scale. No element of a row that holds a NaN or an infinity decodes to
+            a finite number.
         value_scales: likewise.
 
     Returns:

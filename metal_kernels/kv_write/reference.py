@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from metal_kernels.arguments import SCALE_DTYPE
+
 _LARGEST_CODE = {mx.uint8: 448.0, mx.int8: 127.0}
 
 
 class Pools(NamedTuple):
     keys: mx.array  # [Hkv, B, block_size, D]
     values: mx.array | None  # [Hkv, B, block_size, Dv]
-    key_scales: mx.array | None  # [Hkv, B, block_size] float32
+    key_scales: mx.array | None  # [Hkv, B, block_size] bfloat16
     value_scales: mx.array | None
 
 
@@ -33,12 +35,19 @@ def write(
 
 
 def encode(rows: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
-    """Elements of a pool of `dtype` for [..., D] rows, and their [...] scales if it holds codes."""
+    """Elements of a pool of `dtype` for [..., D] rows, and their [...] scales if it holds codes.
+
+    Each row is encoded by itself, so what a pool holds of a token is the same whichever step and
+    batch brought it there.
+    """
     if dtype not in _LARGEST_CODE:
         return rows.astype(dtype), None
     rows = rows.astype(mx.float32)
-    scales = mx.abs(rows).max(axis=-1) / _LARGEST_CODE[dtype]
-    rows = rows / mx.where(scales > 0, scales, 1.0)[..., None]
+    scales = (mx.abs(rows).max(axis=-1) / _LARGEST_CODE[dtype]).astype(SCALE_DTYPE)
+    # A scale rounded down puts the largest element past the largest code by 2^-9 of it at most, too
+    # little to round to anything else.
+    divisors = scales.astype(mx.float32)
+    rows = rows / mx.where(divisors > 0, divisors, 1.0)[..., None]
     if dtype == mx.uint8:
         return mx.to_fp8(rows), scales
     return mx.clip(mx.round(rows), -127, 127).astype(mx.int8), scales

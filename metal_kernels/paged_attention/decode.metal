@@ -40,7 +40,7 @@ inline void load_row(const device C* row, uint lane, thread float* elements) {
 template <typename C, int D, int N, bool SCALED>
 inline void load_strip(
     const device C* pool,
-    const device float* scales,
+    const device bfloat16_t* scales,
     ulong slot,
     int present,
     uint lane,
@@ -49,7 +49,7 @@ inline void load_strip(
         if (k < present) {
             load_row<C, D, N>(pool + (slot + k) * D, lane, strip[k]);
             if (SCALED) {
-                const float scale = scales[slot + k];
+                const float scale = float(scales[slot + k]);
                 UNROLLED for (int i = 0; i < N; i++) {
                     strip[k][i] *= scale;
                 }
@@ -79,8 +79,8 @@ inline void decode(
     const device C* key_pool,
     const constant int* pool_shape,
     const device C* value_pool,
-    const device float* key_scales,
-    const device float* value_scales,
+    const device bfloat16_t* key_scales,
+    const device bfloat16_t* value_scales,
     const device int* block_tables,
     const constant int* tables_shape,
     const device Request* requests,

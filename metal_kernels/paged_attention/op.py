@@ -75,7 +75,7 @@ def run(
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [H], a learned logit per head that takes part in the softmax only.
-        key_scales: [Hkv, B, block_size] float32, of a pool of codes.
+        key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
 
     Returns:

@@ -27,7 +27,7 @@ typedef metal::simdgroup_matrix<float, 8, 8> Matrix;
 template <typename T, typename C, int D, int KEYS, int STRIDE, int THREADS, bool SCALED>
 inline void stage(
     const device C* pool,
-    const device float* scales,
+    const device bfloat16_t* scales,
     thread const Context& context,
     int row_size,
     int base,
@@ -41,7 +41,7 @@ inline void stage(
         threadgroup T* to = tile + key * STRIDE + d;
         if (base + key < end) {
             const ulong slot = context.slot(base + key);
-            const float scale = SCALED ? scales[slot] : 1.0f;
+            const float scale = SCALED ? float(scales[slot]) : 1.0f;
             const metal::vec<C, WIDE> codes =
                 *(const device metal::vec<C, WIDE>*)(pool + slot * row_size + d);
             UNROLLED for (int i = 0; i < WIDE; i++) {
@@ -74,8 +74,8 @@ inline void prefill(
     const device C* key_pool,
     const constant int* pool_shape,
     const device C* value_pool,
-    const device float* key_scales,
-    const device float* value_scales,
+    const device bfloat16_t* key_scales,
+    const device bfloat16_t* value_scales,
     const device int* block_tables,
     const constant int* tables_shape,
     const device Request* requests,

@@ -9,12 +9,22 @@ all of the bucket's rows. Python work per layer is O(buckets), never O(requests)
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.kv_gather.reference import decode
+
 _LOG2_E = math.log2(math.e)
+
+#: What one attention call may hold, so that a step's memory does not grow with the context: scores
+#: of a head, and gathered slots. Where one request needs more it gets a call of its own, with no
+#: fewer than MIN_ROWS rows: its context is gathered anew for each, at the cost of a few rows.
+MAX_SCORES = 2**20
+MAX_GATHERED = 2**15
+MIN_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ def plan(
         block_size: tokens of a block.
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
     """
+    pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
+    query_start_loc, seq_lens, block_tables = pieces
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
     if window is not None:
@@ -71,8 +83,7 @@ def plan(
     writes = _Writes(slot_mapping, block_size)
     buckets, order, base = [], np.empty(num_tokens, np.int32), 0
     shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(num_blocks)  # 2**64 blocks are enough
-    for shape in np.unique(shapes):
-        members = np.flatnonzero(shapes == shape)
+    for members in _alike(shapes, query_lens, num_blocks * block_size):
         table = _padded_table(block_tables[members], first_block[members], num_blocks[members])
         queries = _padded_queries(query_start_loc[members], query_lens[members])
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
@@ -112,6 +123,32 @@ class _Writes:
         nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
         written = self._slots[nearest] == slots
         return places[written].astype(np.int32), self._rows[nearest[written]]
+
+
+def _in_pieces(
+    query_start_loc: np.ndarray, seq_lens: np.ndarray, block_tables: np.ndarray, window: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Takes the rows of a request that would have more than MAX_SCORES apart, as requests."""
+    starts, ends = query_start_loc[:-1], query_start_loc[1:]
+    context = seq_lens if window is None else np.minimum(seq_lens, window + ends - starts)
+    rows = np.maximum(MAX_SCORES // context, MIN_ROWS)
+    counts = -(-(ends - starts) // rows)
+    if (counts == 1).all():
+        return query_start_loc, seq_lens, block_tables
+    request = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = starts[request] + number * rows[request]
+    behind = np.maximum(ends[request] - starts - rows[request], 0)  # rows of later pieces
+    return np.append(starts, ends[-1]), seq_lens[request] - behind, block_tables[request]
+
+
+def _alike(shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
+    """Indices of requests of like shape, of as many as one call may hold when padded alike."""
+    for shape in np.unique(shapes):
+        members = np.flatnonzero(shapes == shape)
+        q, s = int(query_lens[members].max()), int(context[members].max())
+        most = max(1, min(MAX_SCORES // (q * s), MAX_GATHERED // s))
+        yield from np.split(members, range(most, len(members), most))
 
 
 def _log2_ceil(lengths: np.ndarray) -> np.ndarray:
@@ -176,6 +213,8 @@ def run(
     sinks: mx.array | None = None,
     softcap: float | None = None,
     fused: bool | None = None,
+    key_scales: mx.array | None = None,
+    value_scales: mx.array | None = None,
 ) -> mx.array:
     """Attention of one layer.
 
@@ -184,13 +223,15 @@ def run(
         queries: [T, H, D].
         keys: [T, Hkv, D], this step's, which the pool need not hold yet; None: it does.
         values: [T, Hkv, DV], likewise.
-        key_pool: [Hkv, B, block_size, D].
-        value_pool: [Hkv, B, block_size, DV].
+        key_pool: [Hkv, B, block_size, D], of the dtype of `queries`, uint8 (fp8 e4m3) or int8.
+        value_pool: [Hkv, B, block_size, DV], likewise.
         scale: factor on the scores.
         sinks: [H], a learned logit per head that takes part in the softmax only.
         softcap: scores become softcap * tanh(score / softcap).
         fused: MLX's fused attention or plain operations; None: what is faster on this device. The
             fused one has no cap.
+        key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
+        value_scales: likewise.
 
     Returns:
         [T, H, DV], the dtype of `queries`.
@@ -205,14 +246,21 @@ def run(
     for bucket in plan.buckets:
         picked = queries if bucket.rows is None else queries[bucket.rows]
         picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
-        k, v = _context(bucket, keys, key_pool), _context(bucket, values, value_pool)
+        k = _context(bucket, keys, key_pool, key_scales, queries.dtype)
+        v = _context(bucket, values, value_pool, value_scales, queries.dtype)
         out = attend(picked, k, v, bucket.mask, scale, sinks)
         outputs.append(out.reshape(-1, *out.shape[2:]))
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return merged if plan.order is None else merged[plan.order]
 
 
-def _context(bucket: Bucket, fresh: mx.array | None, pool: mx.array) -> mx.array:
+def _context(
+    bucket: Bucket,
+    fresh: mx.array | None,
+    pool: mx.array,
+    scales: mx.array | None,
+    dtype: mx.Dtype,
+) -> mx.array:
     """The bucket's padded K or V, [Hkv, n, S, D], with this step's rows laid over the pool's.
 
     Head outermost, so that what is gathered is already laid out for the matrix products.
@@ -223,6 +271,9 @@ def _context(bucket: Bucket, fresh: mx.array | None, pool: mx.array) -> mx.array
     context = pool.reshape(num_heads * num_blocks, block_size * head_size)[blocks]
     size = bucket.num_requests * bucket.context_len
     context = context.reshape(num_heads * size, head_size)
+    if scales is not None:
+        factors = scales.reshape(num_heads * num_blocks, block_size)[blocks]
+        context = decode(context, factors.reshape(num_heads * size)).astype(dtype)
     if fresh is not None:
         rows = fresh if bucket.sources is None else fresh[bucket.sources]
         context[bucket.fresh + (heads * size)[:, None]] = rows.swapaxes(0, 1)

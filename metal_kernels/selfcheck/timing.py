@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.arguments import CODE_DTYPES
+from metal_kernels.arguments import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5
@@ -84,11 +84,13 @@ class _Layer:
         self._keys, self._values = (
             mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)
         )
-        self._key_scales, self._value_scales = (mx.zeros(pool) if coded else None for _ in range(2))
+        self._key_scales, self._value_scales = (
+            mx.zeros(pool, SCALE_DTYPE) if coded else None for _ in range(2)
+        )
         mx.eval(self._arrays())
         #: Of one position's K, or V, for all heads.
         self.row_bytes = shape.num_kv_heads * (
-            shape.head_size * case.cache_dtype.size + (4 if coded else 0)
+            shape.head_size * case.cache_dtype.size + (SCALE_DTYPE.size if coded else 0)
         )
 
     def write(self, num_rows: int) -> Call:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elements of a KV cache as floats and back.
 //
-// A cache holds half, bfloat16_t or float values, or one-byte codes with a float scale per row, where
-// value = code * scale: uint8_t for fp8 e4m3 in its finite form (1 sign, 4 exponent and 3 mantissa
+// A cache holds half, bfloat16_t or float values, or one-byte codes with a bfloat16_t scale per row,
+// where value = code * scale: uint8_t for fp8 e4m3 in its finite form (1 sign, 4 exponent and 3 mantissa
 // bits, bias 7, no infinities; Micikevicius et al. 2022, arXiv:2209.05433), int8_t for integers.
 
 // Below every attention score, and finite: sums and differences of two scores stay finite or LOWEST.

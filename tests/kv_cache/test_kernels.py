@@ -13,6 +13,7 @@ from vllm_metal.kv_cache.scatter import ScatterRegion
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
 NUM_BLOCKS = 8
+DTYPES = [mx.float32, mx.uint8, mx.int8]
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +22,8 @@ def interpreted():
         yield
 
 
-def make(region_type):
-    return region_type(NUM_BLOCKS, 16, SHAPE.num_kv_heads, SHAPE.head_size, mx.float32)
+def make(region_type, dtype=mx.float32):
+    return region_type(NUM_BLOCKS, 16, SHAPE.num_kv_heads, SHAPE.head_size, dtype)
 
 
 def layout(requests):
@@ -53,10 +54,15 @@ def step(region, requests, seed, window=None):
         return mx.array(rng.normal(size=(num_tokens, heads, 64)).astype(np.float32))
 
     queries, keys, values = rows(4), rows(2), rows(2)
+    return attended(region, where, queries, keys, values, window)
+
+
+def attended(region, where, queries, keys, values, window=None):
+    """[T, H, D]"""
     plan = region.plan(where, SHAPE, window)
     region.begin_step()
-    region.write(plan, keys, values)
-    return np.array(region.attend(plan, queries, keys, values, 0.1, None))
+    fresh = region.write(plan, keys, values)
+    return np.array(region.attend(plan, queries, *fresh, 0.1, None))
 
 
 STEPS = [
@@ -67,29 +73,56 @@ STEPS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 10])
-def test_kernels_answer_as_scatter_does(window):
-    ours, other = make(KernelRegion), make(ScatterRegion)
-    arrays = ours.keys, ours.values
+def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
+    ours, other = make(KernelRegion, dtype), make(ScatterRegion, dtype)
+    arrays = ours.arrays
+    assert len(arrays) == (2 if dtype == mx.float32 else 4)
     for seed, requests in enumerate(STEPS):
         found, wanted = (step(region, requests, seed, window) for region in (ours, other))
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert ours.keys is arrays[0] and ours.values is arrays[1]
+    other.begin_step()
+    assert all(now is then for now, then in zip(ours.arrays, arrays, strict=True))
+    assert all(mx.array_equal(*pair) for pair in zip(ours.arrays, other.arrays, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("region_type", [KernelRegion, ScatterRegion])
-def test_blocks_are_copied_and_cleared(region_type):
-    region = make(region_type)
+def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(region_type, dtype):
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.uniform(-3, 0, (40, 1, 1))  # so that scales differ
+    queries = mx.array(rng.normal(size=(40, 4, 64)).astype(np.float32))
+    keys, values = mx.array((rng.normal(size=(2, 40, 2, 64)) * sizes).astype(np.float32))
+
+    def answers(*chunks):
+        region, out, start = make(region_type, dtype), [], 0
+        for chunk in chunks:
+            rows = slice(start, start + chunk)
+            where = layout([([3, 1, 6], start, chunk)])
+            out.append(attended(region, where, queries[rows], keys[rows], values[rows]))
+            start += chunk
+        return np.concatenate(out)
+
+    together = answers(40)
+    for chunks in ((16, 24), (30, 1, 1, 8)):
+        np.testing.assert_allclose(answers(*chunks), together, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("region_type", [KernelRegion, ScatterRegion])
+def test_blocks_are_copied_and_cleared(region_type, dtype):
+    region = make(region_type, dtype)
     step(region, STEPS[0], 0)
     region.begin_step()
-    before = [np.array(pool) for pool in (region.keys, region.values)]
+    before = [np.array(array.astype(mx.float32)) for array in region.arrays]
     region.zero_blocks(np.array([5], np.int32))
     region.copy_blocks(np.array([3, 1], np.int32), np.array([2, 4], np.int32))
     step(region, [([7], 0, 1)], 1)
     region.begin_step()
-    for pool, was in zip((region.keys, region.values), before, strict=True):
-        now = np.array(pool)
-        assert np.abs(was[:, [1, 3, 5], 0]).min() > 0
+    for array, was in zip(region.arrays, before, strict=True):
+        now = np.array(array.astype(mx.float32))
+        assert all(was[:, block].any() for block in (1, 3, 5))
         np.testing.assert_array_equal(now[:, [2, 4]], was[:, [3, 1]])
         np.testing.assert_array_equal(now[:, [1, 3]], was[:, [1, 3]])
         assert not now[:, 5].any()

@@ -3,6 +3,7 @@
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.region import StepLayout
@@ -31,16 +32,20 @@ def test_begin_step_puts_rows_into_their_slots():
             region.write(plan_for(slots), mx.array(keys), mx.array(values))
             expected_keys[slots], expected_values[slots] = keys, values
             region.begin_step()
-    for found, expected in ((region.keys, expected_keys), (region.values, expected_values)):
+    for found, expected in (
+        (region.keys.elements, expected_keys),
+        (region.values.elements, expected_values),
+    ):
         assert found.shape == (2, 5, 16, 4)  # heads, blocks, slots of a block, head size
         by_slot = np.array(found).reshape(2, 80, 4).swapaxes(0, 1)
         np.testing.assert_array_equal(by_slot, expected)
 
 
-def test_two_steps_in_flight_never_copy_the_pool():
-    regions = [ScatterRegion(2048, 16, 4, 64, mx.float32) for _ in range(4)]
-    mx.eval([array for region in regions for array in (region.keys, region.values)])
-    one_pool = regions[0].keys.nbytes
+@pytest.mark.parametrize("dtype", [mx.float32, mx.uint8, mx.int8], ids=str)
+def test_two_steps_in_flight_never_copy_the_pool(dtype):
+    regions = [ScatterRegion(8192 // dtype.size, 16, 4, 64, dtype) for _ in range(4)]
+    mx.eval([array for region in regions for array in region.arrays])
+    one_pool = regions[0].keys.elements.nbytes
     table = mx.arange(16, dtype=mx.int32)
     plans = [plan_for(np.arange(8) * 100 + layer) for layer in range(2)]
 
@@ -52,7 +57,8 @@ def test_two_steps_in_flight_never_copy_the_pool():
             for region in regions:
                 fresh = mx.broadcast_to(x[:, None, None], (8, 4, 64))
                 region.write(plans[layer], fresh, fresh)
-                x = x + region.keys[:, table].sum() * 1e-9 + region.values[:, table].sum() * 1e-9
+                read = [array[:, table].sum().astype(mx.float32) for array in region.arrays]
+                x = x + sum(read) * 1e-9
         return x
 
     mx.reset_peak_memory()

@@ -5,7 +5,6 @@ import json
 
 import mlx.core as mx
 import pytest
-import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
@@ -66,22 +65,34 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint8, mx.int8], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_every_layer_gets_its_own_memory_within_the_budget(config, case):
+def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
     found, num_groups = CASES[case]
-    specs = kv_cache_specs(found, BLOCK, torch.float32)
+    specs = kv_cache_specs(found, BLOCK, dtype)
     (placed,) = get_kv_cache_configs(config, [dict(specs)], [MEMORY])
-    regions = allocate_regions(placed, found, BLOCK, mx.float32, ScatterRegion)
+    regions = allocate_regions(placed, found, BLOCK, dtype, ScatterRegion)
 
     assert regions.keys() == specs.keys()
     groups = [set(group.layer_names) for group in placed.kv_cache_groups]
     assert len(groups) >= num_groups and (num_groups > 1 or len(groups) == 1)
     for layer in found:
-        shape = regions[layer.name].keys.shape
+        region = regions[layer.name]
+        shape = region.keys.elements.shape
         assert shape == (layer.num_kv_heads, placed.num_blocks, BLOCK, layer.head_size)
+        size = sum(array.nbytes for array in region.arrays)
+        assert size == placed.num_blocks * specs[layer.name].page_size_bytes
     for group in groups:  # only layers of different groups may share memory
         assert len({id(regions[name]) for name in group}) == len(group)
-    used = sum(2 * region.keys.nbytes for region in {id(r): r for r in regions.values()}.values())
+    used = sum(array.nbytes for region in set(regions.values()) for array in region.arrays)
     assert 0.9 * MEMORY < used <= MEMORY
     # A block is as many tokens everywhere: tables and slots count by one size.
     assert {group.kv_cache_spec.block_size for group in placed.kv_cache_groups} == {BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_row"), [(mx.float32, 256), (mx.float16, 128), (mx.uint8, 66), (mx.int8, 66)]
+)
+def test_a_token_takes_its_elements_and_two_bytes_of_scale_where_they_are_codes(dtype, per_row):
+    for spec in kv_cache_specs(layers("", 6, 3, 64, 32, 3), BLOCK, dtype).values():
+        assert spec.page_size_bytes == BLOCK * 2 * 3 * per_row  # K and V of three heads

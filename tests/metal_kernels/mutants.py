@@ -270,10 +270,15 @@ _FAULTS: _Faults = {
         ("slots of a single block", "static_cast<ulong>(key_pool_shape[1]) *", "1ul *"),
         (
             "V's scale where K's belongs",
-            "<device float*>(value_scales)",
-            "<device float*>(key_scales)",
+            "<device bfloat16_t*>(value_scales)",
+            "<device bfloat16_t*>(key_scales)",
         ),
         ("largest of a lane, not of the row", "(simd_max(largest))", "(largest)"),
+        (
+            "codes by the scale before it was rounded",
+            "static_cast<float>(rounded)",
+            "as_type<float>(simd_max(largest)) / largest_code<C>()",
+        ),
         ("values not written", "if (HAS_VALUES)", "if (!HAS_VALUES)"),
         ("token not whole", "lane < 8", "lane < 7"),
     ],

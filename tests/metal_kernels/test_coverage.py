@@ -50,7 +50,7 @@ def write_and_gather(dtype, cache):
     # Scales of fp8 are 1 then, and its codes from the smallest to the largest.
     rows = mx.array(np.tile(np.geomspace(2**-9, 448, 20, dtype=np.float32), (3, 2, 1)))
     pools = [mx.zeros((2, 2, 16, 20), cache) for _ in range(2)]
-    scales = [mx.zeros((2, 2, 16)) if cache in (FP8, INT8) else None for _ in range(2)]
+    scales = [mx.zeros((2, 2, 16), mx.bfloat16) if cache in (FP8, INT8) else None for _ in range(2)]
     rows = rows.astype(dtype)
     slots = mx.array([17, -1, 3])
     token = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])

@@ -206,7 +206,7 @@ def test_the_logger_finds_a_token_left_out_of_a_merge(logger):
 
 
 def test_scales_are_written_where_a_cache_has_them(logger):
-    codes, scales = pool(mx.uint8), mx.zeros((2, 4, 16))
+    codes, scales = pool(mx.uint8), mx.zeros((2, 4, 16), mx.bfloat16)
     token = kv_write.write(rows(), None, SLOTS, codes, None, key_scales=scales)
     kv_gather.gather(codes, TABLE, mx.float16, [token], scales=scales)
     assert len(logger.log[0].written) == 3  # the pool for want of values too, and the scales

@@ -122,21 +122,21 @@ class Write:
             "slot_mapping": mx.array([5, 40, -1, 2, 47, 48]),
             "key_pool": mx.full((3, 3, 16, 64), 7, self.dtype),
             "value_pool": mx.full((3, 3, 16, 32), 7, self.dtype),
-            "key_scales": mx.full((3, 3, 16), 0.5, mx.float32),
-            "value_scales": mx.full((3, 3, 16), 0.5, mx.float32),
+            "key_scales": mx.full((3, 3, 16), 0.5, mx.bfloat16),
+            "value_scales": mx.full((3, 3, 16), 0.5, mx.bfloat16),
         }
         wanted = write_reference.write(**arguments)
         check_token(kv_write.write(**arguments))
         names = ("key_pool", "value_pool", "key_scales", "value_scales")
         for name, pool in zip(names, wanted, strict=True):
-            np.testing.assert_array_equal(np.array(arguments[name]), np.array(pool))
+            assert mx.array_equal(arguments[name], pool)
 
 
 def gather() -> None:
     """By a table that names blocks the pool lacks."""
     rng = np.random.default_rng(0)
     pool = mx.array(rng.integers(0, 127, (3, 5, 16, 64)).astype(np.uint8))
-    scales = mx.array(rng.uniform(0.5, 2.0, (3, 5, 16)).astype(np.float32))
+    scales = mx.array(rng.uniform(0.5, 2.0, (3, 5, 16))).astype(mx.bfloat16)
     table = mx.array([[1, 4], [2, -1], [5, 0]], mx.int32)
     wanted = gather_reference.gather(pool, table, mx.float32, scales)
     found, token = kv_gather.gather(pool, table, mx.float32, scales=scales)
@@ -239,7 +239,7 @@ class FarPool:
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
         self.pool = mx.zeros((self.HEADS, self.BLOCKS, self.BLOCK_SIZE, self.SIZE), mx.uint8)
-        self.scales = mx.zeros(self.pool.shape[:3], mx.float32)
+        self.scales = mx.zeros(self.pool.shape[:3], mx.bfloat16)
         with kernel.using(interpreter.metal_kernel):
             self.fill()
 
@@ -267,7 +267,7 @@ class FarPool:
     def write(self) -> None:
         wanted = self.fill()
         for found, array in zip(self.used(), wanted, strict=True):
-            np.testing.assert_array_equal(np.array(found), np.array(array))
+            assert mx.array_equal(found, array)
 
     def gather(self) -> None:
         table = mx.array(self.blocks(7, 5))[None]

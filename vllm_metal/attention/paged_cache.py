@@ -48,9 +48,9 @@ class PagedCache(AttendingCache):
         return self._metadata
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes this step's K/V, each [T, Hkv, 1, D], and returns them as they are."""
-        self._region.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
-        return keys, values
+        """Takes this step's K/V, each [T, Hkv, 1, D], and returns them as the pool holds them."""
+        k, v = self._region.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
+        return mx.expand_dims(k, 2), mx.expand_dims(v, 2)
 
     def attend(
         self,

@@ -22,9 +22,20 @@ logger = init_logger(__name__)
 
 
 def region_type(
-    device: envs.Device, layers: Sequence[AttentionLayer], dtype: mx.Dtype, block_size: int
+    device: envs.Device,
+    layers: Sequence[AttentionLayer],
+    dtype: mx.Dtype,
+    pool_dtype: mx.Dtype,
+    block_size: int,
 ) -> type[Region]:
     """Follows VLLM_METAL_KERNELS; with `auto`, whatever is right and quickest on this machine.
+
+    Args:
+        device: to serve on.
+        layers: all that the pool is for.
+        dtype: of their queries.
+        pool_dtype: of the pool's elements.
+        block_size: tokens of a block.
 
     Raises:
         ValueError: the kernels were asked for by name, and cannot serve the model or machine.
@@ -46,7 +57,7 @@ def region_type(
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
         logger.info("Checking the Metal kernels; the result is kept for the next start")
-        if failed := selfcheck.failures(selfcheck.cases(layers, dtype, block_size)):
+        if failed := selfcheck.failures(selfcheck.cases(layers, dtype, pool_dtype, block_size)):
             advice = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
             reasons = {f"they fail their self-check: {'; '.join(failed)}. {advice}"}
     if not reasons:

@@ -31,6 +31,7 @@ class KernelRegion(Region):
     """
 
     pipelined = True
+    gathers = False
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
@@ -50,16 +51,25 @@ class KernelRegion(Region):
         return KernelPlan(mx.array(padded), attention)
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        pools = [self.keys, self.values]
-        self._read = [kv_blocks.copy(pools, sources, targets, after=self._read)]
+        self._read = [kv_blocks.copy(self.arrays, sources, targets, after=self._read)]
 
     def zero_blocks(self, blocks: np.ndarray) -> None:
-        self._read = [kv_blocks.zero([self.keys, self.values], blocks, after=self._read)]
+        self._read = [kv_blocks.zero(self.arrays, blocks, after=self._read)]
 
-    def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
+    def write(
+        self, plan: KernelPlan, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
         self._written = kv_write.write(
-            keys, values, plan.slot_mapping, self.keys, self.values, after=self._read
+            keys,
+            values,
+            plan.slot_mapping,
+            self.keys.elements,
+            self.values.elements,
+            after=self._read,
+            key_scales=self.keys.scales,
+            value_scales=self.values.scales,
         )
+        return keys, values
 
     def attend(
         self,
@@ -72,6 +82,14 @@ class KernelRegion(Region):
     ) -> mx.array:
         assert self._written is not None  # a layer writes its K/V before it attends
         out, self._read = paged_attention.run(
-            plan.attention, queries, self.keys, self.values, self._written, scale, sinks=sinks
+            plan.attention,
+            queries,
+            self.keys.elements,
+            self.values.elements,
+            self._written,
+            scale,
+            sinks=sinks,
+            key_scales=self.keys.scales,
+            value_scales=self.values.scales,
         )
         return out

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.arguments import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 
 
@@ -24,6 +26,37 @@ class StepLayout:
     block_size: int
 
 
+@dataclass
+class Pool:
+    """K, or V, for every block: values, or codes with a scale for each row of each head.
+
+    Head outermost: what attention reads of a head's block is then in one piece.
+    """
+
+    elements: mx.array  # [Hkv, B, block_size, D], of values, or uint8 (fp8 e4m3) or int8 codes
+    scales: mx.array | None  # [Hkv, B, block_size] bfloat16, value = code * scale; None: of values
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> Pool:
+        """Zeros; `shape` is that of the elements, `dtype` theirs."""
+        scales = mx.zeros(shape[:3], SCALE_DTYPE) if dtype in CODE_DTYPES else None
+        return cls(mx.zeros(shape, dtype), scales)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.elements] if self.scales is None else [self.elements, self.scales]
+
+    @arrays.setter
+    def arrays(self, arrays: Sequence[mx.array]) -> None:
+        self.elements, *others = arrays
+        self.scales = others[0] if others else None
+
+
+def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
+    """What one position's K, or V, takes in one head of a pool with elements of `dtype`."""
+    return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
+
+
 class Region(ABC):
     """K and V of one layer, or of one layer of each KV cache group, for every block of the pool.
 
@@ -32,14 +65,26 @@ class Region(ABC):
 
     #: Whether a step may be handed to the device while the one before still runs.
     pipelined: ClassVar[bool]
+    #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
+    gathers: ClassVar[bool]
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
-        # Head outermost: what attention reads of a head's block is then in one piece.
+        """
+        Args:
+            num_blocks, block_size, num_kv_heads, head_size: of K and of V.
+            dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for codes.
+        """
         shape = (num_kv_heads, num_blocks, block_size, head_size)
-        self.keys = mx.zeros(shape, dtype)  # [Hkv, B, block_size, D]
-        self.values = mx.zeros(shape, dtype)  # [Hkv, B, block_size, D]
+        self.keys = Pool.empty(shape, dtype)
+        self.values = Pool.empty(shape, dtype)
+        self.dtype = dtype
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the region holds, as it stands."""
+        return [*self.keys.arrays, *self.values.arrays]
 
     @staticmethod
     @abstractmethod
@@ -59,8 +104,8 @@ class Region(ABC):
         """Clears whole blocks; likewise."""
 
     @abstractmethod
-    def write(self, plan: Any, keys: mx.array, values: mx.array) -> None:
-        """Takes the step's K/V, each [T, Hkv, D]."""
+    def write(self, plan: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes the step's K/V, each [T, Hkv, D]; returns what to hand to `attend` for them."""
 
     @abstractmethod
     def attend(
@@ -72,4 +117,8 @@ class Region(ABC):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """[T, H, D] queries over each row's context, K/V just written included; same shape back."""
+        """[T, H, D] queries over each row's context, K/V just written included; same shape back.
+
+        The latter count as the pool will hold them. So a row that is found in the cache later on
+        answers as it did in the step that computed it.
+        """

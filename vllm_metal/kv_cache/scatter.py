@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.arguments import CODE_DTYPES
+from metal_kernels.kv_gather.reference import decode
+from metal_kernels.kv_write.reference import encode
 from metal_kernels.paged_attention import AttentionShape, reference
 from vllm_metal.kv_cache.region import Region, StepLayout
 
@@ -26,16 +30,18 @@ class ScatterRegion(Region):
     MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So
     `write` only keeps a step's K/V, and `begin_step` scatters them at the start of the next step,
     once the reads before it have run and before any new one is queued; within a step attention
-    takes fresh K/V directly.
+    takes fresh K/V directly, encoded and decoded where the pool is one of codes.
     """
 
     pipelined = False
+    gathers = True
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
-        self._pending: list[tuple[mx.array, mx.array, mx.array]] = []
+        # Slots, and what goes there in the arrays of keys and of values.
+        self._pending: list[tuple[mx.array, list[mx.array], list[mx.array]]] = []
 
     @staticmethod
     def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> ScatterPlan:
@@ -52,29 +58,37 @@ class ScatterRegion(Region):
     def begin_step(self) -> None:
         if not self._pending:
             return
-        slots, keys, values = (
-            parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
-            for parts in zip(*self._pending, strict=True)
-        )
+        all_slots, *all_rows = zip(*self._pending, strict=True)
         self._pending.clear()
-        self.keys = _scatter(self.keys, slots, keys)
-        self.values = _scatter(self.values, slots, values)
+        slots = _joined(all_slots)
+        for pool, rows in zip((self.keys, self.values), all_rows, strict=True):
+            pool.arrays = [
+                _scatter(array, slots, _joined(parts))
+                for array, *parts in zip(pool.arrays, *rows, strict=True)
+            ]
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        copied = [pool[:, mx.array(sources)] for pool in (self.keys, self.values)]
+        copied = [array[:, mx.array(sources)] for array in self.arrays]
         mx.eval(copied)  # a queued read would have the whole pool copied
-        self._put(targets, copied[0], copied[1])
+        self._put(targets, copied)
 
     def zero_blocks(self, blocks: np.ndarray) -> None:
-        zero = mx.zeros((), self.keys.dtype)
-        self._put(blocks, zero, zero)
+        self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
 
-    def _put(self, blocks: np.ndarray, keys: mx.array, values: mx.array) -> None:
-        self.keys[:, mx.array(blocks)] = keys
-        self.values[:, mx.array(blocks)] = values
+    def _put(self, blocks: np.ndarray, contents: Sequence[mx.array]) -> None:
+        for array, content in zip(self.arrays, contents, strict=True):
+            array[:, mx.array(blocks)] = content
 
-    def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
-        self._pending.append((plan.slot_mapping, keys, values))
+    def write(
+        self, plan: ScatterPlan, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        encoded = [encode(rows, self.dtype) for rows in (keys, values)]
+        of_keys, of_values = ([part for part in rows if part is not None] for rows in encoded)
+        self._pending.append((plan.slot_mapping, of_keys, of_values))
+        if self.dtype not in CODE_DTYPES:
+            return keys, values
+        k, v = (decode(*rows).astype(keys.dtype) for rows in encoded)
+        return k, v
 
     def attend(
         self,
@@ -86,13 +100,27 @@ class ScatterRegion(Region):
         sinks: mx.array | None,
     ) -> mx.array:
         return reference.run(
-            plan.attention, queries, keys, values, self.keys, self.values, scale, sinks
+            plan.attention,
+            queries,
+            keys,
+            values,
+            self.keys.elements,
+            self.values.elements,
+            scale,
+            sinks,
+            key_scales=self.keys.scales,
+            value_scales=self.values.scales,
         )
 
 
-def _scatter(pool: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-    num_heads, num_blocks, block_size, head_size = pool.shape
-    flat = pool.reshape(-1, head_size)
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+
+
+def _scatter(array: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
+    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] array."""
+    num_heads, num_blocks, block_size, *row_shape = array.shape
+    flat = array.reshape(-1, *row_shape)
     starts = mx.arange(num_heads, dtype=mx.int32) * (num_blocks * block_size)
-    flat[slots + starts[:, None]] = rows.swapaxes(0, 1).astype(pool.dtype)
-    return flat.reshape(pool.shape)
+    flat[slots + starts[:, None]] = rows.swapaxes(0, 1)
+    return flat.reshape(array.shape)

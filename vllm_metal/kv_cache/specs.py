@@ -9,28 +9,47 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
 
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.region import Region, row_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_metal.models.layers import AttentionLayer
 
+_AS_VLLM_HAS_IT = {
+    mx.float32: (torch.float32, KVQuantMode.NONE),
+    mx.float16: (torch.float16, KVQuantMode.NONE),
+    mx.bfloat16: (torch.bfloat16, KVQuantMode.NONE),
+    mx.uint8: (torch.float8_e4m3fn, KVQuantMode.FP8_PER_TOKEN_HEAD),
+    mx.int8: (torch.int8, KVQuantMode.INT8_PER_TOKEN_HEAD),
+}
+
 
 def kv_cache_specs(
-    layers: Sequence[AttentionLayer], block_size: int, dtype: torch.dtype
+    layers: Sequence[AttentionLayer], block_size: int, dtype: mx.Dtype
 ) -> dict[str, KVCacheSpec]:
     """One spec a layer, by layer name; vLLM groups them and hands each group its blocks.
 
     Layers of one window, or of none, form one group whatever their shapes. Groups share memory,
     which takes layers of one shape: where some differ, as those of a draft model do from the target
     windows are not made use of, and all layers form one group that keeps the whole context.
+
+    Args:
+        layers: of all networks over the pool.
+        block_size: tokens of a block.
+        dtype: of the pool's elements.
     """
     shapes = {(layer.num_kv_heads, layer.head_size) for layer in layers}
     windows = {layer.window for layer in layers}
     one_group = len(shapes) > 1 and len(windows) > 1
+    torch_dtype, mode = _AS_VLLM_HAS_IT[dtype]
 
     def spec(layer: AttentionLayer) -> KVCacheSpec:
         family: Callable[..., KVCacheSpec] = FullAttentionSpec
@@ -40,7 +59,9 @@ def kv_cache_specs(
             block_size=block_size,
             num_kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
-            dtype=dtype,
+            dtype=torch_dtype,
+            kv_quant_mode=mode,
+            state_content_bytes=2 * row_bytes(layer.head_size, dtype),  # K and V, with their scales
         )
 
     return {layer.name: spec(layer) for layer in layers}

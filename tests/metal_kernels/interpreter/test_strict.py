@@ -48,7 +48,7 @@ STEPS = {  # (computed, rows) of each request
 
 
 def pool(size, dtype):
-    scales = mx.zeros((2, 1, 16)) if dtype in CODES else None
+    scales = mx.zeros((2, 1, 16), mx.bfloat16) if dtype in CODES else None
     return mx.zeros((2, 1, 16, size), dtype), scales
 
 

@@ -35,15 +35,17 @@ def interpreted():
         yield
 
 
+def make_scales(rng, shape):
+    return mx.array(rng.uniform(0, 2, shape[:3]).astype(np.float32)).astype(mx.bfloat16)
+
+
 def make_pool(rng, shape, dtype):
     """With scales if of codes; all codes but NaN."""
     if dtype == FP8:
         codes = rng.integers(0, 127, shape) + 128 * rng.integers(0, 2, shape)
-        scales = rng.uniform(0, 2, shape[:3]).astype(np.float32)
-        return mx.array(codes.astype(np.uint8)), mx.array(scales)
+        return mx.array(codes.astype(np.uint8)), make_scales(rng, shape)
     if dtype == INT8:
-        scales = rng.uniform(0, 2, shape[:3]).astype(np.float32)
-        return mx.array(rng.integers(-127, 128, shape).astype(np.int8)), mx.array(scales)
+        return mx.array(rng.integers(-127, 128, shape).astype(np.int8)), make_scales(rng, shape)
     return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype), None
 
 
@@ -53,7 +55,7 @@ def decoded(pool, scales):
         return np.array(pool.astype(F32))
     codes = torch.from_numpy(np.array(pool))
     codes = codes.view(torch.float8_e4m3fn) if pool.dtype == FP8 else codes
-    return codes.float().numpy() * np.array(scales)[..., None]
+    return codes.float().numpy() * np.array(scales.astype(F32))[..., None]
 
 
 def check(pool, scales, table, dtype):
@@ -112,7 +114,7 @@ def test_offsets_beyond_32_bits_are_written_and_read():
     """A pool of more than 2^32 elements: head 1 begins beyond what 32 bits can count."""
     num_blocks = 2**21
     pool = mx.zeros((2, num_blocks, 16, 72), FP8)
-    scales = mx.zeros((2, num_blocks, 16), F32)
+    scales = mx.zeros((2, num_blocks, 16), mx.bfloat16)
     slots = mx.array([0, num_blocks * 16 - 1, num_blocks * 16 - 2], dtype=mx.int32)
     keys = mx.array(np.random.default_rng(0).normal(size=(3, 2, 72)).astype(np.float32))
     written = kv_write.write(keys, None, slots, pool, None, key_scales=scales)
@@ -132,7 +134,7 @@ def changed(**other):
         "pool": mx.zeros((2, 3, 16, 64), FP8),
         "block_table": mx.zeros((1, 2), mx.int32),
         "dtype": F16,
-        "scales": mx.zeros((2, 3, 16), F32),
+        "scales": mx.zeros((2, 3, 16), mx.bfloat16),
     } | other
     return pytest.param(arguments, next(iter(other)), id=next(iter(other)))
 
@@ -146,8 +148,9 @@ def changed(**other):
         changed(block_table=mx.zeros((1, 2), F32)),
         changed(dtype=mx.int8),
         changed(scales=None),
-        changed(scales=mx.zeros((2, 3, 16, 1), F32)),
-        changed(scales=mx.zeros((2, 3, 16), F32), pool=mx.zeros((2, 3, 16, 64), F16)),
+        changed(scales=mx.zeros((2, 3, 16, 1), mx.bfloat16)),
+        changed(scales=mx.zeros((2, 3, 16), F32)),
+        changed(scales=mx.zeros((2, 3, 16), mx.bfloat16), pool=mx.zeros((2, 3, 16, 64), F16)),
     ],
 )
 def test_refuses_what_does_not_fit_by_name(arguments, named):

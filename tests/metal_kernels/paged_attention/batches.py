@@ -33,7 +33,11 @@ def decoded(codes, scales):
         values = raw.to(torch.float64).numpy()
     else:
         values = np.array(codes.astype(mx.float32), np.float64)
-    return values if scales is None else values * np.array(scales, np.float64)[..., None]
+    return (
+        values
+        if scales is None
+        else values * np.array(scales.astype(mx.float32), np.float64)[..., None]
+    )
 
 
 def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16):
@@ -91,7 +95,7 @@ def _pool(rng, shape, dtype, tables, seq_lens):
         scales = rng.uniform(0.5, 1.5, shape[:3]).astype(np.float32) / 100.0
         scales[:, ~used] = np.nan
         codes = codes if dtype == mx.uint8 else codes.view(np.int8)
-        return mx.array(codes), mx.array(scales)
+        return mx.array(codes), mx.array(scales).astype(mx.bfloat16)
     values = rng.normal(size=shape).astype(np.float32)
     values[:, ~used] = np.nan
     return mx.array(values).astype(dtype), None

@@ -160,7 +160,7 @@ def test_pools_past_the_range_of_32_bits():
     """Slots whose elements lie beyond 2^32, as values of both K and V."""
     num_blocks = 2**32 // (16 * 64) + 4
     pool = mx.zeros((1, num_blocks, 16, 64), mx.int8)
-    scales = mx.zeros((1, num_blocks, 16))
+    scales = mx.zeros((1, num_blocks, 16), mx.bfloat16)
     rows = np.random.default_rng(5).integers(-126, 127, (30, 1, 64)).astype(np.float32)
     rows[:, :, 0] = 127.0  # so that each row's scale is 1
     tables = np.array([[num_blocks - 1, num_blocks - 3]], np.int32)

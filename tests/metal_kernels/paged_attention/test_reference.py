@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention against a float64 formula, one row at a time."""
 
+import contextlib
+from unittest import mock
+
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention import AttentionShape, reference
+from tests.metal_kernels.paged_attention.batches import expected as formula
+from tests.metal_kernels.paged_attention.batches import make_batch
 
 KV_HEADS, HEAD_SIZE = 2, 8
 
@@ -33,6 +39,11 @@ def head_first(pool):
     return mx.array(np.ascontiguousarray(pool.transpose(2, 0, 1, 3)))
 
 
+def small_pieces():
+    """Limits that the small batches of these tests exceed."""
+    return mock.patch.multiple(reference, MAX_SCORES=100, MAX_GATHERED=64, MIN_ROWS=3)
+
+
 request = st.tuples(st.integers(0, 70), st.integers(1, 40))  # computed before, rows now
 
 
@@ -44,10 +55,11 @@ request = st.tuples(st.integers(0, 70), st.integers(1, 40))  # computed before, 
     window=st.sampled_from([None, 1, 5, 16, 24]),
     with_sinks=st.booleans(),
     fused=st.booleans(),
+    in_pieces=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_ragged_batches_equal_the_formula(
-    requests, block_size, heads, window, with_sinks, fused, seed
+    requests, block_size, heads, window, with_sinks, fused, in_pieces, seed
 ):
     rng = np.random.default_rng(seed)
     computed = np.array([before for before, _ in requests], np.int32)
@@ -79,7 +91,10 @@ def test_ragged_batches_equal_the_formula(
     values = np.stack([c[p] for c, p in zip(contexts_v, positions, strict=True)])
     sinks = rng.normal(size=heads).astype(np.float32) if with_sinks else None
 
-    plan = reference.plan(starts, seq_lens, tables, np.array(slots, np.int32), block_size, window)
+    with small_pieces() if in_pieces else contextlib.nullcontext():
+        plan = reference.plan(
+            starts, seq_lens, tables, np.array(slots, np.int32), block_size, window
+        )
     found = reference.run(
         plan,
         *(mx.array(a) for a in (queries, keys, values)),
@@ -124,3 +139,47 @@ def test_decode_rows_share_few_buckets_whatever_their_number():
     plan = reference.plan(starts, seq_lens, tables, slots, 16)
     assert len(plan.buckets) <= 7  # one a power of two from 1 to 36 blocks
     assert sum(bucket.num_requests for bucket in plan.buckets) == 64
+
+
+def test_no_call_holds_more_than_the_limits_however_long_the_contexts():
+    # A chunk of a long prompt, the rest of a short one, and decode rows of one shared context.
+    seq_lens = np.array([100_000, 700, *[30_000] * 40], np.int32)
+    starts = np.cumsum([0, 1000, 300, *[1] * 40]).astype(np.int32)
+    tables = np.tile(np.arange(6250, dtype=np.int32), (42, 1))
+    slots = np.arange(starts[-1], dtype=np.int32) + 6250 * 16
+    for window in (None, 4096):
+        buckets = reference.plan(starts, seq_lens, tables, slots, 16, window).buckets
+        for bucket in buckets:
+            size = bucket.num_requests * bucket.context_len
+            alone = bucket.num_requests == 1
+            assert size <= reference.MAX_GATHERED or alone
+            assert size * bucket.query_len <= reference.MAX_SCORES or (
+                alone and bucket.query_len <= reference.MIN_ROWS
+            )
+        rows = [row for bucket in buckets for row in bucket.rows.tolist()]
+        assert set(rows) == set(range(starts[-1]))
+
+
+@pytest.mark.parametrize("cache_dtype", [mx.uint8, mx.int8], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+def test_pools_of_codes_equal_the_formula(cache_dtype, fused):
+    shape = AttentionShape(4, 2, 64, 64)
+    requests = [(37, 1), (0, 20), (16, 5), (50, 1)]
+    batch = make_batch(np.random.default_rng(3), requests, shape, mx.float32, cache_dtype)
+    pools = [batch.key_pool, batch.value_pool]
+    if cache_dtype == mx.uint8:  # without the NaN where no request has a token
+        pools = [mx.where(pool == 0x7F, 0, pool) for pool in pools]
+    nowhere = np.full(len(batch.queries), -1)
+    plan = reference.plan(batch.starts, batch.seq_lens, batch.tables, nowhere, 16, window=30)
+    found = reference.run(
+        plan,
+        batch.queries,
+        None,
+        None,
+        *pools,
+        scale=0.2,
+        fused=fused,
+        key_scales=mx.nan_to_num(batch.key_scales),
+        value_scales=mx.nan_to_num(batch.value_scales),
+    )
+    np.testing.assert_allclose(np.array(found), formula(batch, 0.2, window=30), atol=1e-4)

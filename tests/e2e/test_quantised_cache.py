@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 and int8 KV caches: their size, and tokens equal to those of a naive quantised forward.
+
+An element that lies by rounding between two codes takes either, and so moves by up to an eighth of
+itself; in the layers above, more elements lie elsewhere for it, and take other codes. Two correct
+computations in different batches drift apart in this way, over all 30 layers of SmolLM2 to half of
+what the quantisation itself changes. So tokens are compared on the first two layers of the models,
+where the drift is no more than TIE; benchmarks/cache_quality.py measures whole models.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from mlx_lm.models.cache import make_prompt_cache
+
+from metal_kernels import interpreter
+
+CACHES = ("fp8", "int8")
+LARGEST_CODE = {"fp8": 448.0, "int8": 127.0}
+MEMORY = 64 << 20
+BLOCK = 16
+LAYERS, KV_HEADS, HEAD_SIZE = 30, 3, 64  # of SmolLM2-135M
+#: Largest gap of two logits that counts as a tie.
+TIE = 0.05
+
+
+def first_two_layers(source, target, **changes):
+    """The model of folder `source` cut short, in folder `target`; changes of its config.json."""
+    source = Path(source)
+    for path in source.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            os.symlink(path, target / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 2} | changes
+    (target / "config.json").write_text(json.dumps(config))
+    weights = {
+        name: array
+        for name, array in mx.load(str(source / "model.safetensors")).items()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < 2
+    }
+    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    return str(target)
+
+
+@pytest.fixture(scope="module")
+def short(smollm2, tmp_path_factory):
+    return first_two_layers(smollm2, tmp_path_factory.mktemp("short"))
+
+
+@pytest.fixture(scope="module")
+def windowed(gemma3, tmp_path_factory):
+    """A layer with a window of 64, and one without."""
+    kinds = ["sliding_attention", "full_attention"]
+    changes = {"sliding_window": 64, "sliding_window_pattern": 2, "layer_types": kinds}
+    return first_two_layers(gemma3, tmp_path_factory.mktemp("windowed"), **changes)
+
+
+def held(rows, cache):
+    """[..., D] as a cache of codes holds them: torch's conversions, a bfloat16 scale a row."""
+    values = torch.from_numpy(np.array(rows))
+    scales = (values.abs().amax(-1, keepdim=True) / LARGEST_CODE[cache]).bfloat16().float()
+    codes = values / torch.where(scales > 0, scales, 1.0)
+    codes = codes.to(torch.float8_e4m3fn).float() if cache == "fp8" else codes.round()
+    return mx.array((codes * scales).numpy())
+
+
+class Holding:
+    """One of mlx-lm's caches, of what is `held` of each row."""
+
+    def __init__(self, inner, cache):
+        self._inner, self._cache = inner, cache
+
+    def update_and_fetch(self, keys, values):
+        rows = (held(rows, self._cache) for rows in (keys, values))
+        return self._inner.update_and_fetch(*rows)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+class QuantisedDense(Dense):
+    """mlx-lm's own forward over such caches."""
+
+    def __init__(self, path, cache):
+        super().__init__(path, tie=TIE)
+        self._cache = cache
+
+    def forward(self, tokens):
+        caches = [Holding(inner, self._cache) for inner in make_prompt_cache(self._model)]
+        return self._model(tokens, cache=caches)
+
+
+def serve(model, prompts, max_tokens, passes=1, **options):
+    """Tokens and counters of each pass."""
+    found = []
+    with engine(model, **options) as llm:
+        for _ in range(passes):
+            tokens = generate(llm, prompts, greedy(max_tokens))
+            found.append((tokens, counters(llm)))
+    return found
+
+
+def num_blocks(model, cache):
+    with engine(model, kv_cache_dtype=cache, kv_cache_memory_bytes=MEMORY) as llm:
+        return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+
+
+def test_a_token_takes_its_codes_and_two_bytes_a_row(smollm2):
+    rows = 2 * LAYERS * KV_HEADS  # of a token
+    of_float32 = num_blocks(smollm2, "auto")
+    assert of_float32 == MEMORY // (BLOCK * rows * HEAD_SIZE * 4)
+    of_float16 = MEMORY // (BLOCK * rows * HEAD_SIZE * 2)
+    for cache in CACHES:
+        found = num_blocks(smollm2, cache)
+        assert found == MEMORY // (BLOCK * rows * (HEAD_SIZE + 2))
+        assert found >= 1.9 * of_float16
+        assert found >= 3.7 * of_float32
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_cold_and_warm_in_a_small_pool_equal_a_naive_forward(short, cache):
+    prompts = make_prompts(text_tokens(short), 16, 200)
+    cold, warm = serve(
+        short,
+        prompts,
+        max_tokens=24,
+        passes=2,
+        kv_cache_dtype=cache,
+        num_gpu_blocks_override=24,
+        max_model_len=256,
+    )
+    assert cold[0] == warm[0]
+    assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"] > 0
+    assert cold[1]["vllm:num_preemptions"] > 0
+    dense = QuantisedDense(short, cache)
+    for prompt, tokens in zip(prompts, cold[0], strict=True):
+        dense.check(prompt, tokens)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
+    tokens = text_tokens(windowed)
+    prompts = [tokens[:180], tokens[100:117], tokens[:160]]
+    cold, warm = serve(
+        windowed, prompts, 8, passes=2, kv_cache_dtype=cache, max_num_batched_tokens=64
+    )
+    assert cold[0] == warm[0]
+    assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"]
+    dense = QuantisedDense(windowed, cache)
+    for prompt, found in zip(prompts, cold[0], strict=True):
+        dense.check(prompt, found)
+
+
+def test_a_forward_over_another_cache_differs_by_more_than_a_tie(short, windowed):
+    for model in (short, windowed):
+        prompt = text_tokens(model)[:200]
+        rows = [QuantisedDense(model, cache).logits(prompt) for cache in CACHES]
+        rows.append(Dense(model).logits(prompt))
+        for one in range(3):
+            assert np.abs(rows[one] - rows[one - 1]).max() > 4 * TIE
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_speculation_changes_no_token(short, cache):
+    tokens = text_tokens(short)
+    prompts = [tokens[:150], tokens[60:90], [*tokens[200:260], *tokens[200:240]]]
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    }
+    ((plain, _),) = serve(short, prompts, 24, kv_cache_dtype=cache)
+    ((found, seen),) = serve(
+        short,
+        prompts,
+        24,
+        kv_cache_dtype=cache,
+        speculative_config=lookup,
+        additional_config={"fixed_draft_length": True},
+    )
+    assert found == plain
+    assert seen["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("model", ["short", "windowed"])
+def test_kernels_and_scatter_give_the_same_tokens(model, cache, request, monkeypatch):
+    model = request.getfixturevalue(model)
+    prompts = make_prompts(text_tokens(model), 6, 100)
+    options = {
+        "kv_cache_dtype": cache,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 32,
+        "num_gpu_blocks_override": 40,
+    }
+    ((plain, _),) = serve(model, prompts, 6, **options)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    ran = set()
+
+    def noting(name, **source):
+        ran.add(name)
+        return compiler(name=name, **source)
+
+    compiler = interpreter.metal_kernel
+    monkeypatch.setattr(interpreter, "metal_kernel", noting)
+    cold, warm = serve(model, prompts, 6, passes=2, **options)
+    assert cold[0] == warm[0] == plain
+    assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"]
+    assert {"kv_write", "decode", "prefill"} <= ran
