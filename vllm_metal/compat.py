@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which vLLM releases this plugin is tested with."""
 
+from __future__ import annotations
+
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: The worker contract changes between minor releases, so the tested minor is the whole range.
 TESTED_VLLM = "0.32"
@@ -60,3 +67,33 @@ def allow_lookup_methods() -> None:
 
     config.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
     speculative.has_arctic_inference = lambda: True
+
+
+def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
+    """Lets --kv-cache-dtype say `int8` beside `fp8`, where vLLM knows `int8_per_token_head` only.
+
+    Args:
+        parser: of the command line, if there is one.
+    """
+    from vllm.engine import arg_utils
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    def resolve(kv_cache_dtype: str, model_config: ModelConfig) -> str:
+        name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
+        return resolve_kv_cache_dtype_string(name, model_config)
+
+    arg_utils.resolve_kv_cache_dtype_string = resolve
+    for action in parser._actions if parser is not None else ():
+        if action.dest == "kv_cache_dtype" and action.choices and "int8" not in action.choices:
+            action.choices = [*action.choices, "int8"]
+
+
+def allow_mlp_speculators() -> None:
+    """Names vLLM the architecture of MLP speculators: it still has their module, but not listed."""
+    from vllm.model_executor.models import ModelRegistry
+
+    name = "MLPSpeculatorPreTrainedModel"
+    if name not in ModelRegistry.models:
+        ModelRegistry.register_model(
+            name, "vllm.model_executor.models.mlp_speculator:MLPSpeculator"
+        )

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a small target and of heads on it, and vLLM's own torch modules to judge them."""
 
+import importlib
 import json
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import torch
+from e2e.harness import Dense, counters, engine, generate, greedy
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.utils import load_model
 from safetensors.torch import save_file
+from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
@@ -45,30 +48,49 @@ CONFIG = {
 }
 
 
-def write_target(folder: Path) -> Path:
+#: 8 bits a weight, as mlx-lm's converter names it.
+QUANTIZATION = {"group_size": 32, "bits": 8, "mode": "affine"}
+
+
+def write_target(folder: Path, config=CONFIG, extra=(), quantized=False) -> Path:
+    """A model of mlx-lm's with random weights, and other arrays beside them."""
     folder.mkdir()
     mx.random.seed(1)
-    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
-    # Large weights around attention make hidden states depend on all before them.
-    weights = tree_map_with_path(
-        lambda name, array: 3 * array if "self_attn" in name else array, model.parameters()
-    )
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), dict(tree_flatten(weights)), {"format": "mlx"}
-    )
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+
+    def varied(name, array):
+        if "norm" in name:
+            return array * (1 + 0.3 * mx.random.normal(array.shape))
+        # Large weights around attention make hidden states depend on all before them.
+        return 3 * array if "self_attn" in name else array
+
+    weights = tree_map_with_path(varied, model.parameters())
+    if quantized:
+        model.update(weights)
+        nn.quantize(model, **QUANTIZATION)
+        weights = model.parameters()
+        config = config | {"quantization": QUANTIZATION, "quantization_config": QUANTIZATION}
+    (folder / "config.json").write_text(json.dumps(config))
+    arrays = dict(tree_flatten(weights)) | dict(extra)
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     return folder
 
 
-def write_head(folder: Path, shapes: dict[str, tuple[int, ...]], extra, config, file: str) -> Path:
+def random_arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """Random weights of these shapes, norms around one."""
-    folder.mkdir()
     generator = torch.Generator().manual_seed(3)
-    weights = {
+    return {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else 0.15)
         + (1 if len(shape) == 1 and "norm" in name else 0)
         for name, shape in shapes.items()
-    } | extra
+    }
+
+
+def write_head(folder: Path, shapes: dict[str, tuple[int, ...]], extra, config, file: str) -> Path:
+    """A head of random weights of these shapes, and other arrays."""
+    folder.mkdir()
+    weights = random_arrays(shapes) | extra
     if file.endswith("safetensors"):
         save_file(weights, str(folder / file))
     else:
@@ -77,12 +99,13 @@ def write_head(folder: Path, shapes: dict[str, tuple[int, ...]], extra, config, 
     return folder
 
 
-def engine_config(target: Path, head: Path, method: str):
+def engine_config(target: Path, head: Path, method: str, **options):
     args = EngineArgs(
         model=str(target),
         skip_tokenizer_init=True,
         max_model_len=MAX_LEN,
         speculative_config={"method": method, "model": str(head), "num_speculative_tokens": K},
+        **options,
     )
     return args.create_engine_config()
 
@@ -90,8 +113,11 @@ def engine_config(target: Path, head: Path, method: str):
 class NaiveAttention(torch.nn.Module):
     """In place of vLLM's, which needs a cache: one sequence, all of it."""
 
-    def __init__(self, num_heads, head_size, scale, num_kv_heads, **_):
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads, per_layer_sliding_window=None, **_
+    ):
         super().__init__()
+        self.window = per_layer_sliding_window or 10**6
         self.size, self.scale, self.repeats = head_size, scale, num_heads // num_kv_heads
 
     def forward(self, queries, keys, values):
@@ -99,7 +125,8 @@ class NaiveAttention(torch.nn.Module):
         heads = [x.view(num_rows, -1, self.size).transpose(0, 1) for x in (queries, keys, values)]
         queries, keys, values = heads[0], *(h.repeat_interleave(self.repeats, 0) for h in heads[1:])
         scores = queries @ keys.transpose(1, 2) * self.scale
-        scores = scores.masked_fill(torch.ones(num_rows, num_rows).triu(1).bool(), -1e30)
+        ago = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
+        scores = scores.masked_fill((ago < 0) | (ago >= self.window), -1e30)
         return (scores.softmax(-1) @ values).transpose(0, 1).reshape(num_rows, -1)
 
 
@@ -109,11 +136,12 @@ def one_process():
     alone = SimpleNamespace(
         rank_in_group=0, world_size=1, rank=0, is_first_rank=True, is_last_rank=True
     )
-    with (
-        mock.patch("vllm.distributed.parallel_state._TP", alone),
-        mock.patch("vllm.distributed.parallel_state._PP", alone),
-        mock.patch("vllm.model_executor.models.llama.Attention", NaiveAttention),
-    ):
+    with ExitStack() as stack:
+        for group in ("_TP", "_PP"):
+            stack.enter_context(mock.patch(f"vllm.distributed.parallel_state.{group}", alone))
+        for module in ("llama", "qwen2", "glm4_moe", "exaone_moe"):
+            name = f"vllm.model_executor.models.{module}.Attention"
+            stack.enter_context(mock.patch(name, NaiveAttention))
         yield
 
 
@@ -135,12 +163,39 @@ class DenseTarget:
         """[L + 2] of [T, H]: the embedding, what each layer passes on, the final states."""
         inner = self.model.model
         hidden = inner.embed_tokens(mx.array([list(tokens)]))
-        mask = create_attention_mask(hidden, None)
         found = [hidden]
         for layer in inner.layers:
+            window = inner.window_size if getattr(layer, "is_sliding_window", False) else None
+            mask = create_attention_mask(hidden, None, window_size=window)
             found.append(layer(found[-1], mask))
         found.append(inner.norm(found[-1]))
         return [torch.tensor(np.array(states[0])) for states in found]
+
+
+def serve_and_check(target: Path, speculative_config, **options) -> None:
+    """Random prompts, twice: greedily, and at random so that random drafts are right at times."""
+    rng = np.random.default_rng(4)
+    vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
+    prompts = [rng.integers(0, vocab_size, length).tolist() for length in (1, 17, 40, 64)]
+    dense = Dense(str(target))
+    with engine(
+        str(target),
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        speculative_config=speculative_config,
+        additional_config={"fixed_draft_length": True},
+        **options,
+    ) as llm:
+        for _ in range(2):
+            outputs = generate(llm, prompts, greedy(24, detokenize=False))
+            for prompt, tokens in zip(prompts, outputs, strict=True):
+                dense.check(prompt, tokens)
+        wild = {"temperature": 2.0, "seed": 1, "ignore_eos": True, "detokenize": False}
+        generate(llm, prompts, SamplingParams(max_tokens=48, **wild))
+        seen = counters(llm)
+    assert seen["vllm:spec_decode_num_draft_tokens"] > 2 * 4 * 24
+    assert seen["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert seen["vllm:prefix_cache_hits"] > 0
 
 
 class Bench:
@@ -151,7 +206,7 @@ class Bench:
         self.rng = np.random.default_rng(2)
         self.judge = judge
         model = loader.load(config)
-        layers = attention_layers(model, "llama")
+        layers = attention_layers(model, loader.model_type(config))
         selected = loader.SelectedRows(model)
         network = load_network(config, model, selected)
         everything = [*layers, *network.layers]

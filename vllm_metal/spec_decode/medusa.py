@@ -7,21 +7,14 @@ Cai et al. 2024, arXiv:2401.10774; the likeliest token of each head, not their t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from vllm_metal.kv_cache.region import Region
 from vllm_metal.models import loader
-from vllm_metal.models.layers import AttentionLayer
-from vllm_metal.models.profile import largest_step
-from vllm_metal.requests import BlockTables
-from vllm_metal.rows import Rows
-from vllm_metal.spec_decode.model import DraftNetwork
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.newest_state import StateNetwork
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,8 +50,8 @@ class MedusaHeads(nn.Module):
                 nn.Linear(self.hidden_size, num_tokens, bias=False) for _ in range(self.num_heads)
             ]
 
-    def __call__(self, hidden: mx.array, num_heads: int) -> mx.array:
-        """[N, num_heads] int32: the guesses of the first heads from [N, H] hidden states."""
+    def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
+        """See StateHeads; Medusa's do not read the newest tokens."""
         columns = []
         for index, block in enumerate(self.blocks[:num_heads]):
             project = self.lm_head if self._shared else self.lm_heads[index]
@@ -83,10 +76,8 @@ class _ResidualBlock(nn.Module):
         return hidden
 
 
-class Medusa(DraftNetwork):
-    """Heads loaded for their target."""
-
-    layers: Sequence[AttentionLayer] = ()
+class Medusa(StateNetwork):
+    """Medusa's heads loaded for their target."""
 
     def __init__(
         self, config: VllmConfig, target: nn.Module, selected: loader.SelectedRows
@@ -97,84 +88,18 @@ class Medusa(DraftNetwork):
             loader.ModelLoadError: the checkpoint cannot be loaded.
             NotImplementedError: the target does not show its hidden states.
         """
-        speculation = config.speculative_config
-        assert speculation is not None
-        self._config, self._num_drafts = config, speculation.num_speculative_tokens
-        model_config = speculation.draft_model_config
+        assert config.speculative_config is not None
+        model_config = config.speculative_config.draft_model_config
         weights = _renamed(loader.load_weights(model_config, config))
         try:
-            self.heads = MedusaHeads(weights)
-            self.heads.load_weights(list(weights.items()))
+            heads = MedusaHeads(weights)
+            heads.load_weights(list(weights.items()))
         except (KeyError, ValueError) as error:
             raise loader.ModelLoadError(
                 f"{model_config.model} holds no Medusa heads: {error}"
             ) from error
-        mx.eval(self.heads.parameters())
-        self._states = loader.HiddenStates(target, selected)
-
-    def profile(self, region_type: type[Region]) -> None:
-        _, sampled = largest_step(self._config)
-        shape = (len(sampled), self.heads.hidden_size)
-        hidden = mx.zeros(shape, loader.mlx_dtype(self._config))
-        mx.eval(self.heads(hidden, self.heads.num_heads))
-
-    def proposer(
-        self,
-        regions: Mapping[str, Region],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-    ) -> Proposer:
-        return MedusaProposer(self.heads, self._states, self._num_drafts)
-
-
-class MedusaProposer(Proposer):
-    """Drafts from the hidden state that the newest token was sampled from."""
-
-    def __init__(self, heads: MedusaHeads, states: loader.HiddenStates, num_drafts: int) -> None:
-        """
-        Args:
-            heads: one for each draft, or fewer.
-            states: the target's.
-            num_drafts: K, the most drafts of a request.
-        """
-        self._heads = heads
-        self._states = states
-        self._num_drafts = num_drafts
-        self._newest: mx.array | None = None  # [T, H] of the newest step
-        self._rows: dict[int, tuple[int, int, int]] = {}  # by slot: first row, its position, count
-
-    def forget(self, slot: int) -> None:
-        self._rows.pop(slot, None)
-
-    def take_hidden(self, rows: Rows) -> None:
-        self._newest = self._states.take()
-        firsts = rows.query_start_loc_np[:-1]
-        columns = (firsts, rows.positions_np[firsts], np.diff(rows.query_start_loc_np))
-        places = zip(*(column.tolist() for column in columns), strict=True)
-        self._rows = dict(zip(rows.slots_np.tolist(), places, strict=True))
-
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-    ) -> Drafts:
-        places = [self._rows.get(slot, (0, 0, 0)) for slot in slots_np.tolist()]
-        firsts, starts, counts = np.array(places, np.int64).reshape(-1, 3).T
-        offsets = num_tokens_np - 2 - starts  # of the row that the newest token was sampled from
-        fitting = (offsets >= 0) & (offsets < counts)
-        most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._heads.num_heads)
-        limits = np.minimum(np.minimum(limits_np, most), self._num_drafts)
-        limits = np.where(fitting, np.maximum(limits, 0), 0).astype(np.int32)
-        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
-        drafting = np.flatnonzero(limits)
-        if len(drafting):
-            assert self._newest is not None
-            rows = mx.array((firsts + offsets)[drafting].astype(np.int32))
-            width = int(limits.max())
-            token_ids[mx.array(drafting), :width] = self._heads(self._newest[rows], width)
-        return Drafts(token_ids, limits)
+        mx.eval(heads.parameters())
+        super().__init__(config, heads, loader.HiddenStates(target, selected))
 
 
 def _renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -11,7 +11,9 @@ from vllm_metal.models.loader import SelectedRows
 from vllm_metal.spec_decode.draft_model import DraftModel
 from vllm_metal.spec_decode.eagle import Eagle
 from vllm_metal.spec_decode.medusa import Medusa
+from vllm_metal.spec_decode.mlp_speculator import MLPSpeculator
 from vllm_metal.spec_decode.model import DraftNetwork
+from vllm_metal.spec_decode.mtp import MTP
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,4 +40,8 @@ def load_network(
             return Eagle(config, target, selected)
         case "medusa":
             return Medusa(config, target, selected)
+        case "mlp_speculator":
+            return MLPSpeculator(config, target, selected)
+        case "mtp":
+            return MTP(config, target, selected)
     return None

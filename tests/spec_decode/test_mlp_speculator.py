@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP speculator's drafts are those of vLLM's own torch layers on mlx-lm's hidden states."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from spec_decode.heads import (
+    CONFIG,
+    HIDDEN,
+    VOCAB,
+    Bench,
+    DenseTarget,
+    K,
+    engine_config,
+    one_process,
+    random_arrays,
+    serve_and_check,
+    write_head,
+    write_target,
+)
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.models.mlp_speculator import MLPSpeculator
+
+from vllm_metal.models import loader
+from vllm_metal.spec_decode.networks import load_network
+
+INNER = 48
+
+
+def shapes(num_steps, num_projections, prefix="", vocab=VOCAB, hidden=HIDDEN):
+    """Arrays of a speculator; its tied ones once."""
+    found = {}
+    for step in range(num_steps):
+        found |= {
+            f"emb.{step}.weight": (vocab, INNER),
+            f"ln.{step}.weight": (INNER,),
+            f"ln.{step}.bias": (INNER,),
+            f"head.{step}.weight": (vocab, INNER),
+        }
+    for step in range(num_projections):
+        found[f"proj.{step}.weight"] = (INNER, INNER if step else hidden)
+    return {prefix + name: shape for name, shape in found.items()}
+
+
+def config_json(num_steps, **changes):
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": HIDDEN,
+        "inner_dim": INNER,
+        "vocab_size": VOCAB,
+        "n_predict": num_steps,
+        "top_k_tokens_per_head": [3] * num_steps,
+        "tie_weights": False,
+        "scale_input": False,
+    } | changes
+
+
+#: Arrays of one step that all share under its name; every step's own.
+TIED = shapes(1, 2, "speculator.") | {
+    f"speculator.head.{step}.weight": (VOCAB, INNER) for step in range(1, 4)
+}
+#: Shapes, config.json, file, steps.
+CASES = {
+    "each step its own": (shapes(5, 5), config_json(5), "pytorch_model.bin", 5),
+    "tied, input scaled": (
+        TIED,
+        config_json(4, tie_weights=True, scale_input=True),
+        "model.safetensors",
+        4,
+    ),
+    "fewer steps than drafts": (
+        shapes(2, 2, "speculator."),
+        config_json(2, scale_input=True),
+        "model.safetensors",
+        2,
+    ),
+}
+
+
+def vllm_speculator(config, weights):
+    """vLLM's layers; it no longer has the loop that calls them."""
+    draft = SimpleNamespace(model_config=config.speculative_config.draft_model_config)
+    with one_process(), set_current_vllm_config(config), torch.no_grad():
+        module = MLPSpeculator(vllm_config=draft)
+        loaded = module.load_weights(weights.items())
+    assert loaded == set(dict(module.named_parameters()))
+    return module
+
+
+@pytest.fixture(scope="module", params=CASES)
+def bench(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    arrays, head_config, file, num_steps = CASES[request.param]
+    target = write_target(folder / "target")
+    head = write_head(folder / "head", arrays, {}, head_config, file)
+    config = engine_config(target, head, "mlp_speculator")
+    draft_config = config.speculative_config.draft_model_config
+    draft_config.hf_config.num_lookahead_tokens = min(num_steps, K)  # of vLLM's module
+    module = vllm_speculator(config, random_arrays(arrays))
+    dense = DenseTarget(target)
+
+    @torch.no_grad()
+    def judge(text, drafts):
+        """The recurrence of arXiv:2404.19124 over vLLM's layers, along the drafts."""
+        state = dense.states(text)[-1][len(text) - 2 : len(text) - 1]
+        if module.scale_input:
+            state = module.ln0(state) / math.sqrt(2)
+        found = []
+        with one_process(), set_current_vllm_config(config):
+            for step, token in enumerate([text[-1], *drafts[:-1]]):
+                embedded = module.emb[step](torch.tensor([token]))
+                mixed = module.proj[step](state) + embedded * (
+                    module.emb_weight / module.state_weight
+                )
+                state = module.activation(module.ln[step](mixed))
+                found.append(module.logits_processor(module.head[step], state))
+        return torch.cat(found).numpy()
+
+    found = Bench(config, judge)
+    found.num_steps = num_steps
+    return found
+
+
+def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
+    most = min(K, bench.num_steps)
+    bench.begin(0, bench.prompt(41))
+    bench.begin(1, bench.prompt(2))
+    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
+    assert bench.step([1, 0], [K, 0], chunk=20) == [most, 0]
+    assert bench.step([0, 1], [0, K], chunk=20) == [0, most]
+    for _ in range(5):
+        limits = bench.rng.integers(0, K + 1, 2)
+        assert bench.step(bench.rng.permutation(2), limits) == np.minimum(limits, most).tolist()
+    for slot in range(2):
+        bench.proposer.forget(slot)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "changes", "reason"),
+    [
+        (shapes(3, 3), {}, "3 of the 4 arrays emb.STEP.weight"),
+        ({"fc.weight": (4, 4)}, {}, "holds no MLP speculator"),
+        (shapes(4, 4, hidden=32), {"emb_dim": 32}, "hidden states of 32, but the target's .* 64"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, arrays, changes, reason):
+    target = write_target(tmp_path / "target")
+    head = config_json(4, **changes)
+    head = write_head(tmp_path / "head", arrays, {}, head, "model.safetensors")
+    config = engine_config(target, head, "mlp_speculator")
+    model = loader.load(config)
+    with pytest.raises(loader.ModelLoadError, match=reason):
+        load_network(config, model, loader.SelectedRows(model))
+
+
+def test_served(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    small = {"vocab_size": 32, "num_hidden_layers": 2}
+    target = write_target(tmp_path / "target", CONFIG | small)
+    head = config_json(3, vocab_size=32)
+    head = write_head(tmp_path / "head", shapes(3, 3, vocab=32), {}, head, "model.safetensors")
+    # The method follows from the checkpoint.
+    serve_and_check(target, {"model": str(head), "num_speculative_tokens": 3})

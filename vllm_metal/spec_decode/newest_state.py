@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that guess from one hidden state of the target: the newest token was sampled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.kv_cache.region import Region
+from vllm_metal.models.layers import AttentionLayer
+from vllm_metal.models.loader import HiddenStates, ModelLoadError, mlx_dtype
+from vllm_metal.models.profile import largest_step
+from vllm_metal.requests import BlockTables
+from vllm_metal.rows import Rows
+from vllm_metal.spec_decode.model import DraftNetwork
+from vllm_metal.spec_decode.proposer import Drafts, Proposer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class StateHeads(Protocol):
+    """Guesses without K/V of its own."""
+
+    num_heads: int  # most guesses
+    hidden_size: int  # of the target
+
+    def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
+        """
+        Args:
+            hidden: [N, H] final states of the target.
+            newest: [N] int32, the tokens sampled from them.
+            num_heads: guesses wanted, from 1.
+
+        Returns:
+            [N, num_heads] int32, what follows the newest token.
+        """
+
+
+class StateNetwork(DraftNetwork):
+    """Heads loaded for their target."""
+
+    layers: Sequence[AttentionLayer] = ()
+
+    def __init__(self, config: VllmConfig, heads: StateHeads, states: HiddenStates) -> None:
+        """
+        Args:
+            config: vLLM's.
+            heads: loaded.
+            states: the target's final ones.
+
+        Raises:
+            ModelLoadError: the heads were made for a target of another width.
+        """
+        assert config.speculative_config is not None
+        hidden_size = config.model_config.get_hidden_size()
+        if heads.hidden_size != hidden_size:
+            raise ModelLoadError(
+                f"{config.speculative_config.model} reads hidden states of {heads.hidden_size}, "
+                f"but the target's are of {hidden_size}: choose heads made for this model"
+            )
+        self._config = config
+        self._heads = heads
+        self._states = states
+        self._num_drafts = config.speculative_config.num_speculative_tokens
+
+    def profile(self, region_type: type[Region]) -> None:
+        _, sampled = largest_step(self._config)
+        shape = (len(sampled), self._heads.hidden_size)
+        hidden = mx.zeros(shape, mlx_dtype(self._config))
+        mx.eval(self._heads(hidden, mx.zeros(len(sampled), mx.int32), self._heads.num_heads))
+
+    def proposer(
+        self,
+        regions: Mapping[str, Region],
+        group_of: Mapping[str, int],
+        block_tables: BlockTables,
+    ) -> Proposer:
+        return StateProposer(self._heads, self._states, self._num_drafts)
+
+
+class StateProposer(Proposer):
+    """Drafts from the hidden state that the newest token was sampled from."""
+
+    def __init__(self, heads: StateHeads, states: HiddenStates, num_drafts: int) -> None:
+        """
+        Args:
+            heads: one for each draft, or fewer.
+            states: the target's.
+            num_drafts: K, the most drafts of a request.
+        """
+        self._heads = heads
+        self._states = states
+        self._num_drafts = num_drafts
+        self._newest: mx.array | None = None  # [T, H] of the newest step
+        self._rows: dict[int, tuple[int, int, int]] = {}  # by slot: first row, its position, count
+
+    def forget(self, slot: int) -> None:
+        self._rows.pop(slot, None)
+
+    def take_hidden(self, rows: Rows) -> None:
+        self._newest = self._states.take()
+        firsts = rows.query_start_loc_np[:-1]
+        columns = (firsts, rows.positions_np[firsts], np.diff(rows.query_start_loc_np))
+        places = zip(*(column.tolist() for column in columns), strict=True)
+        self._rows = dict(zip(rows.slots_np.tolist(), places, strict=True))
+
+    def propose(
+        self,
+        token_ids_np: np.ndarray,
+        slots_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+    ) -> Drafts:
+        places = [self._rows.get(slot, (0, 0, 0)) for slot in slots_np.tolist()]
+        firsts, starts, counts = np.array(places, np.int64).reshape(-1, 3).T
+        offsets = num_tokens_np - 2 - starts  # of the row that the newest token was sampled from
+        fitting = (offsets >= 0) & (offsets < counts)
+        most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._heads.num_heads)
+        limits = np.minimum(np.minimum(limits_np, most), self._num_drafts)
+        limits = np.where(fitting, np.maximum(limits, 0), 0).astype(np.int32)
+        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
+        drafting = np.flatnonzero(limits)
+        if len(drafting):
+            assert self._newest is not None
+            hidden = self._newest[mx.array((firsts + offsets)[drafting].astype(np.int32))]
+            newest = mx.array(token_ids_np[slots_np[drafting], num_tokens_np[drafting] - 1])
+            width = int(limits.max())
+            token_ids[mx.array(drafting), :width] = self._heads(hidden, newest, width)
+        return Drafts(token_ids, limits)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of a layer or so on the target's hidden states, with K/V in the shared pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.kv_cache.region import Region
+from vllm_metal.models.executor import PagedLayers
+from vllm_metal.models.layers import AttentionLayer
+from vllm_metal.models.loader import HiddenStates, mlx_dtype
+from vllm_metal.models.profile import largest_caches, largest_step
+from vllm_metal.requests import BlockTables
+from vllm_metal.rows import Rows
+from vllm_metal.spec_decode.model import DraftNetwork, PagedProposer, Spans
+from vllm_metal.spec_decode.proposer import Drafts, Proposer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Head(Protocol):
+    """Works on rows: row i takes the hidden state of position i and the token of position i + 1,
+    keeps K/V at position i, and predicts the token of position i + 2."""
+
+    input_size: int  # of the target's hidden states
+
+    def combine(self, hidden: mx.array) -> mx.array:
+        """The target's hidden states, [T, input_size], as the head takes them, [T, H]."""
+
+    def __call__(
+        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
+    ) -> tuple[mx.array, mx.array]:
+        """
+        Args:
+            input_ids: [T] int32.
+            hidden: [T, H], combined or from the head itself.
+            caches: one a layer, already told of the step.
+
+        Returns:
+            [T, H] for `tokens`, and [T, H] for the pass after the next token.
+        """
+
+    def tokens(self, out: mx.array) -> mx.array:
+        """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
+
+
+class HeadNetwork(DraftNetwork):
+    """A head loaded for its target."""
+
+    def __init__(
+        self, config: VllmConfig, head: Head, layers: Sequence[AttentionLayer], states: HiddenStates
+    ) -> None:
+        """
+        Args:
+            config: vLLM's.
+            head: with its ends in place.
+            layers: its share of the KV cache.
+            states: the target's, those that the head reads.
+        """
+        assert config.speculative_config is not None
+        self._config = config
+        self._head = head
+        self.layers = layers
+        self._states = states
+        self._num_drafts = config.speculative_config.num_speculative_tokens
+
+    def profile(self, region_type: type[Region]) -> None:
+        num_tokens, sampled = largest_step(self._config)
+        caches = largest_caches(self.layers, self._config, region_type)
+        hidden = mx.zeros((num_tokens, self._head.input_size), mlx_dtype(self._config))
+        out, _ = self._head(mx.zeros(num_tokens, mx.int32), self._head.combine(hidden), caches)
+        mx.eval(self._head.tokens(out[sampled]))
+
+    def proposer(
+        self,
+        regions: Mapping[str, Region],
+        group_of: Mapping[str, int],
+        block_tables: BlockTables,
+    ) -> Proposer:
+        own = {layer.name: regions[layer.name] for layer in self.layers}
+        paged = PagedLayers(self.layers, own, group_of, self._config.cache_config.block_size)
+        return HeadProposer(self._head, paged, block_tables, self._states, self._num_drafts)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Hidden states of a request's rows in its newest step."""
+
+    states: mx.array  # [T, W] of the whole step
+    first_row: int
+    start: int  # position of the first row
+    count: int
+
+
+class HeadProposer(PagedProposer):
+    """Drafts from the hidden states of the step before, then from the head's own."""
+
+    def __init__(
+        self,
+        head: Head,
+        paged: PagedLayers,
+        block_tables: BlockTables,
+        states: HiddenStates,
+        num_drafts: int,
+    ) -> None:
+        """
+        Args:
+            head: with its ends in place.
+            paged: its layers, over the shared pool.
+            block_tables: the requests' blocks.
+            states: the target's.
+            num_drafts: K, the most drafts of a request.
+        """
+        super().__init__(paged, num_drafts)
+        self._head = head
+        self._block_tables = block_tables
+        self._states = states
+        self._kept: dict[int, _Kept] = {}  # by slot
+        self._written: dict[int, int] = {}  # by slot, end of what has been run of those
+
+    def begin(self, slot: int, num_computed: int) -> None:
+        self.forget(slot)
+
+    def forget(self, slot: int) -> None:
+        self._kept.pop(slot, None)
+        self._written.pop(slot, None)
+
+    def take_hidden(self, rows: Rows) -> None:
+        states = self._states.take()
+        firsts, counts = rows.query_start_loc_np[:-1], np.diff(rows.query_start_loc_np)
+        starts = rows.positions_np[firsts]
+        for slot, *of_request in zip(
+            rows.slots_np.tolist(), firsts.tolist(), starts.tolist(), counts.tolist(), strict=True
+        ):
+            self._kept[slot] = _Kept(states, *of_request)
+            self._written.pop(slot, None)
+
+    def propose(
+        self,
+        token_ids_np: np.ndarray,
+        slots_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+    ) -> Drafts:
+        nothing = _Kept(mx.zeros(0), 0, 0, 0)
+        kept = [self._kept.get(slot, nothing) for slot in slots_np.tolist()]
+        starts = np.array([of.start for of in kept], np.int32)
+        counts = np.array([of.count for of in kept], np.int32)
+        # A row takes the token after it; rows of drafts that were refused lie past the newest one.
+        ends = np.minimum(starts + counts, num_tokens_np - 1)
+        usable = ends > starts
+        most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._num_drafts)
+        limits = np.maximum(np.minimum(limits_np, most), 0).astype(np.int32)
+        limits[~usable | (ends < num_tokens_np - 1)] = 0
+        written = np.array([self._written.get(slot, 0) for slot in slots_np.tolist()])
+        here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
+        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
+        if len(here):
+            spans = Spans(slots_np[here], starts[here], ends[here])
+            following = token_ids_np[spans.slots_np[spans.index_np], spans.positions_np + 1]
+            hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
+            drafts = self._draft(spans, mx.array(following), hidden, limits[here])
+            token_ids[mx.array(here)] = drafts
+            self._written |= zip(spans.slots_np.tolist(), spans.ends_np.tolist(), strict=True)
+        return Drafts(token_ids, limits)
+
+    def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
+        assert hidden is not None
+        caches = self._paged.begin_step(rows, self._block_tables)
+        out, hidden = self._head(rows.input_ids, hidden, caches)
+        if rows.logits_indices is not None:
+            out, hidden = out[rows.logits_indices], hidden[rows.logits_indices]
+        return self._head.tokens(out), hidden
+
+
+def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:
+    """[T, W] hidden states of the spans' rows; all of one step, unless a request sat one out."""
+    sources: dict[int, mx.array] = {}
+    bases: dict[int, int] = {}
+    for of in kept:
+        if id(of.states) not in sources:
+            bases[id(of.states)] = sum(len(states) for states in sources.values())
+            sources[id(of.states)] = of.states
+    firsts = np.array([bases[id(of.states)] + of.first_row for of in kept], np.int32)
+    rows = firsts[spans.index_np] + spans.positions_np - spans.starts_np[spans.index_np]
+    states = list(sources.values())
+    joined = states[0] if len(states) == 1 else mx.concatenate(states)
+    return joined[mx.array(rows.astype(np.int32))]
