@@ -49,7 +49,7 @@ def test_the_pool_is_what_is_left_of_the_devices_share(smollm2):
 
 
 def test_a_budget_that_cannot_be_says_why_with_numbers(smollm2):
-    refusal = r"no memory is left for the KV cache: .*GiB in all x --gpu-memory-utilization 0.01"
+    refusal = r"(?s)no memory is left for the KV cache:.*--gpu-memory-utilization 0.01 .*- weights"
     with (
         pytest.raises(BudgetError, match=refusal),
         engine(smollm2, kv_cache_memory_bytes=None, gpu_memory_utilization=0.01),
@@ -59,7 +59,7 @@ def test_a_budget_that_cannot_be_says_why_with_numbers(smollm2):
 
 def test_a_pool_too_small_for_one_request_names_the_length_that_fits(smollm2):
     with (
-        pytest.raises(ValueError, match=r"max_model_len|max seq len"),
+        pytest.raises(ValueError, match=r"--max-model-len \d+ or less"),
         engine(smollm2, kv_cache_memory_bytes=8 << 20, max_model_len=1024),
     ):
         pass

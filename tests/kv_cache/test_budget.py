@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory sum over machines, models and flags, and whether what it advises is true."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_metal.kv_cache.budget import (
+    GIB,
+    AskedPool,
+    BudgetError,
+    Measured,
+    Request,
+    Settings,
+    changes,
+    check,
+    fits,
+    longest,
+    margin,
+    plan,
+    pool_bytes,
+)
+
+MIB = 2**20
+
+
+@st.composite
+def machines(draw):
+    """A Mac of 8 to 512 GB, of which Metal recommends two thirds to three quarters, and a model."""
+    ram = draw(st.integers(8, 512)) * GIB
+    total = int(ram * draw(st.floats(0.66, 0.75)))
+    held = draw(st.integers(0, total // 4))
+    return Measured(
+        source="working set",
+        total=total,
+        held=held,
+        taken=held + draw(st.integers(0, total // 2)),
+        weights=draw(st.integers(0, int(1.2 * total))),
+        draft_weights=draw(st.integers(0, total // 8)),
+        forward=draw(st.integers(0, total // 4)),
+        attention=draw(st.integers(0, total // 8)),
+        sampling=draw(st.integers(0, total // 4)),
+        cache=draw(st.integers(0, total // 64)),
+    )
+
+
+@st.composite
+def flags(draw):
+    asked = None
+    if draw(st.integers(0, 3)) == 0:
+        unit = draw(st.sampled_from([1, 16 * 1024, 2 * MIB]))
+        count = draw(st.integers(1, 256 * GIB // unit))
+        asked = AskedPool("--kv-cache-memory-bytes" if unit == 1 else "--blocks", count, unit)
+    return Settings(
+        utilization=draw(st.floats(0.01, 1.0)),
+        max_num_batched_tokens=draw(st.integers(64, 16384)),
+        max_num_seqs=draw(st.integers(1, 1024)),
+        max_model_len=draw(st.integers(1, 1_000_000)),
+        fitted=draw(st.booleans()),
+        most=draw(st.none() | st.just(4 * GIB)),
+        asked=asked,
+    )
+
+
+@st.composite
+def requests(draw):
+    """Blocks of 16 tokens, and one that vLLM keeps for itself."""
+    block = draw(st.integers(1024, 16 * MIB))
+    return Request(
+        lambda tokens: (-(-tokens // 16) + 1) * block,
+        draw(st.none() | st.floats(0.25, 0.6)),
+    )
+
+
+@given(machines(), flags(), requests())
+def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machine, flag, request):
+    try:
+        budget = check(machine, flag, request)
+    except BudgetError:
+        assert not fits(machine, flag, request)
+        return
+    pool = pool_bytes(machine, flag)
+    assert pool >= request.needed(1 if flag.fitted else flag.max_model_len)
+    used = machine.held + machine.weights + machine.draft_weights + pool
+    if flag.asked is None:
+        assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
+        used += max(machine.forward + machine.attention, machine.sampling) + machine.cache
+        assert used - machine.held <= int(machine.total * flag.utilization)
+    assert used <= machine.total - margin(machine.total)
+
+
+@given(st.integers(1, 1024))
+def test_the_margin_is_never_less_than_half_a_gibibyte_and_costs_nothing_by_default(gigabytes):
+    total = gigabytes * GIB
+    assert margin(total) >= GIB // 2
+    if total >= 8 * GIB:
+        assert margin(total) <= total * (1 - 0.92)
+        assert margin(total) >= total / 17
+
+
+@given(machines(), flags(), st.data())
+def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, flag, data):
+    flag = replace(flag, asked=None)
+    better = {
+        "total": st.integers(machine.total, 2 * machine.total),
+        "held": st.integers(0, machine.held),
+        "taken": st.integers(0, machine.taken),
+        **{
+            name: st.integers(0, getattr(machine, name))
+            for name in ("weights", "draft_weights", "forward", "attention", "sampling", "cache")
+        },
+    }
+    name = data.draw(st.sampled_from(sorted(better)))
+    improved = replace(machine, **{name: data.draw(better[name])})
+    assert pool_bytes(improved, flag) >= pool_bytes(machine, flag)
+    more = replace(flag, utilization=data.draw(st.floats(flag.utilization, 1.0)))
+    assert pool_bytes(machine, more) >= pool_bytes(machine, flag)
+
+
+@given(machines(), flags(), requests())
+def test_what_is_advised_makes_it_fit(machine, flag, request):
+    if fits(machine, flag, request):
+        return
+    for change in changes(machine, flag, request):
+        check(change.measured, change.settings, change.request)
+
+
+@given(machines(), flags(), requests())
+def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, flag, request):
+    """Parsed from the message, as a reader would take it."""
+    flag = replace(flag, asked=None, fitted=False)
+    if fits(machine, flag, request):
+        return
+    with pytest.raises(BudgetError) as raised:
+        check(machine, flag, request)
+    message = str(raised.value)
+    if found := re.search(r"--gpu-memory-utilization ([\d.]+) or more", message):
+        share = float(found[1])
+        assert share > flag.utilization
+        assert fits(machine, replace(flag, utilization=share), request)
+        lower = round(share - 0.01, 2)
+        assert lower <= flag.utilization or not fits(
+            machine, replace(flag, utilization=lower), request
+        )
+    if found := re.search(r"--max-model-len (\d+) or less", message):
+        tokens = int(found[1])
+        assert tokens == longest(machine, flag, request) < flag.max_model_len
+        assert fits(machine, replace(flag, max_model_len=tokens), request)
+        assert not fits(machine, replace(flag, max_model_len=tokens + 1), request)
+
+
+EIGHT_GB_MAC = Measured(
+    source="working set that Metal recommends",
+    total=int(5.33 * GIB),
+    held=0,
+    taken=0,
+    weights=int(3.68 * GIB),
+    draft_weights=0,
+    forward=GIB // 2,
+    attention=0,
+    sampling=GIB // 8,
+    cache=85 * MIB,
+)
+DEFAULTS = Settings(0.92, 2048, 256, 8192)
+#: Qwen3-0.6B's K/V in bfloat16: 28 layers of 8 heads of 128, blocks of 16 tokens.
+QWEN = Request(lambda tokens: (-(-tokens // 16) + 1) * 16 * 28 * 2 * 8 * 128 * 2, 0.51)
+
+
+def test_an_error_shows_the_sum_and_three_changes_with_numbers():
+    with pytest.raises(BudgetError) as raised:
+        check(EIGHT_GB_MAC, DEFAULTS, QWEN)
+    head, *rest = str(raised.value).splitlines()
+    assert head == (
+        "one request of --max-model-len 8192 needs 0.88 GiB of KV cache, and there are 0.57:"
+    )
+    *summands, result = [float(line.split()[-2]) for line in rest if line.endswith(" GiB")]
+    assert sum(summands) == pytest.approx(result, abs=0.02)
+    advice = [line for line in rest if line.startswith("  * ")]
+    assert rest[-4:] == ["Any one of these makes it fit:", *advice]
+    assert advice[0] == "  * --max-num-batched-tokens 512 or less (an estimate)"
+    assert re.fullmatch(r"  \* --max-model-len \d{4} or less", advice[1])
+    assert advice[2].startswith("  * --kv-cache-dtype fp8")
+
+
+def test_where_no_one_setting_is_enough_several_are_advised():
+    with pytest.raises(BudgetError, match=r"no memory is left for the KV cache") as raised:
+        check(replace(EIGHT_GB_MAC, weights=int(4.3 * GIB)), DEFAULTS, QWEN)
+    assert "--max-num-batched-tokens 1024 --max-num-seqs 128 --max-model-len" in str(raised.value)
+    assert "a model whose weights take" in str(raised.value)
+
+
+def test_zero_lines_are_left_out_of_the_table():
+    table = plan(EIGHT_GB_MAC, DEFAULTS).table()
+    assert "draft" not in table
+    assert "other" not in table
+    assert table.splitlines()[-1].split()[:3] == ["=", "KV", "pool"]
+
+
+def test_more_than_there_is_cannot_be_asked_for():
+    asked = replace(DEFAULTS, asked=AskedPool("--kv-cache-memory-bytes", 2 * GIB, 1))
+    with pytest.raises(BudgetError, match=r"--kv-cache-memory-bytes 2147483648") as raised:
+        check(EIGHT_GB_MAC, asked, replace(QWEN, needed=lambda tokens: 1024))
+    largest = int(re.search(r"--kv-cache-memory-bytes (\d+) or less", str(raised.value))[1])
+    assert 0 < largest == pytest.approx((5.33 - 0.5 - 3.68) * GIB, abs=MIB)
+
+
+def test_a_pool_asked_for_too_small_names_the_size_that_would_do():
+    small = replace(EIGHT_GB_MAC, weights=GIB)
+    asked = replace(DEFAULTS, asked=AskedPool("--num-gpu-blocks-override", 10, 16 * 28 * 4096))
+    with pytest.raises(BudgetError, match=r"--num-gpu-blocks-override 513 or more"):
+        check(small, asked, QWEN)
+
+
+def test_a_cpus_pool_is_bounded_unless_asked_for():
+    linux = replace(EIGHT_GB_MAC, total=64 * GIB, weights=GIB)
+    settings = replace(DEFAULTS, most=4 * GIB)
+    assert plan(linux, settings).left == 4 * GIB
+    with pytest.raises(BudgetError, match=r"--kv-cache-memory-bytes \d+"):
+        check(linux, replace(settings, max_model_len=100_000), QWEN)

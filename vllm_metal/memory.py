@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what a model needs, settles the KV pool's size, and holds MLX to the sum.
+
+Nothing here or elsewhere calls `mx.set_wired_limit`: what is wired cannot be paged out, and Macs
+have panicked over it. Metal also limits the number of buffers (`resource_limit` of
+`mx.device_info`, 499000 on every Mac known); the pool is two arrays a layer, four if quantised, and
+the rest of a step is bounded with the bytes of MLX's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_max_concurrency_for_kv_cache_config,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+
+from metal_kernels.arguments import CODE_DTYPES
+from vllm_metal import device
+from vllm_metal.envs import Device
+from vllm_metal.kv_cache import budget
+from vllm_metal.kv_cache.budget import AskedPool, Measured, Request, Settings
+from vllm_metal.kv_cache.region import row_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_metal.models.layers import AttentionLayer
+
+logger = init_logger(__name__)
+
+#: Freed buffers that MLX may keep to use again. Its own limits are 1.5 times the working set on
+#: Metal, where they would crowd out the pool, and 32 MiB on a CPU. A 64th of the working set (171
+#: MiB on a Mac of 16 GB) holds what a decode step uses, again and again. On Metal what is set aside
+#: for a full step may stay with MLX as well: it is given back where the sum would be exceeded.
+METAL_CACHE_SHARE = 1 / 64
+CPU_CACHE = 32 * 2**20
+#: The CPU device shares memory with everything else on the machine and is for trying things out,
+#: so it takes this much and no more unless --kv-cache-memory-bytes says otherwise.
+CPU_POOL_LIMIT = 4 * budget.GIB
+#: Peaks are rounded up to a multiple of this: MLX runs ahead of the device by as much as timing
+#: allows, and the same model should get the same pool at every start.
+ROUNDING = 16 * 2**20
+#: Rows of sampling that are measured; the rest is in proportion.
+SAMPLED_ROWS = 8
+
+SOURCES: dict[Device, str] = {
+    "metal": "working set that Metal recommends",
+    "cpu": "memory of this machine",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest things a device is asked for, run to be measured."""
+
+    forward: Callable[[], None]
+    attention: Callable[[int], None] | None  # over a context of so many tokens; None: see `forward`
+    sampling: Callable[[int], None]  # of so many rows
+    most_sampled: int  # rows
+
+
+class Memory:
+    """A process's share of a device, from before its model is loaded until it is gone."""
+
+    def __init__(self, kind: Device) -> None:
+        self._kind = kind
+        self._cache = int(device.total_memory(kind) * METAL_CACHE_SHARE)
+        if kind == "cpu":
+            self._cache = CPU_CACHE
+        self._held = mx.get_active_memory()  # by other engines of this process
+        self._cache_before = mx.set_cache_limit(self._cache)
+        self._limit_before: int | None = None
+
+    def pool_size(
+        self,
+        config: VllmConfig,
+        specs: Mapping[str, KVCacheSpec],
+        draft_weights: int,
+        quantised: float | None,
+        workload: Workload,
+    ) -> int:
+        """Bytes for the KV pool; measures with the networks loaded and nothing else.
+
+        Args:
+            config: vLLM's.
+            specs: of all layers.
+            draft_weights: bytes of what is loaded that are the draft network's.
+            quantised: share of its bytes that a quantised cache would take; None: it is one.
+            workload: of the model.
+
+        Raises:
+            BudgetError: it would not hold one request of max_model_len.
+        """
+        needs = _needs(config, specs)
+        settings = _settings(config, self._kind, needs.block_bytes)
+        request = Request(needs, quantised)
+        measured = self._at_rest(draft_weights)
+        if settings.asked is not None:
+            budget.check(measured, settings, request)
+            self._warn_of_much(measured, settings)
+            self._hold_to(measured.total - budget.margin(measured.total))
+            return settings.asked.nbytes
+        measured = self._at_work(measured, settings, request, workload)
+        found = budget.check(measured, settings, request)
+        logger.info("Memory for the KV cache:\n%s", found.table())
+        self._hold_to(self._held + budget.room(measured, settings))
+        if self._kind == "metal":
+            mx.set_cache_limit(self._cache + max(measured.forward, measured.sampling))
+        return found.left
+
+    def _at_rest(self, draft_weights: int) -> Measured:
+        mx.clear_cache()
+        now = device.memory(self._kind)
+        own = now.active - self._held
+        return Measured(
+            source=SOURCES[self._kind],
+            total=now.total,
+            held=self._held,
+            taken=max(now.total - now.available - own, 0),
+            weights=own - draft_weights,
+            draft_weights=draft_weights,
+            forward=0,
+            attention=0,
+            sampling=0,
+            cache=self._cache,
+        )
+
+    def _at_work(
+        self, measured: Measured, settings: Settings, request: Request, workload: Workload
+    ) -> Measured:
+        rows = min(SAMPLED_ROWS, workload.most_sampled)
+        sampling = self._peak(lambda: workload.sampling(rows))
+        measured = replace(
+            measured,
+            # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
+            forward=self._peak(workload.forward, waiting=self._kind == "metal"),
+            sampling=-(-sampling * workload.most_sampled // rows),
+        )
+        if (attention := workload.attention) is None:
+            return measured
+        # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
+        context = max(budget.longest(measured, settings, request), 1)
+        return replace(measured, attention=self._peak(lambda: attention(context)))
+
+    def _peak(self, run: Callable[[], None], waiting: bool = True) -> int:
+        """What `run` takes above what there is, cached buffers aside; rounded.
+
+        Args:
+            run: to be measured.
+            waiting: whether MLX waits for each operation. It may be hundreds of them ahead of the
+                device, with the memory of all their outputs, and waits only where its limit is
+                reached (`_hold_to`). So the least it can do with is what counts.
+        """
+        mx.synchronize()
+        before = mx.get_active_memory()
+        limit = mx.set_memory_limit(0) if waiting else None
+        mx.reset_peak_memory()
+        try:
+            run()
+        finally:
+            if limit is not None:
+                mx.set_memory_limit(limit)
+        mx.clear_cache()
+        return -(-max(mx.get_peak_memory() - before, 0) // ROUNDING) * ROUNDING
+
+    def _hold_to(self, nbytes: int) -> None:
+        """Has MLX wait for the device, and give buffers back, rather than hold more than this."""
+        before = mx.set_memory_limit(nbytes)
+        if self._limit_before is None:
+            self._limit_before = before
+
+    def _warn_of_much(self, measured: Measured, settings: Settings) -> None:
+        share = budget.plan(measured, replace(settings, asked=None, most=None))
+        assert settings.asked is not None
+        if settings.asked.nbytes > share.left:
+            logger.warning(
+                "%s %d is used as it is, but it is more than the memory that is free for it:\n%s",
+                settings.asked.setting,
+                settings.asked.count,
+                share.table(),
+            )
+
+    def release(self) -> None:
+        """Puts MLX's limits back, and gives its spare buffers to the system."""
+        mx.set_cache_limit(self._cache_before)
+        if self._limit_before is not None:
+            mx.set_memory_limit(self._limit_before)
+        mx.clear_cache()
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Bytes of a pool that holds one request, by vLLM's own reckoning."""
+
+    block_bytes: int
+    blocks: Callable[[int], int]  # by tokens
+
+    def __call__(self, tokens: int) -> int:
+        return (self.blocks(tokens) + 1) * self.block_bytes  # vLLM keeps one block for itself
+
+
+def _needs(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> _Needs:
+    retained = max(0, config.num_prefill_lookahead_tokens - 1)
+    specs = {
+        name: replace(spec, extra_retained_tokens=retained)
+        if isinstance(spec, SlidingWindowSpec)
+        else spec
+        for name, spec in specs.items()
+    }
+    groups = get_kv_cache_groups(config, dict(specs))
+    placed = get_kv_cache_config_from_groups(config, groups, 2**50)
+
+    def blocks(tokens: int) -> int:
+        model, before = config.model_config, config.model_config.max_model_len
+        model.max_model_len = tokens
+        try:
+            at_once = get_max_concurrency_for_kv_cache_config(config, placed)
+        finally:
+            model.max_model_len = before
+        return round(placed.num_blocks / at_once)
+
+    return _Needs(placed.kv_cache_tensors[0].size // placed.num_blocks, blocks)
+
+
+def _settings(config: VllmConfig, kind: Device, block_bytes: int) -> Settings:
+    cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
+    asked = None
+    if cache.num_gpu_blocks_override is not None:
+        asked = AskedPool("--num-gpu-blocks-override", cache.num_gpu_blocks_override, block_bytes)
+    elif cache.kv_cache_memory_bytes is not None:
+        asked = AskedPool("--kv-cache-memory-bytes", cache.kv_cache_memory_bytes, 1)
+    return Settings(
+        utilization=cache.gpu_memory_utilization,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=model.max_model_len,
+        fitted=model.original_max_model_len == -1,
+        most=CPU_POOL_LIMIT if kind == "cpu" else None,
+        asked=asked,
+    )
+
+
+def quantised_share(layers: Sequence[AttentionLayer], dtype: mx.Dtype) -> float | None:
+    """What a quantised cache would take of a pool with elements of `dtype`; None: it is one."""
+    if dtype in CODE_DTYPES:
+        return None
+    heads = [(layer.num_kv_heads, layer.head_size) for layer in layers]
+    now, then = (
+        sum(num * row_bytes(size, elements) for num, size in heads) for elements in (dtype, mx.int8)
+    )
+    return then / now

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives MLX's spare buffers back when macOS runs short of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+#: kern.memorystatus_vm_pressure_level as the kernel numbers it.
+NORMAL, WARNING, CRITICAL = 1, 2, 4
+NAMES = {WARNING: "low", CRITICAL: "critically low"}
+#: Seconds between two looks at the level, a system call, and between two lines of log about it.
+POLL_EVERY = 1.0
+LOG_EVERY = 60.0
+
+
+class MemoryPressure:
+    """Watches the level from the steps of an engine: an idle one holds no more than it did."""
+
+    def __init__(
+        self,
+        read_level: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            read_level: the level; None: the kernel's, on macOS.
+            clock: seconds.
+        """
+        self._read_level = read_level or (read_kernel_level if sys.platform == "darwin" else None)
+        self._clock = clock
+        self._next_poll = self._next_log = -float("inf")
+
+    def poll(self) -> None:
+        """Called every step; looks at the level no more often than POLL_EVERY."""
+        if self._read_level is None or (now := self._clock()) < self._next_poll:
+            return
+        self._next_poll = now + POLL_EVERY
+        level = self._read_level()
+        if level <= NORMAL:
+            return
+        spare = mx.get_cache_memory()
+        mx.clear_cache()
+        if now >= self._next_log:
+            self._next_log = now + LOG_EVERY
+            logger.warning(
+                "macOS says that memory is %s: gave %.0f MiB of spare buffers back. Close other "
+                "programs, or start with a lower --gpu-memory-utilization",
+                NAMES.get(level, f"at level {level}"),
+                spare / 2**20,
+            )
+
+
+def read_kernel_level() -> int:
+    """The kernel's level of memory pressure; NORMAL where it cannot be read. macOS only."""
+    level = ctypes.c_int(NORMAL)
+    size = ctypes.c_size_t(ctypes.sizeof(level))
+    failed = ctypes.CDLL(None).sysctlbyname(
+        b"kern.memorystatus_vm_pressure_level",
+        ctypes.byref(level),
+        ctypes.byref(size),
+        None,
+        ctypes.c_size_t(0),
+    )
+    return NORMAL if failed else level.value
