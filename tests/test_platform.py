@@ -4,9 +4,10 @@
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 
@@ -52,8 +53,11 @@ def test_explicit_settings_win_over_the_defaults(model):
         ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
         ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        ({"enable_sleep_mode": True}, "Sleep mode"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 .*auto, fp8, int8"),
+        ({"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 .*torch.float32 as the model"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 .*auto, fp8, int8"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+        ({"speculative_config": LOOKUP | {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype 'fp8'"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(model, options, named):
@@ -75,3 +79,30 @@ def test_a_request_parameter_that_cannot_be_honoured_is_named():
     with pytest.raises(VLLMValidationError, match="thinking_token_budget"):
         current_platform.validate_request({}, SamplingParams(thinking_token_budget=5))
     current_platform.validate_request({}, SamplingParams(temperature=0.5, top_k=3, logprobs=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "settled"),
+    [
+        ({}, "auto"),
+        ({"kv_cache_dtype": "fp8"}, "fp8_per_token_head"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "fp8_per_token_head"),
+        ({"kv_cache_dtype": "int8"}, "int8_per_token_head"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"kv_cache_dtype": "float16", "dtype": "float16"}, "float16"),
+        ({"kv_cache_dtype": "fp8", "speculative_config": LOOKUP}, "fp8_per_token_head"),
+    ],
+)
+def test_kv_cache_dtypes_are_settled_by_vllms_own_names(model, options, settled):
+    found = config(model, **options)
+    found.__post_init__()  # as the engine's own process does
+    assert found.cache_config.cache_dtype == settled
+
+
+def test_the_command_line_takes_int8_where_it_takes_fp8(capsys):
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for name in ("fp8", "int8", "auto"):
+        assert parser.parse_args(["--kv-cache-dtype", name]).kv_cache_dtype == name
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-cache-dtype", "int9"])
+    assert "int9" in capsys.readouterr().err

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
 
+from vllm_metal.failures import NOT_A_NUMBER, StepResult
 from vllm_metal.inputs import InputBatch
 from vllm_metal.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
@@ -22,6 +23,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self,
         batch: InputBatch,
         sampled: SamplerOutput | None,
+        broken: mx.array | None,
         prompt_logprobs: dict[str, list[Logprobs]],
         requests: Requests,
     ) -> None:
@@ -29,11 +31,13 @@ class StepOutput(AsyncModelRunnerOutput):
         Args:
             batch: the step's inputs.
             sampled: None where no request of the step has come to a token.
+            broken: [N] bool, rows to sample from whose logits are not numbers; likewise.
             prompt_logprobs: of requests whose prompt is now complete, chunk by chunk.
             requests: told of each token when the host learns it.
         """
         self.batch = batch
         self.sampled = sampled
+        self._broken = broken
         self.prompt_logprobs = prompt_logprobs
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
@@ -42,6 +46,8 @@ class StepOutput(AsyncModelRunnerOutput):
         """What the step sampled, for the device to compute now."""
         if self.sampled is not None:
             yield self.sampled.token_ids
+            assert self._broken is not None
+            yield self._broken
             if self.sampled.num_accepted is not None:
                 yield self.sampled.num_accepted
             if self.sampled.logprobs is not None:
@@ -73,7 +79,17 @@ class StepOutput(AsyncModelRunnerOutput):
         starts = windows.starts_np
         return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
 
-    def get_output(self) -> ModelRunnerOutput:
+    def _failures(self) -> dict[str, str]:
+        """Requests without a sound token, and why."""
+        if self._broken is None or not (broken := np.array(self._broken)).any():
+            return {}
+        of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])
+        return {
+            self.batch.states[index].req_id: NOT_A_NUMBER
+            for index in self.batch.sampling_np[of_request].tolist()
+        }
+
+    def get_output(self) -> StepResult:
         """The step's results as vLLM wants them; waits for the device."""
         token_ids = self.token_ids()
         req_ids = [state.req_id for state in self.batch.states]
@@ -89,14 +105,23 @@ class StepOutput(AsyncModelRunnerOutput):
                     sampled_token_ranks=logprobs.sampled_token_ranks[rows],
                 )
             logprobs = logprobs._replace(cu_num_generated_tokens=_first_rows(token_ids))
-        return ModelRunnerOutput(
+        failures = self._failures()
+        return StepResult(
             req_ids=req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
-            sampled_token_ids=token_ids,
+            sampled_token_ids=[
+                [] if req_id in failures else ids
+                for req_id, ids in zip(req_ids, token_ids, strict=True)
+            ]
+            if failures
+            else token_ids,
             logprobs=logprobs,
             prompt_logprobs_dict={
-                req_id: _tensors(parts) for req_id, parts in self.prompt_logprobs.items()
+                req_id: _tensors(parts)
+                for req_id, parts in self.prompt_logprobs.items()
+                if req_id not in failures
             },
+            failures=failures,
         )
 
 

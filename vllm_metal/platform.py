@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal import blas, compat, envs
 
@@ -13,6 +14,8 @@ compat.require_tested_vllm()
 # vLLM's worker contract has two dialects; the plugin speaks the one that runs without Triton and
 # carries user-written logits processors.
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+# Requests whose logits are not numbers always fail; this has vLLM count them.
+os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
 _DEVICE = envs.requested_device() or "metal"
 if _DEVICE == "cpu":
     blas.load()
@@ -22,15 +25,20 @@ from vllm.logger import init_logger  # noqa: E402
 from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from vllm_metal import device  # noqa: E402
+from vllm_metal.kv_cache import formats  # noqa: E402
+from vllm_metal.spec_decode import checkpoint  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.cache import CacheDType
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 compat.answer_for_torch_accelerator()
 logger = init_logger(__name__)
+# vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
+logging.getLogger(__package__).parent = logging.getLogger("vllm")
 
 WORKER = "vllm_metal.worker.MetalWorker"
 BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
@@ -46,7 +54,11 @@ SPECULATIVE_METHODS = (
     "eagle",
     "eagle3",
     "medusa",
+    "mlp_speculator",
+    "mtp",
 )
+#: Whose MTP layers are served, as vLLM names them; the same as spec_decode.mtp.FAMILIES.
+MTP_ARCHITECTURES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ExaoneMoeMTP")
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
 
@@ -99,6 +111,9 @@ class MetalPlatform(Platform):
     def is_pin_memory_available(cls) -> bool:
         return False
 
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
         return True
@@ -134,6 +149,8 @@ class MetalPlatform(Platform):
             lambda cls, world_size: (tokens, seqs)
         )
         compat.allow_lookup_methods()
+        compat.allow_mlp_speculators()
+        compat.accept_int8_kv_cache(parser)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -159,6 +176,7 @@ class MetalPlatform(Platform):
             # The engine's own process checks once more whether vLLM plans ahead with the method.
             speculation.method = "ngram_gpu"
         cache = vllm_config.cache_config
+        cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZES[0]
         elif cache.block_size not in BLOCK_SIZES:
@@ -191,11 +209,16 @@ def _refuse_unsupported(config: VllmConfig) -> None:
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--enable-lora": config.lora_config is not None,
         "--kv-transfer-config": config.kv_transfer_config is not None,
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float32"),
+        "--kv-cache-dtype-skip-layers": bool(cache.kv_cache_dtype_skip_layers),
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
     }
     if model is not None:
+        assert isinstance(model.dtype, torch.dtype)  # names are resolved by now
+        offered = f"choose one of {', '.join(formats.OFFERED)}, or {model.dtype} as the model is"
         refusals |= {
+            f"--kv-cache-dtype {cache.cache_dtype} ({offered})": not formats.offered(
+                cache.cache_dtype, model.dtype
+            ),
             f"--runner {model.runner_type}": model.runner_type != "generate",
             "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
                 model.multimodal_config is not None
@@ -217,14 +240,24 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         return {}
     offered = ", ".join(SPECULATIVE_METHODS)
     option = "--speculative-config "
-    return {
+    (family, *_) = getattr(speculation.draft_model_config, "architectures", None) or ("",)
+    return checkpoint.refusals(config) | {
         f"{option}method {speculation.method!r} (choose one of {offered})": (
             speculation.method not in SPECULATIVE_METHODS
         ),
+        f"{option}method 'mtp' with {family} (served are {', '.join(MTP_ARCHITECTURES)})": (
+            speculation.method == "mtp" and family not in MTP_ARCHITECTURES
+        ),
+        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} with several MTP "
+        "layers (only the first is served: 1)": speculation.use_multi_module_mtp(),
         f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
         "lossless 'standard')": speculation.rejection_sample_method != "standard",
         f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "
         "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
+        f"{option}kv_cache_dtype {speculation.kv_cache_dtype!r} (drafts share the model's cache)": (
+            formats.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
+            != formats.canonical(config.cache_config.cache_dtype)
+        ),
         f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
         f"{option}parallel_drafting": speculation.parallel_drafting,
         f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,

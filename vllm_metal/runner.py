@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 
 from vllm_metal import grammar
 from vllm_metal.inputs import InputBatch, prepare
 from vllm_metal.outputs import StepOutput
-from vllm_metal.requests import Requests
+from vllm_metal.requests import Requests, RequestState
 from vllm_metal.sample import Logprobs, Sampler, prompt_logprobs
 from vllm_metal.spec_decode.drafts import StepDrafts
 from vllm_metal.spec_decode.speculator import Speculator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Turns one SchedulerOutput into tokens.
 
-    Nothing between `execute_model` and the hand-over to the device at the end of `sample_tokens`
+    Nothing between `update_requests` and the hand-over to the device at the end of `sample_tokens`
     waits for the device, except where the KV pool is written by MLX's scatter: the step before must
     then have read it when the next writes are queued (see kv_cache.scatter). Custom logits
     processors add a wait of their own: they read the tokens of the step before.
@@ -48,17 +48,33 @@ class ModelRunner:
         self._newest: StepOutput | None = None  # the step handed over last
         self._in_flight: list[mx.array] = []  # its arrays
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Builds the forward pass; its logits wait for `sample_tokens`.
-
-        Returns:
-            None, or an empty output where nothing was scheduled.
-        """
+    def learn(self) -> None:
+        """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
         if self._speculator is not None and self._newest is not None:
             self._speculator.learn(self._newest)
-        self._update_requests(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the scheduler's news: requests that came, went, resumed, or got on."""
+        for req_id in scheduler_output.finished_req_ids:
+            self._leave(self._requests.remove(req_id))
+        for req_id in scheduler_output.preempted_req_ids or ():
+            self._leave(self._requests.preempt(req_id))
+        for data in scheduler_output.scheduled_new_reqs:
+            self._enter(self._requests.add(data).req_id)
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            if req_id not in cached.resumed_req_ids:
+                self._requests.advance(cached, index)
+                continue
+            block_ids = cached.new_block_ids[index]
+            assert block_ids is not None  # a resumed request starts from new blocks
+            self._requests.resume(
+                req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
+            )
+            self._enter(req_id)
+
+    def forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
         zeroed, copied = (
             scheduler_output.new_block_ids_to_zero,
             scheduler_output.kv_cache_block_copies,
@@ -82,7 +98,6 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
         self._forwarded = (batch, logits)
-        return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Samples from the forward pass just built and hands the step to the device."""
@@ -90,13 +105,15 @@ class ModelRunner:
         (batch, logits), self._forwarded = self._forwarded, None
         if self._sampler.needs_host_tokens and self._newest is not None:
             self._newest.token_ids()
-        sampled = None
+        sampled = broken = None
         if len(batch.sampling_np):
             mask = None
             if grammar_output is not None:
                 mask, batch = grammar.masked(batch, grammar_output)
+            rows = logits[: len(batch.sample_slots_np)]
+            broken = mx.isnan(rows.astype(mx.float32).sum(axis=-1))
             sampled = self._sampler.sample(
-                logits[: len(batch.sample_slots_np)],
+                rows,
                 batch.sample_slots_np,
                 batch.num_output_tokens_np,
                 mask,
@@ -106,7 +123,7 @@ class ModelRunner:
             self._last_token_ids[mx.array(slots)] = sampled.last_token_ids
             self._requests.num_tokens_np[slots] += 1
         chunks, complete = _prompt_logprobs(batch, logits)
-        output = StepOutput(batch, sampled, complete, self._requests)
+        output = StepOutput(batch, sampled, broken, complete, self._requests)
         self._submit(output, chunks, logits)
         self._newest = output
         return output
@@ -122,30 +139,16 @@ class ModelRunner:
         if self._forwarded is not None:
             drafts = self._speculator.laid_out()
         else:
-            self._speculator.learn(self._newest)
+            self.learn()
             drafts = self._speculator.after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
-    def _update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        for req_id in scheduler_output.finished_req_ids:
-            if (gone := self._requests.remove(req_id)) is not None:
-                self._sampler.remove(gone.slot)
-                if self._speculator is not None:
-                    self._speculator.forget(gone.slot)
-        for data in scheduler_output.scheduled_new_reqs:
-            self._enter(self._requests.add(data).req_id)
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, req_id in enumerate(cached.req_ids):
-            if req_id not in cached.resumed_req_ids:
-                self._requests.advance(cached, index)
-                continue
-            self._sampler.remove(self._requests[req_id].slot)
-            block_ids = cached.new_block_ids[index]
-            assert block_ids is not None  # a resumed request starts from new blocks
-            self._requests.resume(
-                req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
-            )
-            self._enter(req_id)
+    def _leave(self, gone: RequestState | None) -> None:
+        """Forgets what is kept of a slot; None: the request had none."""
+        if gone is not None:
+            self._sampler.remove(gone.slot)
+            if self._speculator is not None:
+                self._speculator.forget(gone.slot)
 
     def _enter(self, req_id: str) -> None:
         """Makes a new or resumed request known to those who keep something of it."""
@@ -183,11 +186,14 @@ def _prompt_logprobs(
         state = rows.state
         wanted = state.sampling_params.prompt_logprobs
         assert wanted is not None and state.prompt_logprobs is not None
-        of_chunk = logits[rows.start : rows.start + len(rows.target_ids_np)]
-        chunks.append(prompt_logprobs(of_chunk, rows.target_ids_np, wanted))
-        state.prompt_logprobs.append(chunks[-1])
+        if num_rows := len(rows.target_ids_np):
+            of_chunk = logits[rows.start : rows.start + num_rows]
+            chunks.append(prompt_logprobs(of_chunk, rows.target_ids_np, wanted))
+            state.prompt_logprobs.append(chunks[-1])
         if rows.last:
-            complete[state.req_id], state.prompt_logprobs = state.prompt_logprobs, None
+            if state.prompt_logprobs:  # none where the prompt is a single token
+                complete[state.req_id] = state.prompt_logprobs
+            state.prompt_logprobs = None
     return chunks, complete
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -14,53 +15,88 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal import device
-from vllm_metal.kv_cache import budget, choice
+from vllm_metal.failures import end_failed_requests
+from vllm_metal.guard import GuardedSteps
+from vllm_metal.kv_cache import choice, formats
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
+from vllm_metal.memory import Memory, Workload, quantised_share
+from vllm_metal.memory_pressure import MemoryPressure
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.layers import AttentionLayer, attention_layers
-from vllm_metal.models.profile import profile_step
-from vllm_metal.outputs import StepOutput
+from vllm_metal.models.profile import (
+    most_sampled,
+    profile_attention,
+    profile_sampling,
+    profile_step,
+)
 from vllm_metal.requests import BlockTables, Requests
 from vllm_metal.runner import ModelRunner
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.choice import make_speculator
+from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.networks import load_network
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
 logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What is loaded."""
+
+    model: nn.Module
+    rows: loader.SelectedRows  # which of its rows reach the head
+    layers: list[AttentionLayer]  # its own
+    draft: DraftNetwork | None
+    draft_bytes: int  # of its weights
+
+    @staticmethod
+    def load(config: VllmConfig) -> Networks:
+        model = loader.load(config)
+        layers = attention_layers(model, loader.model_type(config))
+        rows = loader.SelectedRows(model)
+        before = mx.get_active_memory()
+        draft = load_network(config, model, rows)
+        return Networks(model, rows, layers, draft, mx.get_active_memory() - before)
+
+    @property
+    def all_layers(self) -> list[AttentionLayer]:
+        """Of both networks: their K/V lie in the same blocks."""
+        return [*self.layers, *(self.draft.layers if self.draft else ())]
 
 
 class MetalWorker(WorkerBase):
     """Owns the model, the KV pool and the runner of one process."""
 
-    model: nn.Module
-    layers: list[AttentionLayer]
-    runner: ModelRunner
+    steps: GuardedSteps
+    _networks: Networks | None = None
+    _memory: Memory | None = None
 
     def init_device(self) -> None:
         device.select(self.current_platform.mlx_device)
+        self._memory = Memory(self.current_platform.mlx_device)
+        self._pressure = MemoryPressure()
         set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise NotImplementedError("--load-format dummy is not supported by vllm-metal")
         started = time.perf_counter()
-        self.model = loader.load(self.vllm_config)
-        self.layers = attention_layers(self.model, loader.model_type(self.vllm_config))
-        self._rows = loader.SelectedRows(self.model)
-        self._draft = load_network(self.vllm_config, self.model, self._rows)
-        # Both models' K/V lie in the same blocks.
-        self._all_layers = [*self.layers, *(self._draft.layers if self._draft else ())]
+        self._networks = Networks.load(self.vllm_config)
+        dtype = loader.mlx_dtype(self.vllm_config)
+        self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
         self._region_type = choice.region_type(
             self.current_platform.mlx_device,
-            self._all_layers,
-            loader.mlx_dtype(self.vllm_config),
+            self.networks.all_layers,
+            dtype,
+            self._pool_dtype,
             self.cache_config.block_size,
         )
         logger.info(
@@ -71,49 +107,76 @@ class MetalWorker(WorkerBase):
             self.current_platform.get_device_name(),
         )
 
+    @property
+    def networks(self) -> Networks:
+        if self._networks is None:
+            raise RuntimeError("the weights are not there: wake them up first")
+        return self._networks
+
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        dtype = loader.torch_dtype(self.vllm_config)
-        return kv_cache_specs(self._all_layers, self.cache_config.block_size, dtype)
+        return kv_cache_specs(
+            self.networks.all_layers, self.cache_config.block_size, self._pool_dtype
+        )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]  # layer outermost: a region a layer, slots of a block in order
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
-        if self.cache_config.kv_cache_memory_bytes is not None:
-            return self.cache_config.kv_cache_memory_bytes
-        return budget.available_for_pool(
-            self.current_platform.mlx_device,
-            self.cache_config.gpu_memory_utilization,
-            len(self._all_layers),
-            self._largest_step,
+        assert self._memory is not None
+        config, layers, region = self.vllm_config, self.networks.all_layers, self._region_type
+        return self._memory.pool_size(
+            config,
+            self.get_kv_cache_spec(),
+            self.networks.draft_bytes,
+            quantised_share(layers, self._pool_dtype),
+            Workload(
+                self._largest_step,
+                partial(profile_attention, layers, config, region) if region.gathers else None,
+                partial(profile_sampling, config, self.vocab_size),
+                most_sampled(config),
+            ),
         )
 
     def _largest_step(self) -> None:
-        profile_step(self.model, self._rows, self.layers, self.vllm_config, self._region_type)
-        if self._draft is not None:
-            self._draft.profile(self._region_type)
+        networks = self.networks
+        profile_step(
+            networks.model, networks.rows, networks.layers, self.vllm_config, self._region_type
+        )
+        if networks.draft is not None:
+            networks.draft.profile(self._region_type)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        block_size = self.cache_config.block_size
-        regions = allocate_regions(
-            kv_cache_config,
-            self._all_layers,
-            block_size,
-            loader.mlx_dtype(self.vllm_config),
-            self._region_type,
-        )
-        groups = kv_cache_config.kv_cache_groups
-        group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
-        executor = ModelExecutor(self.model, self._rows, self.layers, regions, group_of, block_size)
-        mx.eval(executor.pool_arrays())
+        self._kv_cache_config = kv_cache_config
         max_num_reqs = self.scheduler_config.max_num_seqs
         max_len = self.model_config.max_model_len
         # One spare block: a step in flight past the last position may still be given one.
-        tables = BlockTables(len(groups), max_num_reqs, -(-max_len // block_size) + 1)
+        max_blocks = -(-max_len // self.cache_config.block_size) + 1
+        tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
-        network = self._draft.proposer(regions, group_of, tables) if self._draft else None
-        speculator = make_speculator(self.vllm_config, self._requests, network)
+        end_failed_requests()
+        self.steps = GuardedSteps(self._make_runner)
+
+    def _make_runner(self) -> ModelRunner:
+        """Allocates the pool, and what works on it."""
+        networks, block_size = self.networks, self.cache_config.block_size
+        regions = allocate_regions(
+            self._kv_cache_config,
+            networks.all_layers,
+            block_size,
+            self._pool_dtype,
+            self._region_type,
+        )
+        groups = self._kv_cache_config.kv_cache_groups
+        group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
+        executor = ModelExecutor(
+            networks.model, networks.rows, networks.layers, regions, group_of, block_size
+        )
+        mx.eval(executor.pool_arrays())
+        requests, proposer = self._requests, None
+        if networks.draft is not None:
+            proposer = networks.draft.proposer(regions, group_of, requests.block_tables)
+        max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,
             max_num_reqs,
@@ -121,32 +184,71 @@ class MetalWorker(WorkerBase):
             self.model_config.seed,
             CustomProcessors(self.vllm_config),
         )
-        self.runner = ModelRunner(
-            executor,
-            self._requests,
-            sampler,
-            max_num_reqs,
-            speculator,
-        )
+        speculator = make_speculator(self.vllm_config, requests, proposer)
+        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        return self.runner.execute_model(scheduler_output)
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        self._pressure.poll()
+        return self.steps.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
-        return self.runner.sample_tokens(grammar_output)
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
+        return self.steps.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.runner.take_draft_token_ids()
+        return self.steps.take_draft_token_ids()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back: level 1 the KV pool; level 2 the weights, too.
+
+        On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
+        """
+        before = mx.get_active_memory()
+        self.steps.release_pool()
+        if level >= 2:
+            self._release_weights()
+        logger.info("Asleep: %.2f GiB given back", (before - mx.get_active_memory()) / 2**30)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Gives back what the tags name: "kv_cache", "weights"."""
+        self.steps.release_pool()
+        if "weights" in tags:
+            self._release_weights()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes memory again; weights given back are loaded from where they came from."""
+        if self._networks is None and (tags is None or "weights" in tags):
+            self.load_model()
+        if tags is None or "kv_cache" in tags:
+            self.steps.restore_pool()
+
+    def reload_weights(self) -> None:
+        """Loads the weights again, after their files have changed.
+
+        Empties the KV pool as well: while the engine is awake, pause it before and reset its prefix
+        cache afterwards, as vLLM has it.
+        """
+        awake = self.steps.awake
+        self.steps.release_pool()
+        self._release_weights()
+        self.load_model()
+        if awake:
+            self.steps.restore_pool()
+
+    def _release_weights(self) -> None:
+        self._networks = None
+        device.give_back()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
 
     def get_model(self) -> Any:
-        return self.model
+        return self.networks.model
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -156,7 +258,7 @@ class MetalWorker(WorkerBase):
         mx.eval(mx.zeros(1) + 1)
 
     def synchronize_device(self) -> None:
-        self.runner.wait()
+        self.steps.wait()
 
     def reset_encoder_cache(self) -> None:
         return  # text models keep none
@@ -168,7 +270,7 @@ class MetalWorker(WorkerBase):
         if is_start:
             mx.metal.start_capture(f"{profile_prefix or 'vllm-metal'}.gputrace")
         else:
-            self.runner.wait()
+            self.steps.wait()
             mx.metal.stop_capture()
 
     def execute_dummy_batch(self) -> None:
@@ -177,8 +279,8 @@ class MetalWorker(WorkerBase):
     def shutdown(self) -> None:
         """Lets go of the model and the pool, once nothing on the device uses them."""
         mx.synchronize()
-        for name in ("runner", "model", "_draft", "_rows", "_requests"):
-            if hasattr(self, name):
-                delattr(self, name)
-        gc.collect()
-        mx.clear_cache()
+        if hasattr(self, "steps"):  # start-up may have failed before
+            del self.steps
+        self._release_weights()
+        if self._memory is not None:
+            self._memory.release()

@@ -60,6 +60,12 @@ def counters(llm: LLM) -> dict[str, float]:
     return found
 
 
+def free_blocks(llm: LLM) -> int:
+    """Blocks of the pool that no request holds."""
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
 def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
     """Generated token ids of each prompt."""
     outputs = llm.generate(
@@ -94,6 +100,7 @@ class Dense:
     """mlx-lm's own dense forward, one request at a time, as judge of greedy tokens."""
 
     path: str
+    tie: float = TIE
     ties: list[float] = field(default_factory=list)  # gaps that were accepted as ties
 
     def __post_init__(self) -> None:
@@ -102,14 +109,18 @@ class Dense:
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[len(tokens), V] float32."""
-        out = self._model(mx.array([list(tokens)]))[0].astype(mx.float32)
+        out = self.forward(mx.array([list(tokens)]))[0].astype(mx.float32)
         return np.array(out)
+
+    def forward(self, tokens: mx.array) -> mx.array:
+        """[1, T, V] logits of [1, T] tokens."""
+        return self._model(tokens)
 
     def check(self, prompt: list[int], generated: list[int]) -> None:
         """Asserts that each token is the argmax after what precedes it.
 
         By induction that is greedy generation itself. Where a token is not the argmax its logit
-        must lie within TIE of the largest; the check then goes on behind the token that was taken.
+        must lie within `tie` of the largest; the check then goes on behind the token taken.
         """
         key = (*prompt, -1, *generated)
         if key in self._known:
@@ -117,7 +128,9 @@ class Dense:
         rows = self.logits([*prompt, *generated[:-1]])[len(prompt) - 1 :]
         for step, (row, token) in enumerate(zip(rows, generated, strict=True)):
             gap = float(row.max() - row[token])
-            assert gap <= TIE, f"token {step} of a prompt of {len(prompt)}: {gap} below the best"
+            assert gap <= self.tie, (
+                f"token {step} of a prompt of {len(prompt)}: {gap} below the best"
+            )
             if gap:
                 self.ties.append(gap)
         self._known.add(key)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,14 +28,16 @@ _NOT_FOR_THE_SERVER = (
 )
 _START_TIMEOUT_S = 240.0  # ten times what an idle two-core machine needs
 _STOP_TIMEOUT_S = 20.0
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers; `log` has all it printed."""
+    """A server that answers; `log` has all it printed, `process` runs it, with children."""
 
     url: str
     log: Path
+    process: subprocess.Popen[bytes]
 
     def client(self) -> OpenAI:
         """A client that reports every failure at once instead of trying again."""
@@ -65,20 +68,28 @@ class Server:
 
 
 @contextmanager
-def serve(model: str, options: Sequence[str], log: Path) -> Iterator[Server]:
+def serve(
+    model: str,
+    options: Sequence[str],
+    log: Path,
+    port: int | None = None,
+    environment: Mapping[str, str] = _NO_VARIABLES,
+) -> Iterator[Server]:
     """Runs `vllm serve` until the block ends, however it ends.
 
     Args:
         model: its model argument.
         options: more of its command line.
         log: file for what it prints.
+        port: to listen on; None: any that is free.
+        environment: variables to add to this process's.
 
     Raises:
         AssertionError: it exited, or did not answer in time; the message has the end of the log.
     """
-    port = _free_port()
-    server = Server(f"http://127.0.0.1:{port}", log)
-    with _started(model, [*options, "--port", str(port)], {}, log) as process:
+    port = port or free_port()
+    with started(model, [*options, "--port", str(port)], environment, log) as process:
+        server = Server(f"http://127.0.0.1:{port}", log, process)
         _wait_until_healthy(process, server)
         yield server
 
@@ -97,14 +108,15 @@ def refused_start(
     Raises:
         subprocess.TimeoutExpired: it did not.
     """
-    with _started(model, [*options, "--port", str(_free_port())], environment, log) as process:
+    with started(model, [*options, "--port", str(free_port())], environment, log) as process:
         return process.wait(_START_TIMEOUT_S)
 
 
 @contextmanager
-def _started(
+def started(
     model: str, options: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a `vllm serve` that may not answer yet; see `serve` and `refused_start`."""
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -133,7 +145,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
