@@ -55,6 +55,7 @@ def test_learnt_tokens_extend_what_the_host_knows():
 def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
     requests = make()
     old = requests.add(new_request("a", [5, 6], ([1], [2])))
+    assert requests.preempt("a") is old
     new = requests.resume("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
     requests.learn(old, [99])
     assert new.output_token_ids == [11]
@@ -75,3 +76,38 @@ def test_slots_are_given_again():
     slots = sorted(state.slot for state in requests)
     assert slots == [0, 1]
     assert np.count_nonzero(requests.num_tokens_np == 2) == 1
+
+
+def test_a_preempted_request_leaves_its_slot_to_others():
+    requests = make()
+    preempted = requests.add(new_request("a", [5, 6], ([1], [1])))
+    requests.learn(preempted, [7])
+    assert requests.preempt("a") is preempted
+    assert requests.preempt("a") is None and "a" not in requests
+    others = [requests.add(new_request(name, [1], ([2], [2]))) for name in ("b", "c")]
+    assert sorted(state.slot for state in others) == [0, 1]
+    assert requests.remove("b") is others[0]
+    resumed = requests.resume("a", [5, 6, 7], ([3], [3]), num_computed_tokens=0)
+    assert resumed.slot == others[0].slot and resumed.output_token_ids == [7]
+    assert requests.token_ids_np[resumed.slot, :3].tolist() == [5, 6, 7]
+
+
+def test_a_preempted_request_may_be_aborted():
+    requests = make()
+    requests.add(new_request("a", [5, 6], ([1], [1])))
+    requests.preempt("a")
+    assert requests.remove("a") is None
+    assert len(requests) == 0
+    assert {requests.add(new_request(name, [1], ([2], [2]))).slot for name in "bc"} == {0, 1}
+
+
+def test_prompt_logprobs_are_collected_again_until_the_scheduler_has_a_token():
+    requests = make()
+    data = new_request("a", [5, 6], ([1], [1]))
+    data.sampling_params = SamplingParams(prompt_logprobs=0)
+    for tokens, expected in (([5, 6], []), ([5, 6, 7], None)):
+        state = requests.add(data)
+        state.prompt_logprobs = None  # as once they were handed over
+        requests.preempt("a")
+        assert requests.resume("a", tokens, ([3], [3]), 0).prompt_logprobs == expected
+        requests.remove("a")

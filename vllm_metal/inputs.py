@@ -20,8 +20,8 @@ class PromptRows:
 
     state: RequestState
     start: int  # first of them among the selected logits
-    target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt
-    last: bool  # no later chunk has more
+    target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
+    last: bool  # the request samples in this step: vLLM takes them with its first token only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,9 @@ def prepare(
         )
     sample_slots = slots[sampling][window]
     num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[slots])[sampling][window]
-    prompt_rows, extra = _prompt_rows(requests, states, computed, query_start_loc, len(sample_rows))
+    prompt_rows, extra = _prompt_rows(
+        requests, states, computed, query_start_loc, sampling, len(sample_rows)
+    )
     rows = np.concatenate([sample_rows, *extra])
     everything = len(rows) == num_tokens and bool((rows == np.arange(num_tokens)).all())
     return InputBatch(
@@ -132,6 +134,7 @@ def _prompt_rows(
     states: list[RequestState],
     computed: np.ndarray,
     query_start_loc: np.ndarray,
+    sampling: np.ndarray,
     base: int,
 ) -> tuple[tuple[PromptRows, ...], list[np.ndarray]]:
     """Prompt rows that predict another prompt token, for requests whose prompt logprobs are due."""
@@ -141,11 +144,10 @@ def _prompt_rows(
             continue
         first, start = int(computed[index]), int(query_start_loc[index])
         num_rows = int(query_start_loc[index + 1]) - start
-        predicting = min(num_rows, state.num_prompt_tokens - 1 - first)
-        if predicting <= 0:
-            continue
+        # The last row of a prompt predicts no other, and may be a chunk by itself.
+        predicting = max(min(num_rows, state.num_prompt_tokens - 1 - first), 0)
         targets = requests.token_ids_np[state.slot, first + 1 : first + 1 + predicting].copy()
-        last = first + predicting == state.num_prompt_tokens - 1
+        last = bool((sampling == index).any())
         found.append(PromptRows(state, base, targets, last))
         rows.append(np.arange(start, start + predicting, dtype=np.int32))
         base += predicting

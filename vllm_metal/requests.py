@@ -84,6 +84,7 @@ class Requests:
         self.num_prompt_tokens_np = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)
         self._states: dict[str, RequestState] = {}
+        self._preempted: dict[str, RequestState] = {}  # whose slots are others' to take
         self._free = list(range(max_num_reqs - 1, -1, -1))
 
     def __getitem__(self, req_id: str) -> RequestState:
@@ -124,14 +125,17 @@ class Requests:
         The state is new, so that a token of a step from before the preemption, learnt late,
         goes nowhere.
         """
-        old = self._states[req_id]
+        old = self._preempted.pop(req_id)
+        output_token_ids = all_token_ids[old.num_prompt_tokens :]
+        # The scheduler has them if it has the first token; a step that it dropped is repeated.
+        missing = old.sampling_params.prompt_logprobs is not None and not output_token_ids
         state = RequestState(
             req_id,
-            old.slot,
+            self._free.pop(),
             old.sampling_params,
             old.prompt_token_ids,
-            output_token_ids=all_token_ids[old.num_prompt_tokens :],
-            prompt_logprobs=None if old.prompt_logprobs is None else [],
+            output_token_ids=output_token_ids,
+            prompt_logprobs=[] if missing else None,
         )
         self._enter(state, block_ids, num_computed_tokens)
         return state
@@ -154,8 +158,18 @@ class Requests:
         if (block_ids := data.new_block_ids[index]) is not None:
             self.block_tables.append(slot, block_ids)
 
+    def preempt(self, req_id: str) -> RequestState | None:
+        """Takes a request's slot from it until it resumes, for with priorities or after a reset
+        others may run before it does; None if it has none."""
+        if req_id not in self._states:
+            return None
+        state = self._preempted[req_id] = self._states.pop(req_id)
+        self._free.append(state.slot)
+        return state
+
     def remove(self, req_id: str) -> RequestState | None:
-        """Forgets a request; None if it was never here (aborted before its first step)."""
+        """Forgets a request; None if it has no slot: preempted, or never scheduled."""
+        self._preempted.pop(req_id, None)
         state = self._states.pop(req_id, None)
         if state is not None:
             self._free.append(state.slot)

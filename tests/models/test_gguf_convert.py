@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converted models against transformers' own reading of the same GGUF file."""
 
+import errno
+import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -381,6 +384,27 @@ def test_values_beyond_float16_are_refused_half_way_and_leave_nothing(
     reader.tensors[-1].data[0] = 1e6
     reader.data.flush()
     assert "use --dtype bfloat16 or float32" in refused(path, ConvertOptions(dtype="float16"))
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(
+    tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 4096  # for some of the weights
+
+    class FullDisk(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    def open_on_it(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode == "wb" and path.suffix == ".safetensors":
+            return FullDisk(path, "w")
+        return open(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_on_it)
+    message = refused(write_gguf(tmp_path / "m.gguf", "llama"), ConvertOptions())
+    assert "disk is full" in message and "GB" in message and "\n" not in message
 
 
 def test_an_existing_directory_is_kept_without_force(tmp_path: Path) -> None:

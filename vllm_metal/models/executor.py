@@ -84,7 +84,7 @@ class PagedLayers:
 
     def pool_arrays(self) -> list[mx.array]:
         """The pool as it stands, for whoever must wait for it or measure it."""
-        return [array for region in self._regions for array in (region.keys, region.values)]
+        return [array for region in self._regions for array in region.arrays]
 
 
 class ModelExecutor(PagedLayers):

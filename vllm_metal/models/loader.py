@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import torch
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 
 from vllm_metal.attention import seam
+from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,10 +33,7 @@ MLX_DTYPES = {
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
 #: The same for a head on the target's hidden states.
 _HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
-
-
-class ModelLoadError(RuntimeError):
-    """The model folder cannot be loaded; the message says why and what to do."""
+_LONGEST_REASON = 400  # characters of another package's message
 
 
 def load(config: VllmConfig) -> nn.Module:
@@ -60,26 +59,41 @@ def load_draft(config: VllmConfig) -> nn.Module:
 
 def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     path = _model_folder(model_config, config)
+    check_weight_files(path)
     seam.install()
     try:
         model, _ = load_mlx_model(path, lazy=True, trust_remote_code=model_config.trust_remote_code)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
-        raise ModelLoadError(f"mlx-lm cannot load {path}: {error}") from error
+        reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists what is missing line by line
+        raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     seam.install()  # the family's module was imported just now
     dtype = mlx_dtype(config)
     floating = (mx.float16, mx.bfloat16, mx.float32)
+    # Some families keep a few parameters as they are, such as the biases that choose experts.
+    may_cast = getattr(model, "cast_predicate", lambda name: True)
     model.update(
-        tree_map(lambda a: a.astype(dtype) if a.dtype in floating else a, model.parameters())
+        tree_map_with_path(
+            lambda name, a: a.astype(dtype) if a.dtype in floating and may_cast(name) else a,
+            model.parameters(),
+        )
     )
     model.eval()
     _materialise(model, path)
     return model
 
 
-def load_weights(model_config: ModelConfig, config: VllmConfig) -> dict[str, mx.array]:
+def load_weights(
+    model_config: ModelConfig, config: VllmConfig, wanted: Callable[[str], bool] | None = None
+) -> dict[str, mx.array]:
     """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
 
-    Those are often published as torch's files only, of which nothing but tensors is read.
+    Those are often published as torch's files only, of which nothing but tensors is read. Nothing
+    is read of arrays in safetensors until they are used.
+
+    Args:
+        model_config: whose folder it is.
+        config: vLLM's.
+        wanted: says by name which arrays to give; None: all.
 
     Raises:
         ModelLoadError: the folder is missing, holds no weights, or they are unreadable.
@@ -98,7 +112,11 @@ def load_weights(model_config: ModelConfig, config: VllmConfig) -> dict[str, mx.
         raise ModelLoadError(f"no weights (*.safetensors, *.bin, *.pt) in {folder}")
     dtype = mlx_dtype(config)
     floating = (mx.float16, mx.bfloat16, mx.float32)
-    return {name: a.astype(dtype) if a.dtype in floating else a for name, a in found.items()}
+    return {
+        name: a.astype(dtype) if a.dtype in floating else a
+        for name, a in found.items()
+        if wanted is None or wanted(name)
+    }
 
 
 def _torch_arrays(path: Path) -> dict[str, mx.array]:
@@ -258,9 +276,11 @@ class SelectedRows:
 
 def _decoder(model: nn.Module) -> nn.Module | None:
     """The module that holds the layers and returns hidden states; None where that is the model."""
-    layers = model.layers
+    layers = [id(layer) for layer in model.layers]  # some families give a copy of the list
     for _, module in model.named_modules():
-        if module is not model and module.get("layers") is layers:
+        if module is model or not isinstance(found := module.get("layers"), list):
+            continue
+        if [id(layer) for layer in found] == layers:
             return module
     return None
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GGUF file to a model directory that mlx-lm and vLLM load."""
 
+import errno
 import json
 import os
 import shutil
@@ -69,7 +70,7 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
     config = model_config(source, family, dtype)
     if quantization := quantization_config(plan):
         config["quantization"] = quantization
-    with _replacing(out) as partial:
+    with _full_disk_named(out, plan), _replacing(out) as partial:
         if options.tokenizer:
             copy_tokenizer(options.tokenizer, partial)
         else:
@@ -78,6 +79,21 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
         _write_json(partial / "generation_config.json", generation_config(source))
         _write_weights(plan, partial, options.max_shard_bytes)
     return out
+
+
+@contextmanager
+def _full_disk_named(out: Path, plan: list[Weight]) -> Iterator[None]:
+    """Says which disk is full: the system's own error names no file where a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        size = sum(tensor.num_bytes for weight in plan for tensor in weight.stored)
+        raise ConversionError(
+            f"{out}: its disk is full; the model takes {size / 1e9:.2f} GB there, so free some "
+            "space or choose another folder"
+        ) from error
 
 
 @contextmanager

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of a session's runs."""
+
+import pytest
+from e2e.fuzz.campaign import Campaign
+from e2e.fuzz.models import write_models
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz-models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture
+def campaign(models):
+    return Campaign(models)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models small enough that an engine's own work is most of a step, with a tokenizer of words."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.models import gemma3_text, llama
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+VOCAB, MAX_LEN, WINDOW, EOS = 256, 256, 32, 0
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2 * MAX_LEN,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+    "bos_token_id": 1,
+    "dtype": "float32",
+}
+_FULL = _COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+_WINDOWED = _COMMON | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 8,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_local_base_freq": 10000.0,
+}
+MODELS = ("full", "windowed")
+
+
+def write_models(folder: Path) -> None:
+    """Writes `full`, `windowed`, and for each a `-draft` that often guesses it right."""
+    for name, family, config in (("full", llama, _FULL), ("windowed", gemma3_text, _WINDOWED)):
+        weights = _weights(family, config)
+        _write(folder / name, config, weights)
+        _write(folder / f"{name}-draft", config, _disturbed(weights))
+
+
+def word(token: int) -> str:
+    """A token's text."""
+    return f"t{token}"
+
+
+def _weights(family: ModuleType, config: dict[str, Any]) -> dict[str, mx.array]:
+    """Random, of a model whose every logit depends on all the tokens before."""
+    mx.random.seed(3)
+    model = family.Model(family.ModelArgs.from_dict(config))
+
+    def enlarged(name: str, array: mx.array) -> mx.array:
+        if "norm" in name:  # gemma's weigh by 1 + w, llama's by w: either way about one
+            return mx.random.normal(array.shape) * 0.1 + ("gemma" not in family.__name__)
+        return 3 * array if "self_attn" in name or "lm_head" in name else array
+
+    return dict(tree_flatten(tree_map_with_path(enlarged, model.parameters())))
+
+
+def _disturbed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    mx.random.seed(4)
+    return {
+        name: array * (1 + 0.1 * mx.random.normal(array.shape)) for name, array in weights.items()
+    }
+
+
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    tokenizer = Tokenizer(WordLevel({word(token): token for token in range(VOCAB)}, word(EOS)))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": word(EOS), "unk_token": word(EOS)}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | kind))

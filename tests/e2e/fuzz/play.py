@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays a run on the real engine, step by step, and writes down what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from e2e.fuzz.models import WINDOW
+from e2e.fuzz.traffic import Event, Request, Run, Setting
+from e2e.harness import counters, engine
+from vllm import SamplingParams, TokensPrompt
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+#: Steps in a row without a token. The longest honest wait is a prompt of max_model_len in the
+#: smallest chunks, as often as preemption makes the engine start it again.
+MOST_STEPS_WITHOUT_A_TOKEN = 400
+_BYTES_OF_POOL = 8 << 20  # the number of blocks is overridden
+
+
+class Stuck(AssertionError):
+    """The engine steps on and yields nothing."""
+
+
+class Leak(AssertionError):
+    """Something of finished requests is still held."""
+
+
+@dataclass
+class Served:
+    """A request as it was served.
+
+    prompt: as it was sent. samples: by place among its n, the newest output. cached: prompt tokens
+    taken from the prefix cache, as the engine reports them. added, ended: steps; ended is None for
+    a request that never finished. aborted: by this player.
+    """
+
+    request: Request
+    prompt: list[int]
+    added: int
+    samples: dict[int, CompletionOutput] = field(default_factory=dict)
+    prompt_logprobs: Sequence[Any] | None = None
+    cached: int | None = None
+    ended: int | None = None
+    aborted: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.request.options.get("n", 1))
+
+    def text(self) -> list[int]:
+        """Prompt and what is generated so far, of the first sample."""
+        first = self.samples.get(0)
+        return [*self.prompt, *(first.token_ids if first else ())]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    served: in the order of arrival. resets: steps at which all prefixes were forgotten. counters:
+    see harness.counters.
+    """
+
+    served: tuple[Served, ...]
+    resets: tuple[int, ...]
+    counters: Mapping[str, float]
+
+
+def play(run: Run, models: Path) -> Outcome:
+    """Serves the run's requests and leaves the engine idle.
+
+    Args:
+        run: what to do and when.
+        models: folder of the models by name.
+
+    Raises:
+        Stuck: the engine makes no progress.
+        Leak: it holds blocks, or knows requests, when all are gone.
+        Exception: whatever the engine itself raises.
+    """
+    with engine(str(models / run.setting.model), **_options(run, models)) as llm:
+        player = _Player(llm.llm_engine, run)
+        player.play()
+        player.check_nothing_is_held()
+        return Outcome(tuple(player.served.values()), tuple(player.resets), counters(llm))
+
+
+def _options(run: Run, models: Path) -> dict[str, Any]:
+    setting = run.setting
+    options: dict[str, Any] = {
+        "max_model_len": setting.max_len,
+        "async_scheduling": setting.async_scheduling,
+        "block_size": setting.block_size,
+        "num_gpu_blocks_override": _blocks_of_one(setting) + setting.spare_blocks,
+        "kv_cache_memory_bytes": _BYTES_OF_POOL,
+        "max_num_seqs": setting.max_num_seqs,
+        "max_num_batched_tokens": setting.max_num_batched_tokens,
+        "scheduling_policy": setting.policy,
+        "kv_cache_dtype": setting.kv_cache_dtype,
+        "enable_sleep_mode": any(event.kind.startswith("sleep") for event in run.events),
+        "additional_config": {"fixed_draft_length": not setting.adaptive},
+    }
+    if setting.method is not None:
+        speculation = {"method": setting.method, "num_speculative_tokens": setting.num_drafts}
+        if setting.method == "ngram":
+            speculation |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        if setting.method == "draft_model":
+            speculation["model"] = str(models / f"{setting.model}-draft")
+        options["speculative_config"] = speculation
+    return options
+
+
+def _blocks_of_one(setting: Setting) -> int:
+    """Blocks that hold a request of max_model_len in all groups, and the one nobody may use."""
+    rows = setting.max_len + (setting.num_drafts if setting.method else 0)
+    blocks = -(-rows // setting.block_size) + 1
+    if setting.model == "windowed":  # two more groups, which hold what a step's rows look back on
+        in_flight = setting.max_num_batched_tokens * (1 + setting.async_scheduling)
+        behind = min(WINDOW - 1 + in_flight, rows)
+        blocks += 2 * (-(-behind // setting.block_size) + 1)
+    return blocks
+
+
+class _Player:
+    def __init__(self, llm_engine: LLMEngine, run: Run) -> None:
+        self.served: dict[int, Served] = {}
+        self.resets: list[int] = []
+        self._engine, self._run = llm_engine, run
+        self._core = llm_engine.engine_core.engine_core
+        self._pool = self._core.scheduler.kv_cache_manager.block_pool
+        self._free_blocks = self._pool.get_num_free_blocks()
+        self._step = 0
+
+    def play(self) -> None:
+        """Until every request has come and gone."""
+        arrivals = list(self._run.requests)
+        events = list(self._run.events)
+        idle_since = 0
+        while arrivals or events or self._busy():
+            if not self._busy():  # nothing to wait for: time moves on to what is next
+                self._step = max(self._step, min(x.arrival for x in arrivals) if arrivals else 0)
+                self._step = max(self._step, min(x.step for x in events)) if events else self._step
+            while events and events[0].step <= self._step:
+                self._happen(events.pop(0))
+            while arrivals and arrivals[0].arrival <= self._step:
+                self._add(arrivals.pop(0))
+            self._abort()
+            outputs = self._engine.step()
+            self._step += 1
+            idle_since = self._step if outputs or not self._busy() else idle_since
+            if self._step - idle_since > MOST_STEPS_WITHOUT_A_TOKEN:
+                raise Stuck(f"no token in {self._step - idle_since} steps")
+            for output in outputs:
+                self._take(output)
+
+    def check_nothing_is_held(self) -> None:
+        """Raises Leak unless the pool is as it was, and nobody is remembered."""
+        free, expected = self._pool.get_num_free_blocks(), self._free_blocks
+        if free != expected:
+            raise Leak(f"{expected - free} of {expected} blocks were never freed")
+        held = [b.block_id for b in self._pool.blocks if b.ref_cnt and not b.is_null]
+        if held:
+            raise Leak(f"free blocks {held} still count references")
+        if remembered := list(self._core.scheduler.requests):
+            raise Leak(f"the scheduler still knows requests {remembered}")
+        never = [s.request.index for s in self.served.values() if s.ended is None]
+        if never:
+            raise Leak(f"requests {never} are neither finished nor aborted")
+
+    def _busy(self) -> bool:
+        """Whether the engine has anything to do, be it to tell the worker who finished."""
+        return (
+            self._engine.has_unfinished_requests()
+            or self._core.scheduler.has_requests()
+            or bool(self._core.batch_queue)
+        )
+
+    def _happen(self, event: Event) -> None:
+        if event.kind.startswith("reset"):
+            if self._engine.reset_prefix_cache(event.kind == "reset_running"):
+                self.resets.append(self._step)
+            return
+        self._engine.sleep(int(event.kind.removeprefix("sleep")), mode="keep")
+        self._engine.wake_up()
+        self.resets.append(self._step)
+
+    def _add(self, request: Request) -> None:
+        prompt = list(request.prompt)
+        before = self.served.get(request.continues) if request.continues is not None else None
+        if before is not None:
+            room = self._run.setting.max_len - 2 - len(prompt)
+            prompt = before.text()[: min(request.continued, max(room, 0))] + prompt
+        served = self.served[request.index] = Served(request, prompt, self._step)
+        salt = {"cache_salt": request.salt} if request.salt else {}
+        self._engine.add_request(
+            str(request.index),
+            TokensPrompt(prompt_token_ids=served.prompt, **salt),
+            SamplingParams(**request.options),
+            priority=request.priority if self._run.setting.policy == "priority" else 0,
+        )
+
+    def _abort(self) -> None:
+        for served in self.served.values():
+            after = served.request.abort_after
+            if served.ended is None and after is not None and self._step >= served.added + after:
+                self._engine.abort_request([str(served.request.index)])
+                served.ended, served.aborted = self._step, True
+
+    def _take(self, output: RequestOutput) -> None:
+        served = self.served[int(output.request_id)]
+        served.cached = output.num_cached_tokens
+        served.prompt_logprobs = output.prompt_logprobs or served.prompt_logprobs
+        for sample in output.outputs:
+            served.samples[sample.index] = sample
+        finished = [s for s in served.samples.values() if s.finish_reason is not None]
+        if len(finished) == served.num_samples and not served.aborted:
+            served.ended = self._step

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random traffic on the real engine: tokens that are right, and nothing kept behind."""
+
+from dataclasses import replace
+
+import pytest
+from e2e.fuzz.campaign import Campaign, reproduction
+from e2e.fuzz.shrink import MOST_REPLAYS, Part, shrink
+from e2e.fuzz.traffic import NUM_REQUESTS, SIMPLER, Space, cut, draw
+from e2e.harness import TIE
+from vllm.v1.core import kv_cache_utils
+
+from vllm_metal.platform import MetalPlatform
+from vllm_metal.requests import BlockTables
+
+NUM_SEEDS = 12
+SALT_SEED = 3  # of which few requests hit one another's prefixes across tenants
+SLEEPING = MetalPlatform().is_sleep_mode_available()
+
+
+def served(campaign, seeds, **options):
+    """What the runs of the seeds were there to try; fails where one goes wrong."""
+    runs = (draw(seed, sleeping=SLEEPING, **options) for seed in seeds)
+    failure = campaign.first_failure(runs)
+    assert failure is None, str(failure)
+    return campaign.totals
+
+
+def test_every_request_gets_the_text_it_gets_alone(campaign):
+    totals = served(campaign, range(NUM_SEEDS))
+    assert totals["requests"] == NUM_SEEDS * NUM_REQUESTS >= 500
+    for name in ("preemptions", "cached tokens", "accepted drafts", "aborted", "resets"):
+        assert totals[name] > 0, name
+    # Ties must stay rare, or they would hide faults.
+    assert totals["ties"] <= totals["tokens"] / 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1050, 10))
+def test_more_seeds(campaign, first):
+    served(campaign, range(first, first + 10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_real_weights(smollm2, tmp_path):
+    for name in ("smollm2", "smollm2-draft"):
+        (tmp_path / name).symlink_to(smollm2)
+    space = Space(vocab=49152, max_len=128, longest_output=12)
+    campaign = Campaign(tmp_path, tie=TIE)
+    served(campaign, range(6), num_requests=10, model="smollm2", space=space)
+
+
+def test_a_seed_is_one_run_and_its_parts_keep_what_they_keep():
+    run = draw(7)
+    assert run == draw(7) != draw(8)
+    assert cut(run, None, ()) == run
+    part = cut(run, [3, 5], ["speculation"])
+    assert [request.index for request in part.requests] == [3, 5]
+    assert part.requests == tuple(run.requests[index] for index in (3, 5))
+    assert part.setting == replace(run.setting, method=None)
+    for name in SIMPLER:
+        assert len(cut(run, None, [name]).requests) == NUM_REQUESTS
+
+
+def test_a_failure_is_reported_by_the_command_that_shows_it():
+    part = Part(1234, (3, 7), ("speculation", "async"))
+    assert reproduction(part) == "make fuzz FUZZ='1234 --only 3,7 --without speculation,async'"
+
+
+def fails_with(requests, name):
+    """Of a fault that needs some requests and something that `name` leaves out."""
+    return lambda run: (
+        set(requests) <= {request.index for request in run.requests}
+        and cut(run, None, [name]) != run
+    )
+
+
+@pytest.mark.parametrize("requests", [(41,), (3, 7), (0, 20, 41)])
+def test_a_failure_is_made_as_small_as_it_gets(requests):
+    run, replays = draw(1), []
+    fails = fails_with(requests, "speculation")
+    assert fails(run)
+
+    def counted(part):
+        replays.append(part)
+        return fails(part)
+
+    assert shrink(run, counted, max(requests)).only == requests
+    assert len(replays) <= MOST_REPLAYS
+    part = shrink(run, fails, most_replays=10)
+    assert fails(part.of(run)) and len(part.only) < NUM_REQUESTS
+
+
+def test_only_what_the_failure_needs_stays():
+    run = draw(1)
+    part = shrink(run, fails_with((5,), "speculation"), 5)
+    assert sorted((*part.without, "speculation")) == sorted(SIMPLER)
+
+
+def explained(campaign, seed, num_requests, most_replays):
+    run = draw(seed, num_requests=num_requests)
+    problem = campaign.examine(run)
+    assert problem is not None, "the planted fault went unseen"
+    return campaign.explain(run, problem, most_replays)
+
+
+def test_a_hash_without_the_salt_is_found_and_made_small(campaign, monkeypatch):
+    keys = kv_cache_utils.generate_block_hash_extra_keys
+
+    def unsalted(request, start, *others):
+        return keys(request, start + 1, *others)  # only the first block's has the salt
+
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", unsalted)
+    failure = explained(campaign, SALT_SEED, 8, 8)
+    assert failure.problem.kind == "cached"
+    assert len(failure.part.only) <= 3
+
+
+@pytest.mark.slow
+def test_a_block_table_with_two_blocks_swapped_is_found_and_made_small(campaign, monkeypatch):
+    append = BlockTables.append
+
+    def swapped(self, slot, block_ids):
+        append(self, slot, [[*ids[:-2], *reversed(ids[-2:])] for ids in block_ids])
+
+    monkeypatch.setattr(BlockTables, "append", swapped)
+    failure = explained(campaign, 1, NUM_REQUESTS, MOST_REPLAYS)
+    assert failure.problem.kind == "token"
+    assert len(failure.part.only) <= 2  # one that fills the blocks, one that reads them

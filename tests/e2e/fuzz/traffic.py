@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a seed stands for: an engine's settings, requests, and when what happens.
+
+Time is counted in engine steps, so that a run is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from e2e.fuzz.models import EOS, MAX_LEN, MODELS, VOCAB, word
+
+NUM_REQUESTS = 42  # of a run: 4 to 5 s of one core
+SALTS = (None, None, None, "tenant-1", "tenant-2")
+METHODS = (None, None, "ngram", "suffix", "draft_model")
+#: --kv-cache-dtype, by seed in turn.
+CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
+#: Whether vLLM can schedule ahead with a method.
+SYNCHRONOUS_ONLY = ("suffix",)
+#: Options that vLLM refuses together with speculation.
+REFUSED_WITH_DRAFTS = ("min_p", "logit_bias")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What bounds the requests to a model. Lengths are in tokens."""
+
+    vocab: int
+    max_len: int
+    longest_output: int
+
+
+TINY = Space(VOCAB, MAX_LEN, 24)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine.
+
+    spare_blocks: of the pool, beyond what one request of max_model_len takes. num_drafts: for the
+    speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype.
+    """
+
+    model: str
+    max_len: int
+    async_scheduling: bool
+    block_size: int
+    spare_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    method: str | None
+    num_drafts: int
+    adaptive: bool
+    kv_cache_dtype: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request.
+
+    arrival: step before which it is added. prompt: token ids, behind the first `continued` tokens
+    of the text of request `continues`, if that one was served. abort_after: steps from arrival;
+    None: it is left to finish. options: of SamplingParams.
+    """
+
+    index: int
+    arrival: int
+    prompt: tuple[int, ...]
+    continues: int | None
+    continued: int
+    salt: str | None
+    priority: int
+    abort_after: int | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What befalls the whole engine before `step`: `reset` forgets prefixes if no request runs,
+    `reset_running` preempts those that do, `sleep1` and `sleep2` give memory back and wake up."""
+
+    step: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a seed means."""
+
+    seed: int
+    setting: Setting
+    requests: tuple[Request, ...]
+    events: tuple[Event, ...]
+
+
+def draw(
+    seed: int,
+    *,
+    num_requests: int = NUM_REQUESTS,
+    model: str | None = None,
+    space: Space = TINY,
+    sleeping: bool = False,
+) -> Run:
+    """The run of a seed.
+
+    Args:
+        seed: any non-negative integer.
+        num_requests: of the run; another number is another run.
+        model: a folder's name; None draws one of the tiny ones.
+        space: of that model.
+        sleeping: whether the platform can sleep.
+    """
+    rng = np.random.default_rng(seed)
+    setting = _setting(rng, model or str(rng.choice(MODELS)), space)
+    if model is None:  # over many layers, codes drift too far to judge tokens by
+        setting = replace(setting, kv_cache_dtype=CACHES[seed % len(CACHES)])
+    requests: list[Request] = []
+    arrival = 0
+    for index in range(num_requests):
+        requests.append(_request(rng, index, arrival, requests, setting, space))
+        arrival += int(rng.choice([0, 0, 0, 0, 1, 2, 8]))
+    kinds = ["reset", "reset_running", *(["sleep1", "sleep2"] if sleeping else [])]
+    events = [
+        Event(int(rng.integers(1, arrival + 30)), str(rng.choice(kinds)))
+        for _ in range(int(rng.choice([0, 1, 2, 4])))
+    ]
+    return Run(seed, setting, tuple(requests), tuple(sorted(events, key=lambda e: e.step)))
+
+
+def _setting(rng: np.random.Generator, model: str, space: Space) -> Setting:
+    method = METHODS[int(rng.integers(len(METHODS)))]
+    block_size = int(rng.choice([16, 32]))
+    max_num_seqs = int(rng.choice([1, 4, 8, 8, 16, 16]))
+    return Setting(
+        model=model,
+        max_len=space.max_len,
+        async_scheduling=method not in SYNCHRONOUS_ONLY and bool(rng.random() < 0.6),
+        block_size=block_size,
+        spare_blocks=int(rng.choice([0, 1, 3, 8, 400])),
+        max_num_seqs=max_num_seqs,
+        # vLLM wants room for the drafts of every request.
+        max_num_batched_tokens=int(rng.choice([24, 48, 100, 256])) + 8 * max_num_seqs,
+        policy=str(rng.choice(["fcfs", "fcfs", "priority"])),
+        method=method,
+        num_drafts=int(rng.integers(1, 7)),
+        adaptive=bool(rng.random() < 0.4),
+        kv_cache_dtype="auto",
+    )
+
+
+def _request(
+    rng: np.random.Generator,
+    index: int,
+    arrival: int,
+    earlier: Sequence[Request],
+    setting: Setting,
+    space: Space,
+) -> Request:
+    length = _length(rng, setting.block_size, space.max_len - 2)
+    options = _options(rng, space)
+    if setting.method is not None:
+        options = {k: v for k, v in options.items() if k not in REFUSED_WITH_DRAFTS}
+    continues, continued, shared = None, 0, ()
+    if earlier and rng.random() < 0.8:
+        other = earlier[int(rng.integers(len(earlier)))]
+        if rng.random() < 0.35:
+            continues, continued = other.index, length
+            length = int(rng.integers(1, 20))
+        else:
+            whole = rng.random() < 0.3
+            shared = other.prompt
+            if not whole:
+                shared = shared[: _length(rng, setting.block_size, len(shared))]
+    fresh = rng.integers(1, int(rng.choice([6, space.vocab])), max(length - len(shared), 0))
+    return Request(
+        index=index,
+        arrival=arrival,
+        prompt=(*shared, *fresh.tolist()) or (1,),
+        continues=continues,
+        continued=continued,
+        salt=SALTS[int(rng.integers(len(SALTS)))],
+        priority=int(rng.integers(0, 3)),
+        abort_after=int(rng.integers(0, 40)) if rng.random() < 0.12 else None,
+        options=options,
+    )
+
+
+def _length(rng: np.random.Generator, block_size: int, longest: int) -> int:
+    """1 to `longest`; often at a block's end or a token beside it."""
+    if rng.random() < 0.6:
+        length = block_size * int(rng.integers(1, longest // block_size + 2))
+        length += int(rng.integers(-1, 2))
+    else:
+        length = int(longest ** rng.random())
+    return min(max(length, 1), longest)
+
+
+def _options(rng: np.random.Generator, space: Space) -> dict[str, Any]:
+    """Of SamplingParams: greedy or seeded, so that there is one right text."""
+    options: dict[str, Any] = {
+        "temperature": 0.0,
+        "max_tokens": int(rng.integers(1, space.longest_output + 1)),
+        "ignore_eos": bool(rng.random() < 0.7),
+    }
+    if rng.random() < 0.5:
+        options["temperature"] = float(rng.choice([0.3, 0.7, 1.0, 1.5]))
+        options["seed"] = int(rng.integers(0, 2**32))
+        if rng.random() < 0.15:
+            options["n"] = int(rng.integers(2, 4))
+    for chance, draw_some in ((0.25, _shapes), (0.2, _penalties), (0.25, _constraints)):
+        if rng.random() < chance:
+            options |= draw_some(rng, space)
+    if rng.random() < 0.15:
+        options["logprobs"] = int(rng.integers(0, 6))
+    if rng.random() < 0.08:
+        options["prompt_logprobs"] = int(rng.integers(0, 4))
+    return options
+
+
+def _shapes(rng: np.random.Generator, space: Space) -> dict[str, Any]:
+    return {
+        "top_k": int(rng.choice([0, 1, 5, 50])),
+        "top_p": float(rng.choice([0.5, 0.9, 1.0])),
+        "min_p": float(rng.choice([0.0, 0.05])),
+    }
+
+
+def _penalties(rng: np.random.Generator, space: Space) -> dict[str, Any]:
+    """Below nought they make a text repeat itself, which is what lookup drafts right."""
+    return {
+        "repetition_penalty": float(rng.choice([0.7, 1.0, 1.3])),
+        "frequency_penalty": float(rng.choice([-1.0, 0.0, 0.5])),
+        "presence_penalty": float(rng.choice([-1.0, 0.0, 0.5])),
+    }
+
+
+def _constraints(rng: np.random.Generator, space: Space) -> dict[str, Any]:
+    some = rng.integers(1, space.vocab, 12).tolist()
+    stops = [EOS, *some[:4]]
+    drawn: list[dict[str, Any]] = [
+        {"logit_bias": {token: float(rng.choice([-3, 5, 12])) for token in some[:5]}},
+        {"bad_words": [word(some[0]), f"{word(some[1])} {word(some[2])}"]},
+        {"stop_token_ids": stops, "min_tokens": int(rng.integers(0, 2))},
+        {"stop": [f" {word(token)} " for token in some]},
+        {"allowed_token_ids": some},
+    ]
+    return drawn[int(rng.integers(len(drawn)))]
+
+
+#: Ways to make a run simpler, by name, for the search for a small failing one.
+SIMPLER: dict[str, Callable[[Run], Run]] = {}
+
+
+def _simpler(name: str) -> Callable[[Callable[[Run], Run]], Callable[[Run], Run]]:
+    def keep(change: Callable[[Run], Run]) -> Callable[[Run], Run]:
+        SIMPLER[name] = change
+        return change
+
+    return keep
+
+
+def _every_request(run: Run, change: Callable[[Request], Request]) -> Run:
+    return replace(run, requests=tuple(change(request) for request in run.requests))
+
+
+def _drop_options(run: Run, *names: str) -> Run:
+    def change(request: Request) -> Request:
+        kept = {name: value for name, value in request.options.items() if name not in names}
+        return replace(request, options=kept)
+
+    return _every_request(run, change)
+
+
+@_simpler("events")
+def _no_events(run: Run) -> Run:
+    return replace(run, events=())
+
+
+@_simpler("aborts")
+def _no_aborts(run: Run) -> Run:
+    return _every_request(run, lambda request: replace(request, abort_after=None))
+
+
+@_simpler("sampling")
+def _no_sampling(run: Run) -> Run:
+    kept = ("max_tokens", "logprobs", "prompt_logprobs")
+
+    def change(request: Request) -> Request:
+        options = {name: request.options[name] for name in kept if name in request.options}
+        plain = {"temperature": 0.0, "ignore_eos": True}
+        return replace(request, options=plain | options)
+
+    return _every_request(run, change)
+
+
+@_simpler("logprobs")
+def _no_logprobs(run: Run) -> Run:
+    return _drop_options(run, "logprobs", "prompt_logprobs")
+
+
+@_simpler("speculation")
+def _no_speculation(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, method=None))
+
+
+@_simpler("async")
+def _no_async(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, async_scheduling=False))
+
+
+@_simpler("codes")
+def _no_codes(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, kv_cache_dtype="auto"))
+
+
+@_simpler("pressure")
+def _no_pressure(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, spare_blocks=400, policy="fcfs"))
+
+
+@_simpler("chunks")
+def _no_chunks(run: Run) -> Run:
+    return replace(run, setting=replace(run.setting, max_num_batched_tokens=2048))
+
+
+@_simpler("salts")
+def _no_salts(run: Run) -> Run:
+    return _every_request(run, lambda request: replace(request, salt=None))
+
+
+@_simpler("continuations")
+def _no_continuations(run: Run) -> Run:
+    return _every_request(run, lambda request: replace(request, continues=None))
+
+
+def cut(run: Run, only: Sequence[int] | None, without: Sequence[str]) -> Run:
+    """`run` with the requests `only`, None for all, and without what SIMPLER names."""
+    for name in without:
+        run = SIMPLER[name](run)
+    if only is None:
+        return run
+    return replace(run, requests=tuple(r for r in run.requests if r.index in only))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a process dies, is interrupted, or cannot start: quickly, cleanly, and saying why."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+import httpx
+import openai
+import psutil
+import pytest
+from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
+from e2e.server import free_port, refused_start, serve, started
+
+OPTIONS = (
+    *("--max-model-len", str(MAX_LEN)),
+    *("--max-num-seqs", "4"),
+    *("--kv-cache-memory-bytes", str(8 << 20)),
+)
+PROMPT = [index % (VOCAB - 1) + 1 for index in range(40)]
+STARTING_UP_S, ENDING_S = 120, 30  # on a busy two-core machine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return str(folder / "full")
+
+
+def wait_for(condition, seconds):
+    """Waits until `condition()` holds, and gives what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.05)
+    return found
+
+
+def engine_core(server):
+    """The process of the engine."""
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "EngineCore" in " ".join(process.cmdline()):
+                return process
+    return None
+
+
+def group_of(process):
+    """Who is left of the processes that a server started."""
+    left = []
+    for other in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(other.pid) == process.pid and other.status() != psutil.STATUS_ZOMBIE:
+                left.append(other)
+    return left
+
+
+def complete(client, **options):
+    settings = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    return client.completions.create(
+        model=client.models.list().data[0].id, prompt=PROMPT, **(settings | options)
+    )
+
+
+def test_a_killed_engine_ends_its_streams_and_its_server_and_leaves_the_port(model, tmp_path):
+    port = free_port()
+    with serve(model, OPTIONS, tmp_path / "first", port) as server, server.client() as client:
+        expected = complete(client).choices[0].text
+        assert len(expected.split()) == 8
+        stream = iter(complete(client, max_tokens=MAX_LEN - len(PROMPT) - 1, stream=True))
+        next(stream)
+        killed = time.monotonic()
+        engine_core(server).kill()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for _ in stream:
+                pass
+        assert time.monotonic() - killed < ENDING_S
+        server.process.wait(ENDING_S)
+        wait_for(lambda: not group_of(server.process), ENDING_S)
+        assert "EngineDeadError" in server.log.read_text()
+    with serve(model, OPTIONS, tmp_path / "second", port) as server, server.client() as client:
+        assert complete(client).choices[0].text == expected
+
+
+def test_an_interrupted_start_leaves_nothing_behind(model, tmp_path):
+    log, scratch, cache = (tmp_path / name for name in ("log", "scratch", "cache"))
+    scratch.mkdir()
+    environment = {"TMPDIR": str(scratch), "VLLM_METAL_CACHE": str(cache)}
+    with started(model, [*OPTIONS, "--port", str(free_port())], environment, log) as process:
+        wait_for(lambda: "Initializing a V1 LLM engine" in log.read_text(), STARTING_UP_S)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
+        process.wait(ENDING_S)
+        wait_for(lambda: not group_of(process), ENDING_S)
+    # Files, that is: vLLM's sockets stay where its start is cut short.
+    assert [path for path in scratch.rglob("*") if path.is_file()] == []
+    assert not cache.exists() or list(cache.rglob("*.partial*")) == []
+
+
+def test_a_start_with_weights_cut_off_names_the_file(model, tmp_path):
+    write_models(tmp_path)
+    weights = tmp_path / "full" / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size // 2)
+    log = tmp_path / "log"
+    assert refused_start(str(weights.parent), OPTIONS, {}, log) > 0
+    says = f"{weights} is cut off: it has {size // 2:,} bytes of {size:,}"
+    assert [line for line in log.read_text().splitlines() if says in line]

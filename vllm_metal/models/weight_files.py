@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model folder's weight files are there and whole, before anything reads them.
+
+Format of safetensors: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_INDEX = "model.safetensors.index.json"
+_AGAIN = "fetch it again, or convert the model again"
+
+
+class ModelLoadError(RuntimeError):
+    """The model folder cannot be loaded; the message says why and what to do."""
+
+
+def check_weight_files(folder: Path) -> None:
+    """Looks at the header and the size of each file that mlx-lm would read.
+
+    Raises:
+        ModelLoadError: a file is missing, cut off or no safetensors; the message names it.
+    """
+    paths = sorted(folder.glob("model*.safetensors"))
+    index = folder / _INDEX
+    if index.is_file():
+        for name in sorted(_named_in(index)):
+            if not (folder / name).is_file():
+                raise ModelLoadError(f"{folder / name} is missing: {_INDEX} names it; {_AGAIN}")
+    elif not paths:
+        raise ModelLoadError(f"{folder / 'model.safetensors'} is missing: no weights are there")
+    for path in paths:
+        _check(path)
+
+
+def _named_in(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        raise ModelLoadError(f"{index} is unreadable ({_first_line(error)}); {_AGAIN}") from error
+
+
+def _check(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if size >= 8 + header_size:
+                header = json.loads(file.read(header_size))
+                ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+                header_size += max(ends, default=0)
+    except (ValueError, KeyError, AttributeError, TypeError, IndexError, OSError) as error:
+        raise ModelLoadError(
+            f"{path} is no readable safetensors file ({_first_line(error)}); {_AGAIN}"
+        ) from error
+    if size < 8 + header_size:
+        raise ModelLoadError(
+            f"{path} is cut off: it has {size:,} bytes of {8 + header_size:,}; {_AGAIN}"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
