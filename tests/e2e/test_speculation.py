@@ -3,6 +3,7 @@
 
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from spec_decode.fitted import FittedHeads
 from vllm import SamplingParams
 
 from vllm_metal.spec_decode.ngram import NgramProposer
@@ -15,6 +16,12 @@ FIXED = {"fixed_draft_length": True}  # --additional-config
 @pytest.fixture(scope="module")
 def dense(smollm2):
     return Dense(smollm2)
+
+
+@pytest.fixture(scope="module")
+def fitted(smollm2, tmp_path_factory):
+    """Heads on the model's hidden states, right at times."""
+    return FittedHeads(smollm2, text_tokens(smollm2)[:2048], tmp_path_factory.mktemp("heads"))
 
 
 def lookup(num_drafts, method="ngram_gpu"):
@@ -71,22 +78,40 @@ def test_prompt_lookup(
     assert cold["vllm:num_preemptions"] > 0 or block_size == 32  # room for all of these
 
 
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_a_head_on_hidden_states(smollm2, dense, fitted, method):
+    serve_and_check(
+        smollm2,
+        dense,
+        make_prompts(text_tokens(smollm2), 16, 200),
+        fitted.speculation(method) | {"num_speculative_tokens": 3},
+        additional_config=FIXED,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "async_scheduling"),
-    [(method, True) for method in ("ngram", "ngram_gpu", "draft_model")]
-    + [(method, False) for method in ("ngram", "ngram_gpu", "suffix", "draft_model")],
+    [(method, True) for method in ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3")]
+    + [(method, False) for method in ("ngram", "ngram_gpu", "suffix", "draft_model")]
+    + [(method, False) for method in ("eagle", "eagle3", "medusa")],
 )
 @pytest.mark.parametrize("num_drafts", range(1, 8))
-def test_every_method_and_number_of_drafts(smollm2, dense, method, async_scheduling, num_drafts):
-    config = {"method": method, "num_speculative_tokens": num_drafts}
-    if method == "draft_model":
-        config["model"] = smollm2
+def test_every_method_and_number_of_drafts(
+    smollm2, dense, fitted, method, async_scheduling, num_drafts
+):
+    match method:
+        case "draft_model":
+            config = {"method": method, "model": smollm2}
+        case "eagle" | "eagle3" | "medusa":
+            config = fitted.speculation(method)
+        case _:
+            config = lookup(num_drafts, method)
     serve_and_check(
         smollm2,
         dense,
         make_prompts(text_tokens(smollm2), 64, 200),
-        config if method == "draft_model" else lookup(num_drafts, method),
+        config | {"num_speculative_tokens": num_drafts},
         block_size=16 if num_drafts % 2 else 32,
         async_scheduling=async_scheduling,
         additional_config=FIXED,

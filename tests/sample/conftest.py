@@ -1,92 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling distribution straight from the definitions, one row at a time, in float64."""
+"""The laws that samplers are held to, as fixtures."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
-from vllm import SamplingParams
+from sample import law
 
 Distribution = Callable[..., np.ndarray]
 
 
-def _distribution(
-    logits: np.ndarray,
-    params: SamplingParams,
-    prompt: Sequence[int] = (),
-    output: Sequence[int] = (),
-    grammar: Sequence[int] | None = None,
-) -> np.ndarray:
-    """float64 [V] probabilities of the next token; greedy puts all on one token."""
-    scores = logits.astype(np.float64).copy()
-    vocabulary = range(len(scores))
-    if grammar is not None:
-        scores[[v for v in vocabulary if v not in set(grammar)]] = -np.inf
-    if params.allowed_token_ids:
-        scores[[v for v in vocabulary if v not in params.allowed_token_ids]] = -np.inf
-    for word in params.bad_words_token_ids or []:
-        prefix = list(word[:-1])
-        if len(prefix) <= len(output) and list(output[len(output) - len(prefix) :]) == prefix:
-            scores[word[-1]] = -np.inf
-    if len(output) < params.min_tokens:
-        scores[list(params.all_stop_token_ids)] = -np.inf
-    for token, bias in (params.logit_bias or {}).items():
-        scores[token] += bias
-    counts = Counter(output)
-    for token in set(prompt) | set(output):
-        r = params.repetition_penalty
-        scores[token] = scores[token] / r if scores[token] > 0 else scores[token] * r
-    for token, count in counts.items():
-        scores[token] -= params.frequency_penalty * count + params.presence_penalty
-    if params.temperature < 1e-5:
-        return np.eye(len(scores))[scores.argmax()]
-    probs = _softmax(scores / params.temperature)
-    probs = np.where(probs >= params.min_p * probs.max(), probs, 0)
-    best_first = sorted(vocabulary, key=lambda v: -probs[v])
-    if params.top_k > 0:
-        probs[best_first[params.top_k :]] = 0
-    probs /= probs.sum()
-    mass = 0.0
-    for token in best_first:
-        if mass >= params.top_p:
-            probs[token] = 0
-        mass += probs[token]
-    return probs / probs.sum()
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    weights = np.exp(scores - scores.max())
-    return weights / weights.sum()
-
-
-def _assert_follows(counts: np.ndarray, expected: np.ndarray) -> None:
-    """counts: int [B], how often each outcome came. expected: float64 [B], its probability.
-
-    A right sampler fails with probability 1e-4 over the choice of engine seed; the seed is fixed,
-    so a pass today is a pass tomorrow. Impossible outcomes must never come.
-    """
-    num_draws = counts.sum()
-    assert counts[expected == 0].sum() == 0
-    rare = expected * num_draws < 5  # chi-square needs about five expected draws per bin
-    observed = [*counts[~rare], counts[rare].sum()]
-    wanted = [*(expected[~rare] * num_draws), expected[rare].sum() * num_draws]
-    if wanted[-1] == 0:
-        observed, wanted = observed[:-1], wanted[:-1]
-    assert chisquare(observed, wanted).pvalue > 1e-4
-
-
 @pytest.fixture(scope="session")
 def assert_follows() -> Callable[[np.ndarray, np.ndarray], None]:
-    return _assert_follows
+    return law.assert_follows
 
 
 @pytest.fixture(scope="session")
 def distribution() -> Distribution:
-    return _distribution
+    return law.distribution
 
 
 @pytest.fixture(scope="session")
 def softmax() -> Callable[[np.ndarray], np.ndarray]:
-    return _softmax
+    return law.softmax

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation leaves the law of sampled text as it is, seen through the whole engine.
+
+Continuations of one prompt, their first token from the prefill and the others from drafts that were
+verified, against the exact joint law of these tokens: mlx-lm's dense model, and the transforms
+straight from their definitions. The engine's seed is fixed, so a pass today is a pass tomorrow;
+over the choice of it a right engine would fail a setting with probability 2e-4.
+"""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from e2e.harness import Dense, counters, engine
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.models import llama
+from sample.law import distribution, p_value
+from vllm import SamplingParams
+
+VOCAB, HIDDEN, BLOCK = 14, 32, 16
+LENGTH, NUM_DRAFTS = 3, 2  # tokens of a continuation; the last two can come from one window
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+EXACTLY = {"max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
+GREEDY = SamplingParams(temperature=0, **EXACTLY)
+#: One request for many continuations costs vLLM the least. Its engine's core sees many requests.
+SAMPLED = SamplingParams(
+    n=50,
+    temperature=0.7,
+    top_p=0.9,
+    repetition_penalty=1.2,
+    frequency_penalty=0.4,
+    presence_penalty=-0.3,
+    **EXACTLY,
+)
+
+
+def random_weights(seed, config):
+    """Of a model whose logits spread by about 1.5 and depend on all the tokens before."""
+    mx.random.seed(seed)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    large = ("self_attn", "lm_head")
+    weights = tree_map_with_path(
+        lambda name, array: 3 * array if any(part in name for part in large) else array,
+        model.parameters(),
+    )
+    return dict(tree_flatten(weights))
+
+
+def save(folder, weights, config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "target", random_weights(3, CONFIG), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def dense(target):
+    return Dense(target)
+
+
+@pytest.fixture(scope="module")
+def prompt(dense):
+    """Two blocks and a token. Two tokens of the vocabulary are missing, so that the repetition
+    penalty tells tokens apart; each of the others is followed, where it is first, by a likely one,
+    for drafts from the prompt."""
+    rng, text = np.random.default_rng(0), []
+    while len(text) <= 2 * BLOCK:
+        text.append(int(rng.integers(0, VOCAB - 2)))
+        text.append(int(dense.logits(text)[-1, : VOCAB - 2].argmax()))
+    return text[: 2 * BLOCK + 1]
+
+
+@pytest.fixture(scope="module")
+def law(dense, prompt):
+    """float64 [V, V, V]: the probability of each continuation."""
+    law = np.ones((VOCAB,) * LENGTH)
+    for first in np.ndindex(*law.shape[:-1]):
+        rows = dense.logits([*prompt, *first])[-LENGTH:]
+        laws = [distribution(row, SAMPLED, prompt, first[:i]) for i, row in enumerate(rows)]
+        law[first] = laws[0][first[0]] * laws[1][first[1]] * laws[2]
+    return law
+
+
+def ngram(folder):
+    return {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+
+
+def suffix(folder):
+    return {"method": "suffix"}
+
+
+def draft_model(folder):
+    """Another model, of one layer, near enough to the target to be right at times."""
+    config = CONFIG | {"num_hidden_layers": 1}
+    weights = random_weights(3, CONFIG)
+    near = {name: array for name, array in weights.items() if "layers.1" not in name}
+    return {"method": "draft_model", "model": save(folder / "draft", near, config)}
+
+
+def eagle(folder):
+    config = CONFIG | {"num_hidden_layers": 1}
+    weights = {
+        name.removeprefix("model."): array
+        for name, array in random_weights(4, config).items()
+        if "layers" in name and "input_layernorm" not in name
+    } | {"fc.weight": mx.random.normal((HIDDEN, 2 * HIDDEN)) / HIDDEN**0.5}
+    return {"method": "eagle", "model": save(folder / "eagle", weights, config)}
+
+
+def medusa(folder):
+    config = {
+        "model_type": "medusa",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "num_heads": NUM_DRAFTS,
+        "num_hidden_layers": 1,
+    }
+    mx.random.seed(5)
+    weights = {}
+    for head in range(NUM_DRAFTS):
+        weights[f"blocks.{head}.layers.0.weight"] = mx.random.normal((HIDDEN, HIDDEN)) / HIDDEN**0.5
+        weights[f"lm_heads.{head}.weight"] = mx.random.normal((VOCAB, HIDDEN))
+    return {"method": "medusa", "model": save(folder / "medusa", weights, config)}
+
+
+@pytest.mark.parametrize(
+    ("proposer", "num_continuations"),
+    [(ngram, 50_000), (draft_model, 10_000), (eagle, 10_000), (medusa, 10_000)]
+    + [
+        pytest.param(proposer, 50_000, marks=pytest.mark.slow)
+        for proposer in (draft_model, eagle, medusa, suffix)
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_verified_tokens_follow_the_targets_law(
+    target, dense, prompt, law, tmp_path, proposer, num_continuations
+):
+    num_requests = num_continuations // SAMPLED.n
+    shorter = [prompt[: BLOCK + 1 + index % BLOCK] for index in range(num_requests)]
+    with engine(
+        target,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        kv_cache_memory_bytes=16 << 20,
+        block_size=BLOCK,
+        speculative_config=proposer(tmp_path) | {"num_speculative_tokens": NUM_DRAFTS},
+        additional_config={"fixed_draft_length": True},
+    ) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": text} for short in shorter for text in (prompt, short)],
+            [SAMPLED, GREEDY] * num_requests,
+            use_tqdm=False,
+        )
+        seen = counters(llm)
+    counts = np.zeros(law.shape, np.int64)
+    for output in outputs[::2]:
+        for continuation in output.outputs:
+            counts[tuple(continuation.token_ids)] += 1
+    assert counts.sum() == num_continuations
+    p_values = {
+        "the two verified tokens": p_value(counts.sum(axis=0).ravel(), law.sum(axis=0).ravel()),
+        "all three tokens": p_value(counts.ravel(), law.ravel()),
+    }
+    print(proposer.__name__, p_values)
+    assert min(p_values.values()) > 1e-4, p_values
+    for short, output in zip(shorter, outputs[1::2], strict=True):
+        dense.check(short, list(output.outputs[0].token_ids))
+    accepted = seen["vllm:spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < seen["vllm:spec_decode_num_draft_tokens"]
+    assert seen["vllm:prefix_cache_hits"] > 0
