@@ -209,6 +209,14 @@ def test_a_utilization_that_an_error_advises_makes_it_fit(much_kv):
         assert len(generate(llm, [[1] * 100], greedy(2, detokenize=False))[0]) == 2
 
 
+def test_a_draft_model_that_does_not_fit_is_a_line_of_the_sum(small, much_kv):
+    draft = {"method": "draft_model", "model": much_kv, "num_speculative_tokens": 2}
+    message = refusal(small, 64 * MIB, speculative_config=draft)
+    assert table_of(message)["- weights of the draft network"] < 0
+    assert table_of(message)["= KV pool"] < 0
+    assert "--gpu-memory-utilization" in message
+
+
 def test_a_length_that_an_error_advises_makes_it_fit_and_one_more_does_not(much_kv):
     pool = 24 * MIB
     asked = {"kv_cache_memory_bytes": pool, "max_model_len": 256}
