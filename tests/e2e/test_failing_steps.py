@@ -3,18 +3,34 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
-from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, text_tokens
+from e2e.fuzz.models import VOCAB, write_models
+from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy
 
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.outputs import StepOutput
 
 NUM_TOKENS = 6
+POISON = VOCAB - 1
 
 
 @pytest.fixture(scope="module")
-def dense(smollm2):
-    return Dense(smollm2)
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "models"
+    write_models(folder)
+    return str(folder / "full")
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    return Dense(model)
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Tokens of which none is POISON."""
+    return np.random.default_rng(2).integers(2, POISON, 500).tolist()
 
 
 def serve(llm, prompts):
@@ -35,12 +51,9 @@ PLACES = {
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_that_raises(smollm2, dense, monkeypatch, place, async_scheduling):
-    text = text_tokens(smollm2)
+def test_a_step_that_raises(model, dense, text, monkeypatch, place, async_scheduling):
     prompts = [text[:40], text[:25], text[100:130], text[:33]]
-    with engine(
-        smollm2, max_model_len=128, max_num_seqs=2, async_scheduling=async_scheduling
-    ) as llm:
+    with engine(model, max_model_len=128, max_num_seqs=2, async_scheduling=async_scheduling) as llm:
         free, calls = free_blocks(llm), 0
         holder, name = PLACES[place]
         original = getattr(holder, name)
@@ -68,13 +81,13 @@ def test_a_step_that_raises(smollm2, dense, monkeypatch, place, async_scheduling
         assert counters(llm)["vllm:prefix_cache_hits"] - hits == 32
 
 
-def test_an_engine_that_only_fails_gives_up(smollm2, monkeypatch):
+def test_an_engine_that_only_fails_gives_up(model, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no device")
 
     monkeypatch.setattr(ModelExecutor, "forward", fail)
     with (
-        engine(smollm2, max_model_len=128, max_num_seqs=1) as llm,
+        engine(model, max_model_len=128, max_num_seqs=1) as llm,
         pytest.raises(RuntimeError, match="no device"),
     ):
         serve(llm, [[1, 2, 3]] * 8)
@@ -90,19 +103,14 @@ class Poisoned(nn.Module):
     def __call__(self, ids: mx.array) -> mx.array:
         return mx.where((ids == self.token)[..., None], mx.nan, self.embedding(ids))
 
-    def as_linear(self, hidden: mx.array) -> mx.array:
-        return self.embedding.as_linear(hidden)
-
 
 @pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}], ids=["plain", "ngram"])
-def test_logits_that_are_not_numbers(smollm2, dense, speculative_config):
-    text, poison = text_tokens(smollm2), 7
-    assert poison not in text
+def test_logits_that_are_not_numbers(model, dense, text, speculative_config):
     if speculative_config:
         speculative_config |= {"num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    prompts = [text[:50], [*text[:20], poison, *text[20:48]], text[:35]]
+    prompts = [text[:50], [*text[:20], POISON, *text[20:48]], text[:35]]
     with engine(
-        smollm2,
+        model,
         max_model_len=256,
         num_gpu_blocks_override=17,
         speculative_config=speculative_config,
@@ -111,7 +119,7 @@ def test_logits_that_are_not_numbers(smollm2, dense, speculative_config):
 
         def spoil(worker):
             body = worker.get_model().model
-            body.embed_tokens = Poisoned(body.embed_tokens, poison)
+            body.embed_tokens = Poisoned(body.embed_tokens, POISON)
 
         llm.collective_rpc(spoil)
         free = free_blocks(llm)
