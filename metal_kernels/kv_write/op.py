@@ -45,9 +45,10 @@ def write(
         value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None as `values`.
         after: tokens of what must have happened before.
         key_scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale, where
-            scale = max |row| / 448 for fp8, / 127 for int8, rounded to bfloat16, and each code is
-            that of element / scale. No element of a row that holds a NaN or an infinity decodes to
-            a finite number.
+            scale = max |row| / 127 for int8, rounded to bfloat16, and each code is that of
+            element / scale; for fp8 the one of / 448, / 416, / 384, / 352, / 320, / 288 and / 256
+            that gives the row the least sum of squared errors. No element of a row that holds a NaN
+            or an infinity decodes to a finite number.
         value_scales: likewise.
 
     Returns:

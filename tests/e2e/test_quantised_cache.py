@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_kernels import interpreter
 
 CACHES = ("fp8", "int8")
-LARGEST_CODE = {"fp8": 448.0, "int8": 127.0}
+TOP_CODES = {"fp8": (448, 416, 384, 352, 320, 288, 256), "int8": (127,)}
 MEMORY = 64 << 20
 BLOCK = 16
 LAYERS, KV_HEADS, HEAD_SIZE = 30, 3, 64  # of SmolLM2-135M
@@ -62,12 +62,17 @@ def windowed(gemma3, tmp_path_factory):
 
 
 def held(rows, cache):
-    """[..., D] as a cache of codes holds them: torch's conversions, a bfloat16 scale a row."""
+    """[..., D] as a cache of codes holds them: torch's conversions, a row's best bfloat16 scale."""
     values = torch.from_numpy(np.array(rows))
-    scales = (values.abs().amax(-1, keepdim=True) / LARGEST_CODE[cache]).bfloat16().float()
-    codes = values / torch.where(scales > 0, scales, 1.0)
-    codes = codes.to(torch.float8_e4m3fn).float() if cache == "fp8" else codes.round()
-    return mx.array((codes * scales).numpy())
+    choices = []
+    for top in TOP_CODES[cache]:
+        scales = (values.abs().amax(-1, keepdim=True) / top).bfloat16().float()
+        codes = values / torch.where(scales > 0, scales, 1.0)
+        codes = codes.clamp(-448, 448).to(torch.float8_e4m3fn) if cache == "fp8" else codes.round()
+        choices.append(codes.float() * scales)
+    errors = torch.stack([(values - each).double().square().sum(-1) for each in choices])
+    best = errors.argmin(0)[None, ..., None].expand(1, *values.shape)
+    return mx.array(torch.stack(choices).gather(0, best)[0].numpy())
 
 
 class Holding:

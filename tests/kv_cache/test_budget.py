@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_metal.kv_cache.budget import (
@@ -75,6 +75,7 @@ def requests(draw):
     )
 
 
+@settings(deadline=None)
 @given(machines(), flags(), requests())
 def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machine, flag, request):
     try:
@@ -92,6 +93,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
     assert used <= machine.total - margin(machine.total)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1024))
 def test_the_margin_is_never_less_than_half_a_gibibyte_and_costs_nothing_by_default(gigabytes):
     total = gigabytes * GIB
@@ -101,6 +103,7 @@ def test_the_margin_is_never_less_than_half_a_gibibyte_and_costs_nothing_by_defa
         assert margin(total) >= total / 17
 
 
+@settings(deadline=None)
 @given(machines(), flags(), st.data())
 def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, flag, data):
     flag = replace(flag, asked=None)
@@ -120,6 +123,7 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
     assert pool_bytes(machine, more) >= pool_bytes(machine, flag)
 
 
+@settings(deadline=None)
 @given(machines(), flags(), requests())
 def test_what_is_advised_makes_it_fit(machine, flag, request):
     if fits(machine, flag, request):
@@ -128,6 +132,7 @@ def test_what_is_advised_makes_it_fit(machine, flag, request):
         check(change.measured, change.settings, change.request)
 
 
+@settings(deadline=None)
 @given(machines(), flags(), requests())
 def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, flag, request):
     """Parsed from the message, as a reader would take it."""

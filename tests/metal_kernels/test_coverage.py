@@ -47,7 +47,7 @@ def attend(head_size, dtype, cache, requests, group):
 
 
 def write_and_gather(dtype, cache):
-    # Scales of fp8 are 1 then, and its codes from the smallest to the largest.
+    # The first scale tried for fp8 is 1 then, its codes from the smallest to the largest.
     rows = mx.array(np.tile(np.geomspace(2**-9, 448, 20, dtype=np.float32), (3, 2, 1)))
     pools = [mx.zeros((2, 2, 16, 20), cache) for _ in range(2)]
     scales = [mx.zeros((2, 2, 16), mx.bfloat16) if cache in (FP8, INT8) else None for _ in range(2)]

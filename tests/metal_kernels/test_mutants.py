@@ -105,13 +105,16 @@ class Write:
         keys = (rng.normal(size=(6, 3, 64)) * size).astype(np.float32)
         values = (rng.normal(size=(6, 3, 32)) * size).astype(np.float32)
         keys[1], values[1] = 0.0, 0.0
-        # The largest code as the largest number makes the scale 1; fp8's subnormals are 2^-9 apart,
-        # its numbers from 16 to 32 by 2, from 32 on by 4.
+        # The largest code as the largest number makes the scale 1, and large numbers that this one
+        # holds exactly make it fp8's best; fp8's subnormals are 2^-9 apart, its numbers from 16 to
+        # 32 by 2, from 32 on by 4.
         subnormals_and_more = np.concatenate([np.arange(16) / 2**10, np.arange(16, 47)])
         special = subnormals_and_more if self.dtype == mx.uint8 else np.arange(47) / 2
-        keys[0, :, :47], keys[0, :, 48:] = special, 0.0
+        keys[0, :, :47] = special
+        keys[0, :, 48:] = np.resize([416, 352, 288, 208], 16) if self.dtype == mx.uint8 else 0.0
         keys[0, :, :47:3] *= -1.0
         keys[0, :, 47] = 448.0 if self.dtype == mx.uint8 else 127.0
+        keys[3, 0], keys[3, 0, 5] = 0.0, 448 * 13  # 416 * 14 too: two of fp8's scales are exact
         return keys, values
 
     def __call__(self) -> None:

@@ -15,7 +15,7 @@ from metal_kernels.kv_write import reference
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 TORCH = {F16: torch.float16, BF16: torch.bfloat16, F32: torch.float32}
-LARGEST = {FP8: 448.0, INT8: 127.0}
+TOPS = {FP8: [448, 416, 384, 352, 320, 288, 256], INT8: [127]}  # codes of largest elements
 TOKEN_BYTES = 32
 
 
@@ -45,11 +45,22 @@ def encoded(row, dtype):
     """A float32 row as bytes of a pool, and its scale, of which bfloat16 keeps 8 bits."""
     if dtype in TORCH:
         return torch.from_numpy(row).to(TORCH[dtype]).view(torch.uint8).numpy(), None
-    scale = torch.tensor(np.abs(row).max() / np.float32(LARGEST[dtype])).bfloat16().float().numpy()
+    choices = [coded(row, dtype, top) for top in TOPS[dtype]]
+    unit = (np.abs(row).max() or np.float32(1)) / 2**14
+    errors = [np.square((row - values) / unit).astype(int).sum() for _, _, values in choices]
+    codes, scale, _ = choices[np.argmin(errors)]  # the first of the best
+    return codes, scale
+
+
+def coded(row, dtype, top):
+    """A float32 row as codes, its scale and the values of the codes, the largest coded as `top`."""
+    scale = torch.tensor(np.abs(row).max() / np.float32(top)).bfloat16().float().numpy()
     codes = torch.from_numpy(row / scale if scale else row)
     if dtype == INT8:
-        return codes.round().clamp(-127, 127).to(torch.int8).view(torch.uint8).numpy(), scale
-    return codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), scale
+        codes = codes.round().clamp(-127, 127).to(torch.int8)
+    else:
+        codes = codes.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).numpy(), scale, codes.float().numpy() * scale
 
 
 @dataclass
@@ -86,7 +97,7 @@ class Write:
             Part(
                 make_rows(rng, (len(slots), heads, size), dtype),
                 noise(rng, (*shape, size), pool_dtype),
-                noise(rng, shape, BF16) if pool_dtype in LARGEST else None,
+                noise(rng, shape, BF16) if pool_dtype in TOPS else None,
             )
             for size in sizes
         ]
@@ -177,6 +188,27 @@ def test_slots_of_either_dtype_and_more_of_them_than_rows():
     write = Write(KINDS[0], slots=[3, 20])
     write.slot_mapping = mx.array([3, 20, 21, 5, 6, 7, 8, 9, 10], dtype=mx.int64)
     write.check()
+
+
+def squared_error(row, values):
+    return np.square(row.astype(np.float64) - values).sum()
+
+
+@pytest.mark.parametrize("size", [64, 576])
+def test_each_row_in_fp8_loses_least_by_its_scale(size):
+    rows = np.array(make_rows(np.random.default_rng(0), (50, 4, size), F32)).reshape(-1, size)
+    codes, scales = reference.encode(mx.array(rows), FP8)
+    values = np.array(mx.from_fp8(codes, dtype=F32) * scales.astype(F32)[:, None])
+    found = [squared_error(row, kept) for row, kept in zip(rows, values, strict=True)]
+    choices = [[squared_error(row, coded(row, FP8, top)[2]) for top in TOPS[FP8]] for row in rows]
+    least = np.min(choices, axis=1)
+    unit = np.square(np.abs(rows).max(axis=1) / 2**14)  # errors are cut to whole ones
+    assert (found <= least + size * unit).all()
+    assert sum(found) < sum(least) * (1 + 1e-6)
+    by_448 = np.array(choices)[:, 0]
+    assert (found <= by_448 + size * unit).all()
+    sizes = np.where(by_448 > 0, np.square(rows).sum(axis=1), 1.0)
+    assert (found / sizes).mean() < 0.9 * (by_448 / sizes).mean()
 
 
 def test_rows_with_nan_or_infinity_decode_to_nothing_finite():
