@@ -254,15 +254,18 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
         pytest.param(
             # 30 layers × (K + V) × 3 heads × 64 × 4 bytes = 45 KiB a token
             ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(16 << 20)],
-            *({}, "the model's max seq len (8192), (0.35 GiB KV cache is needed"),
+            *(
+                {},
+                "one request of --max-model-len 8192 needs 0.35 GiB of KV cache",
+            ),
             id="longer than the pool",
         ),
         pytest.param(
             [
                 *("--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'),
-                *("--kv-cache-dtype", "fp8"),
+                *("--kv-cache-dtype", "nvfp4"),
             ],
-            *({}, "vllm-metal does not support --kv-transfer-config, --kv-cache-dtype fp8"),
+            *({}, "vllm-metal does not support --kv-transfer-config, --kv-cache-dtype nvfp4"),
             id="two refused features",
         ),
         pytest.param(
