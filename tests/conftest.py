@@ -2,6 +2,7 @@
 """Before anything imports MLX: its CPU device with a fast BLAS, and no network."""
 
 import os
+import signal
 
 os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,3 +12,6 @@ from vllm_metal import blas
 
 if os.environ["VLLM_METAL_DEVICE"] == "cpu":
     blas.load()
+# What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
