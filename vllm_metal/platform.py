@@ -98,6 +98,10 @@ class MetalPlatform(Platform):
         return float(mx.get_active_memory())
 
     @classmethod
+    def set_device(cls, device: torch.types.Device) -> None:
+        return  # a process has one; vLLM sets it in the thread that sends a worker's results
+
+    @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         import mlx.core as mx
 
