@@ -56,6 +56,9 @@ test-slow: $(STAMP)  ## the nightly tests
 fuzz: $(STAMP)  ## random traffic on the real engine, 10 000 requests
 	PYTHONPATH=tests $(BIN)/python -m e2e.fuzz $(FUZZ)
 
+vllm-tests: $(STAMP)  ## vLLM's own engine tests with this platform (fetched once, 45 MB)
+	PYTHONPATH=tests $(BIN)/python -m upstream.run $(PYTEST_ARGS)
+
 lint: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

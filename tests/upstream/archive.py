@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own tests: they ship in its source archive, not in its wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from vllm_metal import compat, envs
+
+VERSION = "0.32.0"
+#: As the package index states it; pip refuses an archive with any other.
+SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
+
+# Their settings of pytest are in pyproject.toml, and some tests run an example.
+_EXTRACTED = ("tests/", "examples/features/", "pyproject.toml")
+# pip does not download a source archive without running its build, for the package's metadata. An
+# archive carries these already: this stands in for vLLM's build backend, and nothing gets built.
+_BACKEND = """\
+import pathlib, shutil
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    folder = pathlib.Path(metadata_directory, "vllm.dist-info")
+    folder.mkdir()
+    shutil.copy("PKG-INFO", folder / "METADATA")
+    return folder.name
+"""
+
+
+class UnavailableError(RuntimeError):
+    """The archive is neither in the cache nor to be had."""
+
+
+def extracted() -> Path:
+    """Folder with vLLM's ``tests`` and what they read, fetched when not in the cache.
+
+    Raises:
+        UnavailableError: pip does not get the archive.
+        RuntimeError: another vLLM is installed.
+    """
+    installed = (compat.installed_vllm() or "none").split("+")[0]
+    if installed != VERSION:
+        raise RuntimeError(
+            f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
+        )
+    folder = envs.cache_dir() / "vllm-tests" / VERSION
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        archive = _download(Path(work))
+        fresh = Path(work) / "extracted"
+        _extract(archive, fresh)
+        try:
+            fresh.rename(folder)
+        except OSError:  # another process was first
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def _download(work: Path) -> Path:
+    """vLLM's source archive, from where pip is configured to find packages."""
+    backend = work / "backend" / "setuptools"
+    backend.mkdir(parents=True)
+    (backend / "__init__.py").touch()
+    (backend / "build_meta.py").write_text(_BACKEND)
+    wanted = work / "requirements.txt"
+    wanted.write_text(f"vllm=={VERSION} --hash=sha256:{SHA256}\n")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1"]
+    options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--require-hashes"]
+    done = subprocess.run(
+        [*pip, *options, "--dest", str(work), "--requirement", str(wanted)],
+        env=os.environ | {"PYTHONPATH": str(backend.parent)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    archive = work / f"vllm-{VERSION}.tar.gz"
+    if done.returncode or not archive.exists():
+        errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
+        raise UnavailableError(
+            f"vLLM {VERSION}'s source archive is not in {envs.cache_dir()} and pip cannot get it: "
+            + next(errors, done.stderr).removeprefix("ERROR: ")
+        )
+    return archive
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    """What the tests need of the archive."""
+    prefix = f"vllm-{VERSION}/"
+    with tarfile.open(archive) as opened:
+        for member in opened:
+            name = member.name.removeprefix(prefix)
+            if member.isfile() and name.startswith(_EXTRACTED):
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with opened.extractfile(member) as source, target.open("wb") as out:
+                    shutil.copyfileobj(source, out)

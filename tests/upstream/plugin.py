@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's tests run with: the hub cache, without the tests that selection.py leaves out."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from upstream import hub, selection
+
+_left_out: Counter[str] = Counter()
+
+
+def pytest_configure() -> None:
+    hub.write(Path(os.environ["HF_HOME"]))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k, which may leave none of a file
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = {item: item.nodeid.removeprefix("tests/v1/") for item in items}
+    if unmatched := selection.unmatched(list(names.values())):
+        raise pytest.UsageError(f"selection.py leaves out what does not exist: {unmatched}")
+    dropped = []
+    for item, name in names.items():
+        if reason := selection.reason(name):
+            _left_out[reason] += 1
+            dropped.append(item)
+        else:
+            # What vLLM cleans up after a test is a GPU's; it would take most of the time here.
+            item.add_marker("skip_global_cleanup")
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason, count in _left_out.most_common():
+        terminalreporter.write_line(f"left out: {count:4} {reason}")

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's tests run with this platform, and why the others do not.
+
+Paths are relative to ``tests/v1`` of vLLM's source archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: Scheduler, block pool and prefix cache: what `make test` runs.
+QUICK = (
+    "core/prefix_cache/test_mamba_eagle_resume_checkpoint.py",
+    "core/prefix_cache/test_partial_prefix_cache_hits.py",
+    "core/prefix_cache/test_partial_prefix_cache_primitives.py",
+    "core/test_async_scheduler.py",
+    "core/test_contiguous_kv_packing.py",
+    "core/test_deferred_block_free.py",
+    "core/test_encoder_cache_manager.py",
+    "core/test_kv_cache_metrics.py",
+    "core/test_kv_cache_utils.py",
+    "core/test_kv_sharing.py",
+    "core/test_mamba_align_chunk_split.py",
+    "core/test_output.py",
+    "core/test_prefix_caching.py",
+    "core/test_prefix_replay.py",
+    "core/test_priority_preemption_bug.py",
+    "core/test_priority_scheduler_random.py",
+    "core/test_repetition_detection.py",
+    "core/test_scheduler.py",
+    "core/test_single_type_kv_cache_manager.py",
+    "core/test_swa_inflight_window_free.py",
+    "core/test_worker_slot_overflow.py",
+)
+
+#: What `make vllm-tests` runs.
+RUN = (
+    *QUICK,
+    "core/test_reset_prefix_cache_e2e.py",
+    "core/test_scheduler_e2e.py",
+    "engine/test_admission_control.py",
+    "engine/test_engine_args.py",
+    "engine/test_engine_core_shutdown_signal.py",
+    "engine/test_init_error_messaging.py",
+    "engine/test_input_processor_trace_replay.py",
+    "engine/test_iteration_logging.py",
+    "engine/test_kv_cache_group_metadata.py",
+    "engine/test_kv_transfer_rejection.py",
+    "engine/test_llm_engine_finalizer_is_weak.py",
+    "engine/test_logprobs_processor.py",
+    "engine/test_output_processor.py",
+    "engine/test_parallel_sampling.py",
+    "engine/test_preprocess_error_handling.py",
+    "engine/test_startup_watch_processes.py",
+    "engine/test_wake_up_contract.py",
+    "executor/test_executor.py",
+    "executor/test_multiproc_executor.py",
+    "executor/test_multiproc_executor_timeout.py",
+    "executor/test_ray_utils.py",
+    "executor/test_vllm_net_devices.py",
+    "logits_processors/test_correctness.py",
+    "logits_processors/test_loader.py",
+    "metrics/test_engine_logger_apis.py",
+    "metrics/test_histogram_buckets.py",
+    "metrics/test_metrics_reader.py",
+    "metrics/test_perf_metrics.py",
+    "metrics/test_stats.py",
+    "sample/test_batched_count_greater_than.py",
+    "sample/test_dry.py",
+    "sample/test_head_dtype.py",
+    "sample/test_logprobs.py",
+    "sample/test_sampler.py",
+    "sample/test_sampling_params_e2e.py",
+    "sample/test_thinking_budget_state.py",
+    "sample/test_topk_topp_sampler.py",
+    "sample/test_trace_replay_params.py",
+    "shutdown/test_processor_error.py",
+    "spec_decode/test_dynamic_sd.py",
+    "spec_decode/test_mtp_structured_output.py",
+    "spec_decode/test_request_acceptance.py",
+    "streaming_input/test_async_llm_streaming.py",
+    "streaming_input/test_scheduler_streaming.py",
+    "structured_output/test_backend_guidance.py",
+    "structured_output/test_backend_outlines.py",
+    "structured_output/test_backend_xgrammar.py",
+    "structured_output/test_backend_xgrammar_lark.py",
+    "structured_output/test_backend_xgrammar_plamo3.py",
+    "structured_output/test_backend_xgrammar_stop_tokens.py",
+    "structured_output/test_guidance_negative_draft_tokens.py",
+    "structured_output/test_outlines_cache.py",
+    "structured_output/test_regex_compilation_timeout.py",
+    "structured_output/test_request.py",
+    "structured_output/test_scheduler_speculative_padding.py",
+    "structured_output/test_structured_output_manager.py",
+    "test_oracle.py",
+    "test_outputs.py",
+    "test_request.py",
+    "test_serial_utils.py",
+    "test_tensor_ipc_queue.py",
+)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Tests that need something that is not here.
+
+    Attributes:
+        reason: what they need.
+        files: whole files, or folders of them.
+        tests: of files that run: functions or classes, or one of a function's parameter sets.
+    """
+
+    reason: str
+    files: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+
+
+LEFT_OUT = (
+    LeftOut(
+        "kernels of vLLM's own for GPUs: CUDA and Triton",
+        files=(
+            "attention",
+            "cudagraph",
+            "determinism",
+            "sample/test_diffusion_gemma_reads.py",
+            "sample/test_diffusion_sampler_stats.py",
+            "sample/test_rejection_sampler.py",
+        ),
+        tests=(
+            "sample/test_dry.py::test_v2_batch_sharded_sampling_matches_unsharded",
+            "test_outputs.py::test_sampling_mask_tensors_match_finite_support",
+            "test_outputs.py::test_sampling_mask_matches_processed_top_k_top_p_support",
+            "test_outputs.py::test_sampling_mask_tensors_uses_request_boundaries",
+            "test_outputs.py::test_sampling_mask_tensors_multirow_request_layout",
+            "test_outputs.py::test_sampling_mask_preserves_top_k_boundary_ties",
+        ),
+    ),
+    LeftOut(
+        "vLLM's own GPU runner and workers, where this platform has its own",
+        files=(
+            "worker",
+            "streaming_input/test_gpu_model_runner_streaming.py",
+            "streaming_input/test_gpu_model_runner_v2_streaming.py",
+        ),
+    ),
+    LeftOut(
+        "proposers and verification of vLLM's own GPU runner",
+        files=(
+            "spec_decode/test_acceptance_estimator.py",
+            "spec_decode/test_acceptance_length.py",
+            "spec_decode/test_adaptive_verification.py",
+            "spec_decode/test_dflash2.py",
+            "spec_decode/test_dflash_causality.py",
+            "spec_decode/test_dflash_lookahead.py",
+            "spec_decode/test_dflash_prepare_inputs.py",
+            "spec_decode/test_dflash_profile.py",
+            "spec_decode/test_draft_attention_backend_override.py",
+            "spec_decode/test_draft_moe_backend_override.py",
+            "spec_decode/test_dspark_topk.py",
+            "spec_decode/test_dsv4_mtp_local_argmax.py",
+            "spec_decode/test_dynamic_sd_cug.py",
+            "spec_decode/test_eagle.py",
+            "spec_decode/test_eagle_draft_attn_metadata.py",
+            "spec_decode/test_eagle_step_kernel.py",
+            "spec_decode/test_extract_hidden_states.py",
+            "spec_decode/test_lilicorr.py",
+            "spec_decode/test_llm_base_proposer.py",
+            "spec_decode/test_llm_base_proposer_sampling.py",
+            "spec_decode/test_max_len.py",
+            "spec_decode/test_mtp.py",
+            "spec_decode/test_ngram.py",
+            "spec_decode/test_ngram_gpu.py",
+            "spec_decode/test_rejection_sampler_utils.py",
+            "spec_decode/test_speculators_correctness.py",
+            "spec_decode/test_speculators_eagle3.py",
+            "spec_decode/test_synthetic_rejection_sampler_utils.py",
+            "spec_decode/test_vocab_mapping.py",
+        ),
+    ),
+    LeftOut(
+        "connectors of K/V and encoder caches (--kv-transfer-config), which the platform refuses",
+        files=(
+            "ec_connector",
+            "kv_connector",
+            "kv_offload",
+            "simple_kv_offload",
+        ),
+        tests=(
+            "core/test_async_scheduler.py::test_connector_metadata_precedes_async_placeholder_advance",
+            "core/test_async_scheduler.py::test_requires_kv_delivery_defaults_to_producer_role",
+            "core/test_async_scheduler.py::test_kv_pressure_preempt_mid_handoff",
+            "core/test_deferred_block_free.py::test_gate_enabled_for_async_consumer",
+            "core/test_prefix_caching.py::test_nixl_hisparse_full_block_import_keeps_a_writable_tail",
+            "core/test_prefix_caching.py::test_hisparse_async_admission_requires_full_prompt_host_pages",
+            "core/test_prefix_caching.py::test_hisparse_admitted_async_loads_can_finish_with_nothing_running",
+            "core/test_prefix_replay.py::test_async_remote_kv_hit_replays_after_load",
+            "core/test_prefix_replay.py::test_remote_kv_hit_is_taken_in_whole_blocks",
+            "core/test_prefix_replay.py::test_kv_load_carrying_window_does_not_replay",
+            "core/test_prefix_replay.py::test_hit_no_longer_than_window_is_ignored[True]",
+            "core/test_prefix_replay.py::test_kv_load_zeroing_respects_loaded_groups",
+            "core/test_scheduler.py::test_throttle_prefills_excludes_fully_transferred_remote_kv",
+            "core/test_scheduler.py::test_throttle_prefills_defers_remote_kv_resume_with_local_prefill",
+            "core/test_scheduler.py::test_prefix_cache_query_not_inflated_by_connector_defer",
+            "core/test_scheduler.py::test_spec_decode_padding_resumed_request_without_running_requests",
+            "core/test_scheduler.py::test_pause_new_drains_async_kv_loads",
+            "core/test_scheduler.py::test_has_sync_kv_loads",
+            "core/test_scheduler.py::test_kv_connector_honors_skip_reading_prefix_cache",
+            "core/test_scheduler.py::test_kv_connector_records_external_cache_hit_sources",
+            "core/test_scheduler.py::test_kv_connector_basic",
+            "core/test_scheduler.py::test_external_prefix_cache_metrics",
+            "core/test_scheduler.py::test_kv_connector_unable_to_allocate",
+            "core/test_scheduler.py::test_kv_connector_handles_preemption",
+            "core/test_scheduler.py::test_priority_scheduling_preemption_and_resumption_when_out_of_kv",
+            "core/test_scheduler.py::test_prepend_skipped_requests_order",
+            "core/test_scheduler.py::test_abort_request_waiting_for_remote_kvs",
+            "core/test_scheduler.py::test_abort_request_finished_recving",
+            "core/test_scheduler.py::test_delayed_kv_connector_free_keeps_scheduler_active",
+            "core/test_scheduler.py::test_async_load_reservation_prevents_wedge_e2e",
+            "core/test_scheduler.py::test_hybrid_per_group_hit_divergence_with_connector",
+            "core/test_scheduler.py::test_hybrid_fa_deeper_hit_respects_connector_lookup_policy",
+            "core/test_swa_inflight_window_free.py::test_connector_finish_frees_on_settled_basis",
+        ),
+    ),
+    LeftOut(
+        "several workers, which the platform refuses, or Ray, which is not installed",
+        files=(
+            "distributed",
+            "fault_tolerance",
+            "engine/test_core_engine_actor_manager.py",
+            "engine/test_dp_placement_node_allowlist.py",
+            "engine/test_dp_world_group_port.py",
+        ),
+        tests=(
+            "core/test_kv_cache_utils.py::test_kv_tp_replicas",
+            "core/test_scheduler.py::test_async_scheduling_pp_allows_rescheduling_with_output_placeholders",
+            "engine/test_engine_args.py::test_data_parallel_start_rank_zero_infers_hybrid_lb",
+            "engine/test_engine_args.py::test_external_lb_preserves_explicit_rank_when_dp_exceeds_nodes",
+            "engine/test_engine_args.py::test_external_lb_infers_rank_when_dp_does_not_exceed_nodes",
+            "spec_decode/test_dynamic_sd.py::test_dynamic_sd_is_disabled_with_data_parallel",
+            "engine/test_engine_args.py::test_external_lb_infers_rank_for_multinode_replicas",
+        ),
+    ),
+    LeftOut(
+        "multimodal inputs, which the platform refuses",
+        tests=(
+            "core/test_priority_scheduler_random.py::test_priority_scheduling_blast",
+            "core/test_scheduler.py::test_schedule_multimodal_requests",
+            "core/test_scheduler.py::test_schedule_partial_requests",
+            "core/test_scheduler.py::test_encoder_only_prompt_longer_than_budget_is_chunked",
+            "core/test_scheduler.py::test_same_step_duplicate_encoder_input_stays_cached",
+            "core/test_scheduler.py::test_no_mm_input_chunking",
+            "core/test_scheduler.py::test_no_mm_input_chunking_for_same_step_duplicate",
+            "core/test_scheduler.py::test_ec_connector_text_only_request",
+            "core/test_scheduler.py::test_ec_connector_cache_hit_external_load",
+            "core/test_scheduler.py::test_ec_connector_cache_miss_computes_locally",
+            "core/test_scheduler.py::test_ec_connector_with_partial_cache_hit_multi_round",
+            "core/test_scheduler.py::test_ec_connector_schedule_multiple_requests",
+            "core/test_scheduler.py::test_ec_connector_unable_to_allocate",
+            "core/test_scheduler.py::test_priority_scheduling_ec_connector_preemption_and_resumption",
+            "core/test_scheduler.py::test_ec_connector_allocate_encoder_tokens_with_external_load",
+            "core/test_scheduler.py::test_ec_connector_update_connector_output_called",
+            "core/test_scheduler.py::test_eagle3_mm_encoder_cache_with_shift",
+            "core/test_scheduler.py::test_free_encoder_inputs_respects_unconfirmed_placeholders",
+            "core/test_scheduler.py::test_free_encoder_inputs_notifies_the_ec_connector",
+            "core/test_scheduler.py::test_unavailable_encoder_input_fails_the_request_as_retryable",
+            "core/test_scheduler.py::test_encoder_cache_accepts_matching_embed_count",
+            "core/test_scheduler.py::test_encoder_cache_rejects_mismatched_embed_count",
+            "core/test_scheduler.py::test_encoder_cache_embed_count_mismatch_restores_prior_hit_state",
+            "core/test_scheduler.py::test_encoder_cache_rejects_mismatched_embed_count_within_request",
+            "core/test_scheduler.py::test_free_encoder_inputs_defers_for_eagle_lookahead",
+            "core/test_scheduler.py::test_free_encoder_inputs_unchanged_without_spec_decode",
+            "core/test_scheduler.py::test_encoder_cache_retained_across_preemption_and_resume",
+            "core/test_scheduler.py::test_encoder_cache_recomputed_when_evicted_during_preemption",
+            "core/test_scheduler.py::test_ec_connector_ensure_cache_available_defers_request",
+            "core/test_scheduler.py::test_ec_connector_defers_running_request_for_async_reload",
+            "core/test_scheduler.py::test_encoder_instance_defers_stop_until_prompt_is_consumed",
+            "core/test_scheduler.py::test_encoder_instance_finishes_request_once_prompt_is_consumed",
+            "core/test_scheduler.py::test_encoder_input_skipped_when_connector_already_has_the_item[ec_producer]",
+        ),
+    ),
+    LeftOut(
+        "a setting the platform refuses: block sizes, model runner v2, pooling, parallel drafting",
+        files=("test_kv_cache_spec_registry.py",),
+        tests=(
+            "core/test_scheduler.py::test_pooling_chunked_prefill_can_finish_at_max_model_len",
+            "core/test_scheduler.py::test_draft_slots_budgeted_per_scheduled_request",
+            "core/test_scheduler.py::test_mamba_align_encoder_cache_cap_makes_progress",
+            "core/test_scheduler.py::test_mamba_align_eagle_schedules_encoder_at_boundary",
+            "core/test_scheduler.py::test_diffusion_scheduler_is_selected_by_default",
+            "core/test_scheduler.py::test_diffusion_scheduler_narrows_the_canvas_per_request",
+            "core/test_scheduler.py::test_diffusion_scheduler_trims_full_width_worker_drafts",
+            "core/test_scheduler.py::test_sync_diffusion_step_commits_only_emitted_tokens",
+            "core/test_scheduler.py::test_diffusion_scheduler_defers_a_read_with_every_step_in_flight",
+            "sample/test_logprobs.py::test_prompt_logprob_token_ids_with_chunking_and_preemption",
+            "sample/test_logprobs.py::test_prompt_logprob_token_ids_drop_partially_scored_prefills",
+            "core/test_scheduler.py::test_diffusion_read_deferral_keeps_a_longer_pp_wait",
+        ),
+    ),
+    LeftOut(
+        "skipped by the test file itself, or reading NVML, without CUDA",
+        files=(
+            "engine/test_abort_final_step.py",
+            "engine/test_async_llm.py",
+            "engine/test_engine_core.py",
+            "engine/test_engine_core_client.py",
+            "shutdown/test_delete.py",
+        ),
+    ),
+    LeftOut(
+        "breaks vLLM's own Llama on purpose; here mlx-lm's is served",
+        files=(
+            "shutdown/test_forward_error.py",
+            "shutdown/test_startup_error.py",
+        ),
+    ),
+    LeftOut(
+        "trained weights from the hub, or OPT's, which mlx-lm does not have",
+        files=(
+            "e2e",
+            "core/prefix_cache/test_hybrid_prefix_cache_hit_rate.py",
+            "engine/test_fast_incdec_prefix_err.py",
+            "engine/test_llm_engine.py",
+            "logits_processors/test_custom_offline.py",
+            "logits_processors/test_custom_online.py",
+            "tracing/test_tracing.py",
+        ),
+        tests=(
+            "sample/test_head_dtype.py::test_fp32_head_e2e_no_nan",
+            "sample/test_logprobs.py::test_max_logprobs",
+            "sample/test_logprobs.py::test_all_logprobs",
+            "sample/test_logprobs.py::test_logprobs_mode",
+            "sample/test_logprobs.py::test_prompt_logprobs_mode",
+            "sample/test_logprobs.py::test_verify_tokens_integration",
+            "sample/test_logprobs.py::test_utf8_edge_cases_with_real_model",
+            "sample/test_logprobs.py::test_correct_decoded_token_preserves_valid_tokens",
+        ),
+    ),
+    LeftOut(
+        "the tokenizer of a certain model from the hub",
+        tests=(
+            "structured_output/test_backend_guidance.py::test_mistral_tokenizer_compile_grammar",
+            "structured_output/test_backend_xgrammar_lark.py::test_auto_backend_selects_guidance_for_mistral_lark",
+            "engine/test_output_processor.py::test_stop_token[True-stop_token_ids-False-None]",
+            "engine/test_output_processor.py::test_stop_token[True-stop_token_ids-False-5]",
+            "engine/test_output_processor.py::test_stop_token[True-eos_token_id-False-None]",
+            "engine/test_output_processor.py::test_stop_token[False-eos_token_id-True-None]",
+            "structured_output/test_backend_xgrammar_stop_tokens.py::test_request_stop_tokens_gated_to_grammar_terminal",
+            "sample/test_sampling_params_e2e.py::test_stop",
+            "sample/test_sampling_params_e2e.py::test_bad_words",
+        ),
+    ),
+    LeftOut(
+        "packages that are not installed: ray, lm_eval",
+        files=(
+            "metrics/test_ray_metrics.py",
+            "sample/test_logprobs_e2e.py",
+        ),
+        tests=("metrics/test_engine_logger_apis.py::test_async_llm_replace_default_loggers",),
+    ),
+    LeftOut(
+        "cannot be run with this pytest, or with Python 3.11",
+        files=("structured_output/test_validation.py",),
+        tests=(
+            "structured_output/test_backend_xgrammar.py::TestXgrammarBackend::TestPR58067Regressions",
+        ),
+    ),
+)
+
+
+def reason(name: str) -> str | None:
+    """Why a test is left out of a file that runs, if it is; ``name`` as pytest writes it."""
+    for group in LEFT_OUT:
+        if any(_within(name, test, "[", "::") for test in group.tests):
+            return group.reason
+    return None
+
+
+def reasons(file: str) -> Iterator[str]:
+    """Why a file does not run."""
+    for group in LEFT_OUT:
+        if any(_within(file, left_out, "/") for left_out in group.files):
+            yield group.reason
+
+
+def unmatched(names: list[str]) -> list[str]:
+    """Tests that are left out and not among the ``names`` of their files' tests."""
+    files = {name.split("::")[0] for name in names}
+    listed = [test for group in LEFT_OUT for test in group.tests if test.split("::")[0] in files]
+    return [test for test in listed if not any(_within(name, test, "[", "::") for name in names)]
+
+
+def _within(name: str, listed: str, *separators: str) -> bool:
+    return name == listed or name.startswith(tuple(listed + separator for separator in separators))
