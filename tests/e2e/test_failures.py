@@ -3,8 +3,10 @@
 
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import openai
@@ -84,12 +86,23 @@ def test_a_killed_engine_ends_its_streams_and_its_server_and_leaves_the_port(mod
         assert complete(client).choices[0].text == expected
 
 
-def test_an_interrupted_start_leaves_nothing_behind(model, tmp_path):
-    log, scratch, cache = (tmp_path / name for name in ("log", "scratch", "cache"))
-    scratch.mkdir()
+@pytest.fixture
+def scratch():
+    """A folder with a short path: vLLM makes sockets in TMPDIR, whose names end at 107 letters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_an_interrupted_start_leaves_nothing_behind(model, tmp_path, scratch):
+    log, cache = tmp_path / "log", tmp_path / "cache"
     environment = {"TMPDIR": str(scratch), "VLLM_METAL_CACHE": str(cache)}
+
+    def engine_starts():
+        assert process.poll() is None, log.read_text()
+        return "Initializing a V1 LLM engine" in log.read_text()
+
     with started(model, [*OPTIONS, "--port", str(free_port())], environment, log) as process:
-        wait_for(lambda: "Initializing a V1 LLM engine" in log.read_text(), STARTING_UP_S)
+        wait_for(engine_starts, STARTING_UP_S)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
         process.wait(ENDING_S)
         wait_for(lambda: not group_of(process), ENDING_S)
