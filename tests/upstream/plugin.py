@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from upstream import hub, selection
+from vllm.platforms import current_platform
 
 _left_out: Counter[str] = Counter()
 
 
 def pytest_configure() -> None:
+    if current_platform.device_name != "metal":
+        raise pytest.UsageError(f"vLLM runs {current_platform!r}, not this project's platform")
     hub.write(Path(os.environ["HF_HOME"]))
 
 
