@@ -13,10 +13,10 @@ from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case
 from vllm_metal import selfcheck
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.scatter import ScatterRegion
-from vllm_metal.models.layers import AttentionLayer
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))

@@ -32,7 +32,7 @@ from vllm_metal.kv_cache.region import row_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_metal.models.layers import AttentionLayer
+    from vllm_metal.attention.layers import AttentionLayer
 
 logger = init_logger(__name__)
 

@@ -24,7 +24,7 @@ from metal_kernels.selfcheck import Case, Outcome
 from vllm_metal import device, envs
 
 if TYPE_CHECKING:
-    from vllm_metal.models.layers import AttentionLayer
+    from vllm_metal.attention.layers import AttentionLayer
 
 #: The kernels a server launches.
 SERVING = ("kv_write", "decode", "prefill", "reduce")

@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal import device
+from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.failures import end_failed_requests
 from vllm_metal.guard import GuardedSteps
 from vllm_metal.kv_cache import choice, formats
@@ -23,7 +24,6 @@ from vllm_metal.memory import Memory, Workload, quantised_share
 from vllm_metal.memory_pressure import MemoryPressure
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.layers import AttentionLayer, attention_layers
 from vllm_metal.models.profile import (
     most_sampled,
     profile_attention,

@@ -162,8 +162,7 @@ def highest_rss():
 
 
 def flood(model, share, num_prompts, prompt_len, **options):
-    """What MLX held at most, spare buffers included, and the growth of RSS, of an engine whose every
-    block is asked for."""
+    """What MLX held at most, spare buffers too, and RSS's growth: every block is asked for."""
     with engine(model, **settings(share, **options)) as llm:  # what only a first engine takes
         generate(llm, [[1]], greedy(1, detokenize=False))
     before, active = resident(), mx.get_active_memory()

@@ -8,9 +8,9 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
-from vllm_metal.models.layers import AttentionLayer
 
 BLOCK = 16
 MEMORY = 8 << 20

@@ -9,10 +9,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.attention import seam
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.inputs import prepare
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.layers import attention_layers
 from vllm_metal.models.loader import SelectedRows
 from vllm_metal.requests import BlockTables, Requests
 

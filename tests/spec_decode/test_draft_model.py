@@ -11,10 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_kernels import kernel
 from metal_kernels.interpreter import metal_kernel
 from vllm_metal.attention import seam
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.layers import attention_layers
 from vllm_metal.models.loader import SelectedRows
 from vllm_metal.requests import BlockTables
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer

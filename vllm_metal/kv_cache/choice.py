@@ -16,7 +16,7 @@ from vllm_metal.kv_cache.region import Region
 from vllm_metal.kv_cache.scatter import ScatterRegion
 
 if TYPE_CHECKING:
-    from vllm_metal.models.layers import AttentionLayer
+    from vllm_metal.attention.layers import AttentionLayer
 
 logger = init_logger(__name__)
 

@@ -21,7 +21,7 @@ from vllm_metal.kv_cache.region import Region, row_bytes
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_metal.models.layers import AttentionLayer
+    from vllm_metal.attention.layers import AttentionLayer
 
 _AS_VLLM_HAS_IT = {
     mx.float32: (torch.float32, KVQuantMode.NONE),

@@ -18,7 +18,7 @@ from vllm_metal.requests import BlockTables
 from vllm_metal.rows import Rows, step_layout
 
 if TYPE_CHECKING:
-    from vllm_metal.models.layers import AttentionLayer
+    from vllm_metal.attention.layers import AttentionLayer
 
 
 class PagedLayers:

@@ -12,10 +12,10 @@ import numpy as np
 from vllm import SamplingParams
 
 from metal_kernels.paged_attention import reference
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.kv_cache.formats import pool_dtype
 from vllm_metal.kv_cache.region import Region, StepLayout
-from vllm_metal.models.layers import AttentionLayer
 from vllm_metal.models.loader import SelectedRows, mlx_dtype
 from vllm_metal.sample import Sampler
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.models import loader
-from vllm_metal.models.layers import AttentionLayer
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
 from vllm_metal.spec_decode.model import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork

@@ -11,9 +11,9 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.region import Region
 from vllm_metal.models.executor import PagedLayers
-from vllm_metal.models.layers import AttentionLayer
 from vllm_metal.requests import BlockTables
 from vllm_metal.rows import Rows
 from vllm_metal.spec_decode.proposer import Proposer

@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import exaone_moe, glm4_moe, mimo
 
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.models import loader
-from vllm_metal.models.layers import AttentionLayer
 from vllm_metal.spec_decode.model import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.region import Region
-from vllm_metal.models.layers import AttentionLayer
 from vllm_metal.models.loader import HiddenStates, ModelLoadError, mlx_dtype
 from vllm_metal.models.profile import largest_step
 from vllm_metal.requests import BlockTables

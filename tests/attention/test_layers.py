@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.base import BaseModelArgs
 
 from vllm_metal.attention import seam
-from vllm_metal.models.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.layers import AttentionLayer, attention_layers
 
 SMALL = {
     "hidden_size": 64,
