@@ -19,7 +19,7 @@ class PromptRows:
     """Rows of one request whose logits are wanted as prompt logprobs."""
 
     state: RequestState
-    start: int  # first of them among the selected logits
+    start: int  # first of them in the batch
     target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
     last: bool  # the request samples in this step: vLLM takes them with its first token only
 
@@ -38,7 +38,7 @@ class InputBatch(Rows):
     num_output_tokens_np: np.ndarray  # [S] int32, generated before that row, drafts included
     windows: Windows | None  # of the rows that sample; None: one row each
     drafts: StepDrafts | None  # of all requests; None: without speculation
-    prompt_rows: tuple[PromptRows, ...]  # their logits follow those of the rows that sample
+    prompt_rows: tuple[PromptRows, ...]
 
 
 def prepare(
@@ -99,11 +99,7 @@ def prepare(
         )
     sample_slots = slots[sampling][window]
     num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[slots])[sampling][window]
-    prompt_rows, extra = _prompt_rows(
-        requests, states, computed, query_start_loc, sampling, len(sample_rows)
-    )
-    rows = np.concatenate([sample_rows, *extra])
-    everything = len(rows) == num_tokens and bool((rows == np.arange(num_tokens)).all())
+    everything = len(sample_rows) == num_tokens
     return InputBatch(
         states=states,
         slots_np=slots,
@@ -117,8 +113,8 @@ def prepare(
         num_output_tokens_np=(num_outputs + in_window).astype(np.int32),
         windows=windows,
         drafts=drafts,
-        prompt_rows=prompt_rows,
-        logits_indices=None if everything else mx.array(rows.astype(np.int32)),
+        prompt_rows=_prompt_rows(requests, states, computed, query_start_loc, sampling),
+        logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
     )
 
 
@@ -135,10 +131,9 @@ def _prompt_rows(
     computed: np.ndarray,
     query_start_loc: np.ndarray,
     sampling: np.ndarray,
-    base: int,
-) -> tuple[tuple[PromptRows, ...], list[np.ndarray]]:
+) -> tuple[PromptRows, ...]:
     """Prompt rows that predict another prompt token, for requests whose prompt logprobs are due."""
-    found, rows = [], []
+    found = []
     for index, state in enumerate(states):
         if state.prompt_logprobs is None:
             continue
@@ -148,7 +143,5 @@ def _prompt_rows(
         predicting = max(min(num_rows, state.num_prompt_tokens - 1 - first), 0)
         targets = requests.token_ids_np[state.slot, first + 1 : first + 1 + predicting].copy()
         last = bool((sampling == index).any())
-        found.append(PromptRows(state, base, targets, last))
-        rows.append(np.arange(start, start + predicting, dtype=np.int32))
-        base += predicting
-    return tuple(found), rows
+        found.append(PromptRows(state, start, targets, last))
+    return tuple(found)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from vllm_metal.models.executor import ModelExecutor
 
 
+@dataclass(frozen=True)
+class _Forwarded:
+    """A forward pass, built and not yet sampled from."""
+
+    batch: InputBatch
+    logits: mx.array  # [S, V] of the rows that sample
+    states: mx.array | None  # of all rows, where prompt logprobs are wanted
+
+
 class ModelRunner:
     """Turns one SchedulerOutput into tokens.
 
@@ -37,14 +47,25 @@ class ModelRunner:
         requests: Requests,
         sampler: Sampler,
         max_num_reqs: int,
+        most_sampled: int,
         speculator: Speculator | None = None,
     ) -> None:
+        """
+        Args:
+            model: what computes logits.
+            requests: all that persists of them.
+            sampler: makes tokens of logits.
+            max_num_reqs: slots.
+            most_sampled: rows of logits that there is memory for at once.
+            speculator: None without speculation.
+        """
         self._model = model
         self._requests = requests
         self._sampler = sampler
+        self._most_sampled = most_sampled
         self._speculator = speculator
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by slot, the newest token
-        self._forwarded: tuple[InputBatch, mx.array] | None = None
+        self._forwarded: _Forwarded | None = None
         self._newest: StepOutput | None = None  # the step handed over last
         self._in_flight: list[mx.array] = []  # its arrays
 
@@ -94,15 +115,21 @@ class ModelRunner:
             self._last_token_ids,
             drafts,
         )
-        logits = self._model.forward(batch, self._requests.block_tables)
+        states, tables = None, self._requests.block_tables
+        if batch.prompt_rows:
+            states, rows = self._model.states(batch, tables), batch.logits_indices
+            logits = self._model.head(states if rows is None else states[rows])
+        else:
+            logits = self._model.forward(batch, tables)
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
-        self._forwarded = (batch, logits)
+        self._forwarded = _Forwarded(batch, logits, states)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Samples from the forward pass just built and hands the step to the device."""
         assert self._forwarded is not None
-        (batch, logits), self._forwarded = self._forwarded, None
+        forwarded, self._forwarded = self._forwarded, None
+        batch, logits = forwarded.batch, forwarded.logits
         if self._sampler.needs_host_tokens and self._newest is not None:
             self._newest.token_ids()
         sampled = broken = None
@@ -110,10 +137,9 @@ class ModelRunner:
             mask = None
             if grammar_output is not None:
                 mask, batch = grammar.masked(batch, grammar_output)
-            rows = logits[: len(batch.sample_slots_np)]
-            broken = mx.isnan(rows.astype(mx.float32).sum(axis=-1))
+            broken = mx.isnan(logits.astype(mx.float32).sum(axis=-1))
             sampled = self._sampler.sample(
-                rows,
+                logits,
                 batch.sample_slots_np,
                 batch.num_output_tokens_np,
                 mask,
@@ -122,11 +148,40 @@ class ModelRunner:
             slots = batch.slots_np[batch.sampling_np]
             self._last_token_ids[mx.array(slots)] = sampled.last_token_ids
             self._requests.num_tokens_np[slots] += 1
-        chunks, complete = _prompt_logprobs(batch, logits)
+        chunks, complete = self._prompt_logprobs(forwarded)
         output = StepOutput(batch, sampled, broken, complete, self._requests)
         self._submit(output, chunks, logits)
         self._newest = output
         return output
+
+    def _prompt_logprobs(
+        self, forwarded: _Forwarded
+    ) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
+        """This step's chunks of prompt logprobs, and by request id the whole of those now complete.
+
+        Chunk after chunk, each wholly done before the next one has logits: those of all rows can
+        take more memory than the model.
+        """
+        chunks: list[Logprobs] = []
+        complete = {}
+        for rows in forwarded.batch.prompt_rows:
+            state, targets = rows.state, rows.target_ids_np
+            wanted = state.sampling_params.prompt_logprobs
+            assert wanted is not None and state.prompt_logprobs is not None
+            for first in range(0, len(targets), self._most_sampled):
+                of_chunk = targets[first : first + self._most_sampled]
+                start = rows.start + first
+                assert forwarded.states is not None
+                states = forwarded.states[start : start + len(of_chunk)]
+                done = chunks[-1].arrays() if chunks else forwarded.logits
+                logits = self._model.head(mx.depends(states, done))
+                chunks.append(prompt_logprobs(logits, of_chunk, wanted))
+                state.prompt_logprobs.append(chunks[-1])
+            if rows.last:
+                if state.prompt_logprobs:  # none where the prompt is a single token
+                    complete[state.req_id] = state.prompt_logprobs
+                state.prompt_logprobs = None
+        return chunks, complete
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for vLLM's scheduler to reserve rows for; None without speculation.
@@ -175,26 +230,6 @@ class ModelRunner:
     def wait(self) -> None:
         """Blocks until the device has finished every step handed to it."""
         mx.eval(self._in_flight)
-
-
-def _prompt_logprobs(
-    batch: InputBatch, logits: mx.array
-) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
-    """This step's chunks of prompt logprobs, and by request id the whole of those now complete."""
-    chunks, complete = [], {}
-    for rows in batch.prompt_rows:
-        state = rows.state
-        wanted = state.sampling_params.prompt_logprobs
-        assert wanted is not None and state.prompt_logprobs is not None
-        if num_rows := len(rows.target_ids_np):
-            of_chunk = logits[rows.start : rows.start + num_rows]
-            chunks.append(prompt_logprobs(of_chunk, rows.target_ids_np, wanted))
-            state.prompt_logprobs.append(chunks[-1])
-        if rows.last:
-            if state.prompt_logprobs:  # none where the prompt is a single token
-                complete[state.req_id] = state.prompt_logprobs
-            state.prompt_logprobs = None
-    return chunks, complete
 
 
 def _left_out(scheduler_output: SchedulerOutput, drafts: StepDrafts) -> dict[str, int]:

@@ -22,7 +22,7 @@ from vllm_metal.kv_cache import choice, formats
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
 from vllm_metal.memory import Memory, Workload, quantised_share
 from vllm_metal.memory_pressure import MemoryPressure
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.profile import (
     most_sampled,
@@ -52,7 +52,7 @@ class Networks:
     """What is loaded."""
 
     model: nn.Module
-    rows: loader.SelectedRows  # which of its rows reach the head
+    rows: parts.SelectedRows  # which of its rows reach the head
     layers: list[AttentionLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # of its weights
@@ -61,7 +61,7 @@ class Networks:
     def load(config: VllmConfig) -> Networks:
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
-        rows = loader.SelectedRows(model)
+        rows = parts.SelectedRows(model)
         before = mx.get_active_memory()
         draft = load_network(config, model, rows)
         return Networks(model, rows, layers, draft, mx.get_active_memory() - before)
@@ -185,7 +185,8 @@ class MetalWorker(WorkerBase):
             CustomProcessors(self.vllm_config),
         )
         speculator = make_speculator(self.vllm_config, requests, proposer)
-        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator)
+        sampled = most_sampled(self.vllm_config)
+        return ModelRunner(executor, requests, sampler, max_num_reqs, sampled, speculator)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         set_random_seed(self.model_config.seed)

@@ -47,7 +47,7 @@ def test_no_step_copies_a_pool_that_groups_share(gemma3):
     assert peak_of_a_run(gemma3) < POOL // 4
 
 
-def write_llama(folder, layers, kv_heads, head_size, max_len=512):
+def write_llama(folder, layers, kv_heads, head_size, max_len=512, vocab_size=256):
     """A random model: little to compute, and as much K/V as wanted."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -58,7 +58,7 @@ def write_llama(folder, layers, kv_heads, head_size, max_len=512):
         "num_attention_heads": kv_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_size,
-        "vocab_size": 256,
+        "vocab_size": vocab_size,
         "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
@@ -193,6 +193,23 @@ def test_a_full_load_of_a_real_model_takes_what_was_budgeted(smollm2):
     share = 2048 * MIB
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 32}
     assert_within_five_percent(share, *flood(smollm2, share, 135, 250, **options))
+
+
+def test_prompt_logprobs_take_no_more_than_sampling(tmp_path):
+    """Of all 500 rows at once the logits alone would be 64 MiB, in float32."""
+    model = write_llama(tmp_path, 1, 1, 16, vocab_size=2**15)
+    options = {"max_num_batched_tokens": 512, "max_model_len": 512}
+    with engine(model, **settings(256 * MIB, **options)) as llm:
+        prompt = list(range(500))
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        (output,) = llm.generate(
+            [{"prompt_token_ids": prompt}],
+            greedy(1, detokenize=False, prompt_logprobs=1),
+            use_tqdm=False,
+        )
+        assert mx.get_peak_memory() - before < 16 * MIB
+    assert len(output.prompt_logprobs) == 500
 
 
 def refusal(model, share, **options):

@@ -7,13 +7,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from vllm import SamplingParams
 
 from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.inputs import prepare
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.loader import SelectedRows
+from vllm_metal.models.parts import SelectedRows
 from vllm_metal.requests import BlockTables, Requests
 
 BLOCK = 16
@@ -93,11 +94,9 @@ class _NewRequest:
     """As much of vLLM's NewRequestData as the tables read."""
 
     def __init__(self, req_id, tokens, block_ids):
-        from vllm import SamplingParams
-
         self.req_id, self.prompt_token_ids = req_id, tokens
         self.block_ids, self.num_computed_tokens = [block_ids], 0
-        self.sampling_params = SamplingParams(prompt_logprobs=0)  # logits of every prompt row
+        self.sampling_params = SamplingParams()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -108,16 +107,39 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(model_type):
     prompts = [rng.integers(0, 128, n).tolist() for n in lengths]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
 
-    run = executor(model, model_type, num_blocks=40)
     blocks = rng.permutation(np.arange(1, 40))  # a pool with no order to lean on
+    whole = chunk_by_chunk(model, model_type, prompts, blocks, of_states)
+    for expected, parts in zip(dense, whole, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=2e-4)
+    sampled = chunk_by_chunk(model, model_type, prompts, blocks, of_sampling_rows)
+    for expected, parts in zip(dense, sampled, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), expected[-1:], atol=2e-4, rtol=2e-4)
+
+
+def of_states(run, batch, tables):
+    """Logits of every row, in two pieces; by request."""
+    states = run.states(batch, tables)
+    middle = len(states) // 2
+    logits = np.concatenate([run.head(states[:middle]), run.head(states[middle:])])
+    return enumerate(np.split(logits, batch.query_start_loc_np[1:-1]))
+
+
+def of_sampling_rows(run, batch, tables):
+    logits = np.array(run.forward(batch, tables))
+    assert len(logits) == len(batch.sampling_np)
+    return zip(batch.sampling_np.tolist(), logits[:, None], strict=True)
+
+
+def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
+    """The logits that a paged model gives of each prompt, whose chunks share batches."""
+    run = executor(model, model_type, num_blocks=40)
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
         requests.add(_NewRequest(str(index), prompt, ids))
-
-    paged = [[] for _ in prompts]
+    found = [[] for _ in prompts]
     chunk = [7, 20, 1, 16]
-    done = [0] * len(prompts)
+    done, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]
     while any(d < n for d, n in zip(done, lengths, strict=True)):
         step = {
             str(i): min(chunk[i], lengths[i] - done[i])
@@ -127,14 +149,8 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(model_type):
         for req_id in step:
             requests.num_computed_tokens_np[requests[req_id].slot] = done[int(req_id)]
         batch = prepare(requests, step, mx.zeros(len(prompts), mx.int32))
-        logits = np.array(run.forward(batch, requests.block_tables))
-        for rows in batch.prompt_rows:
-            part = logits[rows.start : rows.start + len(rows.target_ids_np)]
-            paged[int(rows.state.req_id)].append(part)
-        for row, index in enumerate(batch.sampling_np):
-            paged[int(batch.states[index].req_id)].append(logits[row : row + 1])
+        for index, logits in logits_of(run, batch, requests.block_tables):
+            found[int(batch.states[index].req_id)].append(logits)
         for req_id, count in step.items():
             done[int(req_id)] += count
-
-    for expected, parts in zip(dense, paged, strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-4, rtol=2e-4)
+    return found

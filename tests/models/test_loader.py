@@ -12,7 +12,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.networks import load_network
 
 CONFIG = {
@@ -73,18 +73,6 @@ def test_an_explicit_dtype_is_honoured(tmp_path):
     write(tmp_path)
     model = load(tmp_path, dtype="float16")
     assert {array.dtype for _, array in tree_flatten(model.parameters())} == {mx.float16}
-
-
-def test_only_chosen_rows_reach_the_head(tmp_path):
-    model = load(write(tmp_path))
-    rows = loader.SelectedRows(model)
-    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
-    every = rows.logits(model, ids, [None] * 2, None)
-    some = rows.logits(model, ids, [None] * 2, mx.array([4, 1]))
-    assert some.shape == (2, 96)
-    np.testing.assert_allclose(np.array(some), np.array(every)[[4, 1]], atol=1e-6)
-    again = rows.logits(model, ids, [None] * 2, None)
-    assert again.shape == (5, 96)
 
 
 def test_missing_weights_are_named(tmp_path):
@@ -215,31 +203,4 @@ def test_a_checkpoint_that_is_no_head_is_named(pair):
     config = head_config(target, head)
     model = load(target)
     with pytest.raises(loader.ModelLoadError, match=rf"{head} is no EagleLlamaForCausalLM"):
-        load_network(config, model, loader.SelectedRows(model))
-
-
-def test_hidden_states_of_all_rows_reach_whoever_asked_though_the_head_sees_a_few(tmp_path):
-    model = load(write(tmp_path))
-    reference, _ = load_model(tmp_path)
-    reference.set_dtype(mx.float32)
-    selected = loader.SelectedRows(model)
-    final = loader.HiddenStates(model, selected)
-    layered = loader.HiddenStates(model, selected, [1, 2])
-    tokens = mx.arange(7)
-    caches = [None] * 2  # without caches every row is a text of one token
-    out = selected.logits(model, tokens, caches, mx.array([6]))
-    assert out.shape == (1, 96)
-    states = [reference.model.embed_tokens(tokens[:, None])]
-    for layer in reference.model.layers:
-        states.append(layer(states[-1], None))
-    of_layers = mx.concatenate(states[1:], axis=-1)[:, 0]
-    np.testing.assert_allclose(np.array(layered.take()), np.array(of_layers), atol=1e-5)
-    expected = reference.model.norm(states[-1])[:, 0]
-    np.testing.assert_allclose(np.array(final.take()), np.array(expected), atol=1e-5)
-
-
-def test_a_layer_the_target_lacks_is_named(tmp_path):
-    model = load(write(tmp_path))
-    selected = loader.SelectedRows(model)
-    with pytest.raises(NotImplementedError, match="after layer 3 of a model that has 2"):
-        loader.HiddenStates(model, selected, [1, 3])
+        load_network(config, model, parts.SelectedRows(model))

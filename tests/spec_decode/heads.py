@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.kv_cache.scatter import ScatterRegion
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.requests import BlockTables
 from vllm_metal.spec_decode.model import Spans
@@ -207,7 +207,7 @@ class Bench:
         self.judge = judge
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
-        selected = loader.SelectedRows(model)
+        selected = parts.SelectedRows(model)
         network = load_network(config, model, selected)
         everything = [*layers, *network.layers]
         regions = {

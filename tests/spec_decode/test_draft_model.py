@@ -15,7 +15,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.loader import SelectedRows
+from vllm_metal.models.parts import SelectedRows
 from vllm_metal.requests import BlockTables
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
 

@@ -24,7 +24,7 @@ from spec_decode.heads import (
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.mlp_speculator import MLPSpeculator
 
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.networks import load_network
 
 INNER = 48
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_named(tmp_path, arrays, changes, reason):
     config = engine_config(target, head, "mlp_speculator")
     model = loader.load(config)
     with pytest.raises(loader.ModelLoadError, match=reason):
-        load_network(config, model, loader.SelectedRows(model))
+        load_network(config, model, parts.SelectedRows(model))
 
 
 def test_served(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.glm4_moe import Glm4MoeMLP
 
 from vllm_metal import platform
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.mtp import FAMILIES
 from vllm_metal.spec_decode.networks import load_network
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_without_mtp_layers_is_named(tmp_path):
     model = loader.load(config)
     reason = rf"{folder} carries no MTP layers \(model.layers.{LAYERS}.*original checkpoint"
     with pytest.raises(loader.ModelLoadError, match=reason):
-        load_network(config, model, loader.SelectedRows(model))
+        load_network(config, model, parts.SelectedRows(model))
 
 
 def test_a_layer_of_another_target_is_named(tmp_path):
@@ -299,7 +299,7 @@ def test_a_layer_of_another_target_is_named(tmp_path):
         config = engine_config(target, folder, "mtp", trust_remote_code=True)
         model = loader.load(config)
         with pytest.raises(loader.ModelLoadError, match=reason):
-            load_network(config, model, loader.SelectedRows(model))
+            load_network(config, model, parts.SelectedRows(model))
 
 
 def test_layers_that_are_not_served_are_named(tmp_path, monkeypatch):

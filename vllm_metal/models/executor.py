@@ -13,7 +13,7 @@ import numpy as np
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.kv_cache.region import Region, StepLayout
-from vllm_metal.models.loader import SelectedRows
+from vllm_metal.models.parts import SelectedRows
 from vllm_metal.requests import BlockTables
 from vllm_metal.rows import Rows, step_layout
 
@@ -113,3 +113,12 @@ class ModelExecutor(PagedLayers):
         """[N, V] logits of the rows' `logits_indices`, not yet computed."""
         caches = self.begin_step(rows, block_tables)
         return self._head_rows.logits(self._model, rows.input_ids, caches, rows.logits_indices)
+
+    def states(self, rows: Rows, block_tables: BlockTables) -> mx.array:
+        """[T, 1, H] states of all the rows, for `head`; not yet computed."""
+        caches = self.begin_step(rows, block_tables)
+        return self._head_rows.states(self._model, rows.input_ids, caches)
+
+    def head(self, states: mx.array) -> mx.array:
+        """[N, V] logits of N rows of `states`, not yet computed."""
+        return self._head_rows.head(self._model, states)

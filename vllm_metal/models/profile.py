@@ -16,7 +16,8 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.kv_cache.formats import pool_dtype
 from vllm_metal.kv_cache.region import Region, StepLayout
-from vllm_metal.models.loader import SelectedRows, mlx_dtype
+from vllm_metal.models.loader import mlx_dtype
+from vllm_metal.models.parts import SelectedRows
 from vllm_metal.sample import Sampler
 
 if TYPE_CHECKING:

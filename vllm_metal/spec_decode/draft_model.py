@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.kv_cache.region import Region
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.profile import profile_step
 from vllm_metal.requests import BlockTables
@@ -58,7 +58,7 @@ class DraftModel(DraftNetwork):
             replace(layer, name=LAYER_PREFIX + layer.name)
             for layer in attention_layers(self._model, family)
         ]
-        self._rows = loader.SelectedRows(self._model)
+        self._rows = parts.SelectedRows(self._model)
 
     def profile(self, region_type: type[Region]) -> None:
         profile_step(self._model, self._rows, self.layers, self._config, region_type)

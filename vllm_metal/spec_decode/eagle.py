@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
 from vllm_metal.spec_decode.model import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
@@ -28,9 +28,7 @@ HEADS: dict[str, type[EagleHead] | type[Eagle3Head]] = {
 class Eagle(HeadNetwork):
     """A head loaded for its target."""
 
-    def __init__(
-        self, config: VllmConfig, target: nn.Module, selected: loader.SelectedRows
-    ) -> None:
+    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
         """Loads it, and has the target's hidden states noted from now on.
 
         Args:
@@ -65,9 +63,9 @@ class Eagle(HeadNetwork):
         except ValueError as error:
             raise loader.ModelLoadError(f"{model_config.model} is no {family}: {error}") from error
         if "embed_tokens" not in head:
-            head.embed_tokens = loader.input_embedding(target)
+            head.embed_tokens = parts.input_embedding(target)
         if "lm_head" not in head:
-            head.lm_head = loader.output_head(target)
+            head.lm_head = parts.output_head(target)
         mx.eval(head.parameters())
         args = shape.decoder
         head_size = args.head_dim or args.hidden_size // args.num_attention_heads
@@ -82,5 +80,5 @@ class Eagle(HeadNetwork):
             )
             for index in range(args.num_hidden_layers)
         ]
-        states = loader.HiddenStates(target, selected, head.layer_ids(len(target.layers)))
+        states = parts.HiddenStates(target, selected, head.layer_ids(len(target.layers)))
         super().__init__(config, head, layers, states)

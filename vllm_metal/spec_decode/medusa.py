@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.newest_state import StateNetwork
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ class _ResidualBlock(nn.Module):
 class Medusa(StateNetwork):
     """Medusa's heads loaded for their target."""
 
-    def __init__(
-        self, config: VllmConfig, target: nn.Module, selected: loader.SelectedRows
-    ) -> None:
+    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
         """Loads them, and has the target's final hidden states noted from now on.
 
         Raises:
@@ -99,7 +97,7 @@ class Medusa(StateNetwork):
                 f"{model_config.model} holds no Medusa heads: {error}"
             ) from error
         mx.eval(heads.parameters())
-        super().__init__(config, heads, loader.HiddenStates(target, selected))
+        super().__init__(config, heads, parts.HiddenStates(target, selected))
 
 
 def _renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -18,7 +18,7 @@ from mlx_lm.models import exaone_moe, glm4_moe, mimo
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.models import loader
+from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.model import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 
@@ -157,9 +157,7 @@ class MTPHead(nn.Module):
 class MTP(HeadNetwork):
     """The target's own MTP layer; the first one where it has several, for every draft."""
 
-    def __init__(
-        self, config: VllmConfig, target: nn.Module, selected: loader.SelectedRows
-    ) -> None:
+    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
         """Loads it, and has the target's hidden states noted from now on.
 
         Args:
@@ -193,8 +191,8 @@ class MTP(HeadNetwork):
                 f"the MTP layer of {model_config.model} does not fit the target: {error}"
             ) from error
         mx.eval(head.parameters())
-        head.embed_tokens = loader.input_embedding(target)
-        head.lm_head = loader.output_head(target)
+        head.embed_tokens = parts.input_embedding(target)
+        head.lm_head = parts.output_head(target)
         layer = AttentionLayer(
             f"{LAYER_PREFIX}layers.0",
             args.num_attention_heads,
@@ -203,7 +201,7 @@ class MTP(HeadNetwork):
             window,
         )
         last = None if family.reads_normed else (len(target.layers),)
-        super().__init__(config, head, [layer], loader.HiddenStates(target, selected, last))
+        super().__init__(config, head, [layer], parts.HiddenStates(target, selected, last))
 
 
 def _weights(config: VllmConfig, family: Family, num_layers: int) -> dict[str, mx.array]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
-from vllm_metal.models.loader import SelectedRows
+from vllm_metal.models.parts import SelectedRows
 from vllm_metal.spec_decode.draft_model import DraftModel
 from vllm_metal.spec_decode.eagle import Eagle
 from vllm_metal.spec_decode.medusa import Medusa

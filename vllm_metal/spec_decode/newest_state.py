@@ -11,7 +11,8 @@ import numpy as np
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.region import Region
-from vllm_metal.models.loader import HiddenStates, ModelLoadError, mlx_dtype
+from vllm_metal.models.loader import ModelLoadError, mlx_dtype
+from vllm_metal.models.parts import HiddenStates
 from vllm_metal.models.profile import largest_step
 from vllm_metal.requests import BlockTables
 from vllm_metal.rows import Rows
