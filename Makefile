@@ -32,7 +32,7 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup demo test test-slow fuzz lint format bench lock clean distclean
+.PHONY: help setup demo test test-slow fuzz vllm-tests lint format bench lock clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets

@@ -17,7 +17,6 @@ def available():
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_scheduler_and_prefix_cache():
     assert run(selection.QUICK) == 0
@@ -29,7 +28,6 @@ def test_everything_selected():
     assert run(selection.RUN) == 0
 
 
-@pytest.mark.slow
 def test_every_file_is_either_run_or_left_out_for_a_reason():
     tests = archive.extracted() / "tests" / "v1"
     for file in tests.rglob("test_*.py"):
