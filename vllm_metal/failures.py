@@ -7,12 +7,15 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
+
+logger = init_logger(__name__)
 
 NOT_A_NUMBER = "the model's logits are not numbers (NaN)"
 
@@ -56,6 +59,7 @@ def end_failed_requests() -> None:
         self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *free]
         for output in (output for of_client in outputs.values() for output in of_client.outputs):
             if reason := result.failures.get(output.request_id):
+                logger.error("Request %s failed: %s", output.request_id, reason)
                 output.stop_reason = reason
                 output.num_nans_in_logits = int(reason == NOT_A_NUMBER)
         return outputs

@@ -141,8 +141,6 @@ class GuardedSteps:
             failed = self._fail(req_ids, error) if pool == self._pool else None
             return (failed or FailedStep(self, req_ids, reason=None)).get_output()
         self._failures_in_a_row = 0
-        for req_id, reason in result.failures.items():
-            logger.error("Request %s failed: %s", req_id, reason)
         return result
 
     def _fail(self, req_ids: list[str], error: Exception) -> FailedStep:

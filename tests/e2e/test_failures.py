@@ -2,6 +2,7 @@
 """When a process dies, is interrupted, or cannot start: quickly, cleanly, and saying why."""
 
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -9,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import mlx.core as mx
 import openai
 import psutil
 import pytest
@@ -60,10 +62,9 @@ def group_of(process):
 
 
 def complete(client, **options):
-    settings = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
-    return client.completions.create(
-        model=client.models.list().data[0].id, prompt=PROMPT, **(settings | options)
-    )
+    settings = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+    settings["extra_body"] = {"ignore_eos": True}
+    return client.completions.create(model=client.models.list().data[0].id, **(settings | options))
 
 
 def test_a_killed_engine_ends_its_streams_and_its_server_and_leaves_the_port(model, tmp_path):
@@ -91,6 +92,32 @@ def scratch():
     """A folder with a short path: vLLM makes sockets in TMPDIR, whose names end at 107 letters."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def spoilt(model):
+    """The model with a last token that makes everything after it NaN."""
+    folder = Path(model).with_name("spoilt")
+    shutil.copytree(model, folder)
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.embed_tokens.weight"][VOCAB - 1] = mx.nan
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return str(folder)
+
+
+def test_a_request_without_logits_fails_and_no_other_does(spoilt, tmp_path):
+    with serve(spoilt, OPTIONS, tmp_path / "log") as server, server.client() as client:
+        expected = complete(client).choices[0].text
+        stream = iter(complete(client, max_tokens=100, stream=True))
+        next(stream)
+        for streamed in (False, True):
+            with pytest.raises(openai.APIError, match="Internal server error"):
+                list(complete(client, prompt=[*PROMPT[:20], VOCAB - 1], stream=streamed))
+        assert len([chunk for chunk in stream if chunk.choices]) >= 98
+        assert complete(client).choices[0].text == expected
+        assert server.metric("vllm:corrupted_requests_total") == 2
+        assert server.health() == 200
+    assert server.log.read_text().count("failed: the model's logits are not numbers") == 2
 
 
 def test_an_interrupted_start_leaves_nothing_behind(model, tmp_path, scratch):
