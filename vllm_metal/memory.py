@@ -28,6 +28,7 @@ from vllm_metal.envs import Device
 from vllm_metal.kv_cache import budget
 from vllm_metal.kv_cache.budget import AskedPool, Measured, Request, Settings
 from vllm_metal.kv_cache.region import row_bytes
+from vllm_metal.sample import rows_at_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +51,8 @@ CPU_POOL_LIMIT = 4 * budget.GIB
 ROUNDING = 16 * 2**20
 #: Rows of sampling that are measured; the rest is in proportion.
 SAMPLED_ROWS = 8
+#: A request's count of a token, for penalties (sample.penalties): int32.
+COUNT_BYTES = 4
 
 SOURCES: dict[Device, str] = {
     "metal": "working set that Metal recommends",
@@ -64,7 +67,9 @@ class Workload:
     forward: Callable[[], None]
     attention: Callable[[int], None] | None  # over a context of so many tokens; None: see `forward`
     sampling: Callable[[int], None]  # of so many rows
-    most_sampled: int  # rows
+    vocab_size: int
+    most_sampled: int  # rows of a step
+    logit_bytes: int  # of one
 
 
 class Memory:
@@ -113,7 +118,7 @@ class Memory:
         logger.info("Memory for the KV cache:\n%s", found.table())
         self._hold_to(self._held + budget.room(measured, settings))
         if self._kind == "metal":
-            mx.set_cache_limit(self._cache + max(measured.forward, measured.sampling))
+            mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured))
         return found.left
 
     def _at_rest(self, draft_weights: int) -> Measured:
@@ -130,28 +135,33 @@ class Memory:
             forward=0,
             attention=0,
             sampling=0,
+            logits=0,
+            counts=0,
             cache=self._cache,
         )
 
     def _at_work(
         self, measured: Measured, settings: Settings, request: Request, workload: Workload
     ) -> Measured:
-        rows = min(SAMPLED_ROWS, workload.most_sampled)
+        at_once = min(rows_at_once(workload.vocab_size), workload.most_sampled)
+        rows = min(SAMPLED_ROWS, at_once)
         sampling = self._peak(lambda: workload.sampling(rows))
         measured = replace(
             measured,
             # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
-            forward=self._peak(workload.forward, waiting=self._kind == "metal"),
-            sampling=-(-sampling * workload.most_sampled // rows),
+            forward=_rounded(self._peak(workload.forward, waiting=self._kind == "metal")),
+            sampling=_rounded(-(-sampling * at_once // rows)),
+            logits=workload.most_sampled * workload.vocab_size * workload.logit_bytes,
+            counts=settings.max_num_seqs * workload.vocab_size * COUNT_BYTES,
         )
         if (attention := workload.attention) is None:
             return measured
         # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
         context = max(budget.longest(measured, settings, request), 1)
-        return replace(measured, attention=self._peak(lambda: attention(context)))
+        return replace(measured, attention=_rounded(self._peak(lambda: attention(context))))
 
     def _peak(self, run: Callable[[], None], waiting: bool = True) -> int:
-        """What `run` takes above what there is, cached buffers aside; rounded.
+        """What `run` takes above what there is, cached buffers aside.
 
         Args:
             run: to be measured.
@@ -169,7 +179,7 @@ class Memory:
             if limit is not None:
                 mx.set_memory_limit(limit)
         mx.clear_cache()
-        return -(-max(mx.get_peak_memory() - before, 0) // ROUNDING) * ROUNDING
+        return max(mx.get_peak_memory() - before, 0)
 
     def _hold_to(self, nbytes: int) -> None:
         """Has MLX wait for the device, and give buffers back, rather than hold more than this."""
@@ -194,6 +204,10 @@ class Memory:
         if self._limit_before is not None:
             mx.set_memory_limit(self._limit_before)
         mx.clear_cache()
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ROUNDING) * ROUNDING
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ class StepOutput(AsyncModelRunnerOutput):
         self,
         batch: InputBatch,
         sampled: SamplerOutput | None,
-        broken: mx.array | None,
         prompt_logprobs: dict[str, list[Logprobs]],
         requests: Requests,
     ) -> None:
@@ -31,13 +30,11 @@ class StepOutput(AsyncModelRunnerOutput):
         Args:
             batch: the step's inputs.
             sampled: None where no request of the step has come to a token.
-            broken: [N] bool, rows to sample from whose logits are not numbers; likewise.
             prompt_logprobs: of requests whose prompt is now complete, chunk by chunk.
             requests: told of each token when the host learns it.
         """
         self.batch = batch
         self.sampled = sampled
-        self._broken = broken
         self.prompt_logprobs = prompt_logprobs
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
@@ -45,13 +42,7 @@ class StepOutput(AsyncModelRunnerOutput):
     def arrays(self) -> Iterator[mx.array]:
         """What the step sampled, for the device to compute now."""
         if self.sampled is not None:
-            yield self.sampled.token_ids
-            assert self._broken is not None
-            yield self._broken
-            if self.sampled.num_accepted is not None:
-                yield self.sampled.num_accepted
-            if self.sampled.logprobs is not None:
-                yield from self.sampled.logprobs.arrays()
+            yield from self.sampled.arrays()
 
     def token_ids(self) -> list[list[int]]:
         """Sampled tokens of each request that are kept; the first call waits for the device."""
@@ -81,7 +72,7 @@ class StepOutput(AsyncModelRunnerOutput):
 
     def _failures(self) -> dict[str, str]:
         """Requests without a sound token, and why."""
-        if self._broken is None or not (broken := np.array(self._broken)).any():
+        if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
             return {}
         of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])
         return {

@@ -13,7 +13,7 @@ from vllm_metal import grammar
 from vllm_metal.inputs import InputBatch, prepare
 from vllm_metal.outputs import StepOutput
 from vllm_metal.requests import Requests, RequestState
-from vllm_metal.sample import Logprobs, Sampler, prompt_logprobs
+from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprobs
 from vllm_metal.spec_decode.drafts import StepDrafts
 from vllm_metal.spec_decode.speculator import Speculator
 
@@ -47,7 +47,6 @@ class ModelRunner:
         requests: Requests,
         sampler: Sampler,
         max_num_reqs: int,
-        most_sampled: int,
         speculator: Speculator | None = None,
     ) -> None:
         """
@@ -56,13 +55,11 @@ class ModelRunner:
             requests: all that persists of them.
             sampler: makes tokens of logits.
             max_num_reqs: slots.
-            most_sampled: rows of logits that there is memory for at once.
             speculator: None without speculation.
         """
         self._model = model
         self._requests = requests
         self._sampler = sampler
-        self._most_sampled = most_sampled
         self._speculator = speculator
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by slot, the newest token
         self._forwarded: _Forwarded | None = None
@@ -132,12 +129,11 @@ class ModelRunner:
         batch, logits = forwarded.batch, forwarded.logits
         if self._sampler.needs_host_tokens and self._newest is not None:
             self._newest.token_ids()
-        sampled = broken = None
+        sampled = None
         if len(batch.sampling_np):
             mask = None
             if grammar_output is not None:
                 mask, batch = grammar.masked(batch, grammar_output)
-            broken = mx.isnan(logits.astype(mx.float32).sum(axis=-1))
             sampled = self._sampler.sample(
                 logits,
                 batch.sample_slots_np,
@@ -148,14 +144,14 @@ class ModelRunner:
             slots = batch.slots_np[batch.sampling_np]
             self._last_token_ids[mx.array(slots)] = sampled.last_token_ids
             self._requests.num_tokens_np[slots] += 1
-        chunks, complete = self._prompt_logprobs(forwarded)
-        output = StepOutput(batch, sampled, broken, complete, self._requests)
+        chunks, complete = self._prompt_logprobs(forwarded, sampled)
+        output = StepOutput(batch, sampled, complete, self._requests)
         self._submit(output, chunks, logits)
         self._newest = output
         return output
 
     def _prompt_logprobs(
-        self, forwarded: _Forwarded
+        self, forwarded: _Forwarded, sampled: SamplerOutput | None
     ) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
         """This step's chunks of prompt logprobs, and by request id the whole of those now complete.
 
@@ -164,19 +160,20 @@ class ModelRunner:
         """
         chunks: list[Logprobs] = []
         complete = {}
+        done = [] if sampled is None else list(sampled.arrays())
         for rows in forwarded.batch.prompt_rows:
             state, targets = rows.state, rows.target_ids_np
             wanted = state.sampling_params.prompt_logprobs
             assert wanted is not None and state.prompt_logprobs is not None
-            for first in range(0, len(targets), self._most_sampled):
-                of_chunk = targets[first : first + self._most_sampled]
+            for first in range(0, len(targets), self._sampler.rows_at_once):
+                of_chunk = targets[first : first + self._sampler.rows_at_once]
                 start = rows.start + first
                 assert forwarded.states is not None
                 states = forwarded.states[start : start + len(of_chunk)]
-                done = chunks[-1].arrays() if chunks else forwarded.logits
-                logits = self._model.head(mx.depends(states, done))
+                logits = self._model.head(mx.depends(states, done) if done else states)
                 chunks.append(prompt_logprobs(logits, of_chunk, wanted))
                 state.prompt_logprobs.append(chunks[-1])
+                done = list(chunks[-1].arrays())
             if rows.last:
                 if state.prompt_logprobs:  # none where the prompt is a single token
                     complete[state.req_id] = state.prompt_logprobs

@@ -134,7 +134,9 @@ class MetalWorker(WorkerBase):
                 self._largest_step,
                 partial(profile_attention, layers, config, region) if region.gathers else None,
                 partial(profile_sampling, config, self.vocab_size),
+                self.vocab_size,
                 most_sampled(config),
+                loader.mlx_dtype(config).size,
             ),
         )
 
@@ -185,8 +187,7 @@ class MetalWorker(WorkerBase):
             CustomProcessors(self.vllm_config),
         )
         speculator = make_speculator(self.vllm_config, requests, proposer)
-        sampled = most_sampled(self.vllm_config)
-        return ModelRunner(executor, requests, sampler, max_num_reqs, sampled, speculator)
+        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         set_random_seed(self.model_config.seed)

@@ -25,6 +25,10 @@ from vllm_metal.kv_cache.budget import (
 )
 
 MIB = 2**20
+NEEDS = (
+    *("weights", "draft_weights", "forward", "attention"),
+    *("sampling", "logits", "counts", "cache"),
+)
 
 
 @st.composite
@@ -42,7 +46,9 @@ def machines(draw):
         draft_weights=draw(st.integers(0, total // 8)),
         forward=draw(st.integers(0, total // 4)),
         attention=draw(st.integers(0, total // 8)),
-        sampling=draw(st.integers(0, total // 4)),
+        sampling=draw(st.integers(0, total // 8)),
+        logits=draw(st.integers(0, total // 8)),
+        counts=draw(st.integers(0, total // 16)),
         cache=draw(st.integers(0, total // 64)),
     )
 
@@ -88,7 +94,8 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
     used = machine.held + machine.weights + machine.draft_weights + pool
     if flag.asked is None:
         assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
-        used += max(machine.forward + machine.attention, machine.sampling) + machine.cache
+        sampling = machine.sampling + machine.logits
+        used += max(machine.forward + machine.attention, sampling) + machine.counts + machine.cache
         assert used - machine.held <= int(machine.total * flag.utilization)
     assert used <= machine.total - margin(machine.total)
 
@@ -111,10 +118,7 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
         "total": st.integers(machine.total, 2 * machine.total),
         "held": st.integers(0, machine.held),
         "taken": st.integers(0, machine.taken),
-        **{
-            name: st.integers(0, getattr(machine, name))
-            for name in ("weights", "draft_weights", "forward", "attention", "sampling", "cache")
-        },
+        **{name: st.integers(0, getattr(machine, name)) for name in NEEDS},
     }
     name = data.draw(st.sampled_from(sorted(better)))
     improved = replace(machine, **{name: data.draw(better[name])})
@@ -166,7 +170,9 @@ EIGHT_GB_MAC = Measured(
     draft_weights=0,
     forward=GIB // 2,
     attention=0,
-    sampling=GIB // 8,
+    sampling=GIB // 16,
+    logits=GIB // 16,
+    counts=0,
     cache=85 * MIB,
 )
 DEFAULTS = Settings(0.92, 2048, 256, 8192)

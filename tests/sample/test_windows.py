@@ -146,9 +146,11 @@ def same_logprobs(got: LogprobsLists, row: int, expected: LogprobsLists, request
     assert ids[possible].tolist() == wanted[possible].tolist()
 
 
-def test_windows_sample_what_single_rows_sample():
+@pytest.mark.parametrize("rows_at_once", [1000, 2])
+def test_windows_sample_what_single_rows_sample(rows_at_once):
     """Against the same sampler without drafts, over many requests with all parameters mixed; drafts
-    are right with probability 0.7. The last tokens are again sampled without drafts."""
+    are right with probability 0.7. The last tokens are again sampled without drafts. All the same
+    where a step is sampled piece by piece."""
     shares = []
 
     @given(
@@ -163,6 +165,7 @@ def test_windows_sample_what_single_rows_sample():
         fixed = scene(rng, params, num_tokens)
         expected, logprobs = one_by_one(fixed, fixed.sampler(mode), num_tokens)
         sampler = fixed.sampler(mode)
+        sampler.rows_at_once = rows_at_once
         done = np.zeros(len(params), dtype=np.int64)
         offered = accepted = 0
         while (left := num_tokens - plain_tokens - done).any():

@@ -41,7 +41,9 @@ class Measured:
     draft_weights: int
     forward: int  # the most that a step of max_num_batched_tokens rows needs
     attention: int  # more of it where a long context is gathered
-    sampling: int  # the most that sampling needs, at another time
+    sampling: int  # the most that sampling needs, at another time, for the rows it takes at once
+    logits: int  # beside that, of all rows
+    counts: int  # of each request's tokens, for penalties; at all times
     cache: int  # buffers that MLX may keep for reuse
 
 
@@ -132,8 +134,8 @@ def plan(measured: Measured, settings: Settings) -> Budget:
     share = int(total * settings.utilization)
     allowed = min(share, most_of_it)
     free = room(measured, settings)
-    step = max(measured.forward, measured.sampling)
-    longest = max(measured.forward + measured.attention, measured.sampling)
+    step = peak_of_a_step(measured)
+    longest = max(step, measured.forward + measured.attention + measured.counts)
     lines = [
         (measured.source, total),
         (f"- left alone by --gpu-memory-utilization {settings.utilization:g}", share - total),
@@ -148,6 +150,11 @@ def plan(measured: Measured, settings: Settings) -> Budget:
     if settings.most is not None and left > settings.most:
         lines.append(("- left alone, on a CPU", settings.most - left))
     return Budget(_worth_showing(lines))
+
+
+def peak_of_a_step(measured: Measured) -> int:
+    """What a step needs at most over short contexts."""
+    return max(measured.forward, measured.sampling + measured.logits) + measured.counts
 
 
 def room(measured: Measured, settings: Settings) -> int:
@@ -292,10 +299,19 @@ def _fewer_requests(now: Change) -> Iterator[Change]:
         yield replace(
             now,
             advice=f"--max-num-seqs {fewer} or less",
-            measured=replace(now.measured, sampling=-(-now.measured.sampling * fewer // requests)),
+            measured=_of_requests(now, fewer),
             settings=replace(now.settings, max_num_seqs=fewer),
         )
         fewer //= 2
+
+
+def _of_requests(now: Change, requests: int) -> Measured:
+    """What does not grow with the number of requests stays as it is."""
+    logits, counts = (
+        -(-nbytes * requests // now.settings.max_num_seqs)
+        for nbytes in (now.measured.logits, now.measured.counts)
+    )
+    return replace(now.measured, logits=logits, counts=counts)
 
 
 def _shorter_requests(now: Change) -> Iterator[Change]:
@@ -324,11 +340,7 @@ def _all_smaller(now: Change) -> Iterator[Change]:
         tokens = max(now.settings.max_num_batched_tokens // parts, 1)
         requests = max(now.settings.max_num_seqs // parts, 1)
         settings = replace(now.settings, max_num_batched_tokens=tokens, max_num_seqs=requests)
-        measured = replace(
-            now.measured,
-            forward=-(-now.measured.forward // parts),
-            sampling=-(-now.measured.sampling * requests // now.settings.max_num_seqs),
-        )
+        measured = replace(_of_requests(now, requests), forward=-(-now.measured.forward // parts))
         length = longest(measured, settings, now.request)
         if tokens >= FEWEST_TOKENS and length:
             yield replace(

@@ -3,6 +3,7 @@
 
 from vllm_metal.sample.custom import CustomProcessors
 from vllm_metal.sample.logprobs import Logprobs, prompt_logprobs
+from vllm_metal.sample.pieces import rows_at_once
 from vllm_metal.sample.sampler import GrammarMask, Sampler, SamplerOutput
 from vllm_metal.sample.validate import validate
 from vllm_metal.sample.windows import Windows, num_accepted
@@ -16,5 +17,6 @@ __all__ = [
     "Windows",
     "num_accepted",
     "prompt_logprobs",
+    "rows_at_once",
     "validate",
 ]

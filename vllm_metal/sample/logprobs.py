@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of chosen and most likely tokens, as lazy device arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -28,6 +28,15 @@ class Logprobs:
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
         """For the caller to evaluate, together with whatever else is due."""
         return self.token_ids, self.logprobs, self.ranks
+
+    @staticmethod
+    def joined(parts: "Sequence[Logprobs]") -> "Logprobs":
+        """Those of rows that follow one another; of the same K."""
+        return Logprobs(
+            mx.concatenate([part.token_ids for part in parts]),
+            mx.concatenate([part.logprobs for part in parts]),
+            mx.concatenate([part.ranks for part in parts]),
+        )
 
     def to_lists(self) -> LogprobsLists:
         """vLLM's numpy form. Waits for the device."""

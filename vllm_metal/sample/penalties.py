@@ -83,7 +83,8 @@ class Penalties:
         rows = np.fromiter(self._unwritten, dtype=np.int32)
         capacity = self._table.shape[0]
         if (needed := int(rows.max()) + 1) > capacity:
-            grown = max(needed, 2 * capacity) - capacity
+            most = len(self._row_of_slot)  # requests
+            grown = min(max(needed, 2 * capacity), most) - capacity
             extra = mx.zeros((grown, self._vocab_size), dtype=mx.int32)
             self._table = mx.concatenate([self._table, extra])
         self._table[mx.array(rows)] = mx.array(np.stack(list(self._unwritten.values())))

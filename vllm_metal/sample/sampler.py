@@ -5,7 +5,7 @@ Nothing here waits for the device or reads a sampled value, so a step can be sub
 tokens of the previous one are known. Custom processors are the exception (custom.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -19,6 +19,7 @@ from vllm_metal.sample.constraints import Constraints
 from vllm_metal.sample.custom import CustomProcessors
 from vllm_metal.sample.logprobs import Logprobs, gather_logprobs, token_id_rows
 from vllm_metal.sample.penalties import Penalties
+from vllm_metal.sample.pieces import pieces, rows_at_once
 from vllm_metal.sample.random import RowKeys, draw
 from vllm_metal.sample.state import NO_LOGPROBS, Feature, SlotTable, Step
 from vllm_metal.sample.transforms import apply_bitmask, keep_min_p, keep_top_k_top_p
@@ -36,21 +37,51 @@ class GrammarMask:
     rows: np.ndarray
     bitmask: np.ndarray
 
+    def of_rows(self, rows: slice) -> "GrammarMask":
+        """The mask of a piece of the step."""
+        within = (self.rows >= rows.start) & (self.rows < rows.stop)
+        return GrammarMask(self.rows[within] - rows.start, self.bitmask[within])
+
 
 @dataclass(frozen=True)
 class SamplerOutput:
     """What a step sampled, all of it lazy.
 
     token_ids: int32 [N], by row. Of a window only the first 1 + num_accepted are output.
+    broken: bool [N], rows whose logits hold a NaN: what they sampled means nothing.
     logprobs: by row; None when no row asked for any.
     last_token_ids: int32 [R], the newest token of each request.
     num_accepted: int32 [R], drafts of each window that are output; None without windows.
     """
 
     token_ids: mx.array
+    broken: mx.array
     logprobs: Logprobs | None
     last_token_ids: mx.array
     num_accepted: mx.array | None
+
+    def arrays(self) -> Iterator[mx.array]:
+        """All of it, for the device to compute."""
+        yield from (self.token_ids, self.broken)
+        if self.num_accepted is not None:
+            yield self.num_accepted
+        if self.logprobs is not None:
+            yield from self.logprobs.arrays()
+
+    @staticmethod
+    def joined(parts: "Sequence[SamplerOutput]") -> "SamplerOutput":
+        """The outputs of a step's pieces as the step's."""
+        if len(parts) == 1:
+            return parts[0]
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        accepted = [part.num_accepted for part in parts if part.num_accepted is not None]
+        return SamplerOutput(
+            mx.concatenate([part.token_ids for part in parts]),
+            mx.concatenate([part.broken for part in parts]),
+            Logprobs.joined(logprobs) if logprobs else None,
+            mx.concatenate([part.last_token_ids for part in parts]),
+            mx.concatenate(accepted) if accepted else None,
+        )
 
 
 class Sampler:
@@ -84,6 +115,7 @@ class Sampler:
         self._logprob_token_ids: dict[int, np.ndarray] = {}
         self._keys = RowKeys(seed)
         self._custom = custom if custom else None
+        self.rows_at_once = rows_at_once(vocab_size)
 
     @property
     def needs_host_tokens(self) -> bool:
@@ -154,8 +186,28 @@ class Sampler:
             raise ValueError(f"windows have {len(windows.offsets_np)} rows; expected {len(slots)}")
         if len(slots) == 0:
             none = mx.zeros((0,), dtype=mx.int32)
-            return SamplerOutput(none, None, none, None if windows is None else none)
+            empty = none.astype(mx.bool_)
+            return SamplerOutput(none, empty, None, none, None if windows is None else none)
         step = self._slots.step(slots, num_output_tokens, windows)
+        # Custom processors take a step as a whole.
+        if len(slots) <= self.rows_at_once or self._custom is not None:
+            return self._sample_piece(logits, step, grammar, step.num_logprobs)
+        done: list[SamplerOutput] = []
+        for rows, of_rows in pieces(len(slots), windows, self.rows_at_once):
+            piece = logits[rows]
+            if done:  # all of the piece before, or what is left of it would hold its copies
+                piece = mx.depends(piece, list(done[-1].arrays()))
+            mask = None if grammar is None else grammar.of_rows(rows)
+            of_piece = self._slots.step(slots[rows], num_output_tokens[rows], of_rows)
+            done.append(self._sample_piece(piece, of_piece, mask, step.num_logprobs))
+        return SamplerOutput.joined(done)
+
+    def _sample_piece(
+        self, logits: mx.array, step: Step, grammar: GrammarMask | None, num_logprobs: int
+    ) -> SamplerOutput:
+        """See `sample`; num_logprobs: the most that any row of the whole step asked for."""
+        windows = step.windows
+        broken = mx.isnan(logits.astype(mx.float32).sum(axis=-1))
         if grammar is not None and len(grammar.rows):
             logits = apply_bitmask(logits, grammar.rows, grammar.bitmask)
         processed = self._constrain(logits, step)
@@ -172,8 +224,8 @@ class Sampler:
             last_token_ids = token_ids[mx.array(windows.starts_np) + accepted]
         self._record(token_ids, step, accepted)
         scores = processed if self._processed_logprobs else logits
-        logprobs = self._logprobs(scores, token_ids, step)
-        return SamplerOutput(token_ids, logprobs, last_token_ids, accepted)
+        logprobs = self._logprobs(scores, token_ids, step, num_logprobs)
+        return SamplerOutput(token_ids, broken, logprobs, last_token_ids, accepted)
 
     def _constrain(self, logits: mx.array, step: Step) -> mx.array:
         """What may change the most likely token, except penalties; any float in, and out where
@@ -210,8 +262,9 @@ class Sampler:
         if step.uses(Feature.BAD_WORDS):
             self._bad_words.record(token_ids, step, accepted)
 
-    def _logprobs(self, scores: mx.array, token_ids: mx.array, step: Step) -> Logprobs | None:
-        width = step.num_logprobs
+    def _logprobs(
+        self, scores: mx.array, token_ids: mx.array, step: Step, width: int
+    ) -> Logprobs | None:
         if width == NO_LOGPROBS:
             return None
         instead = token_id_rows(step, self._logprob_token_ids, width, self._vocab_size)

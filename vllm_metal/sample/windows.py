@@ -8,6 +8,8 @@ it, renormalised: the law of speculative sampling for a proposal that puts all m
 a seeded request gets the tokens it gets without drafts.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,6 +59,12 @@ class Windows:
         rows = np.arange(len(offsets), dtype=np.int32)
         later = np.repeat(rows, offsets)
         return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
+
+    def part(self, first: int, last: int) -> Windows:
+        """The windows from `first` up to `last`, as a step of their own."""
+        starts, lens = self.starts_np[first:last], self.lens_np[first:last]
+        start, stop = int(starts[0]), int(starts[-1] + lens[-1])
+        return Windows(starts - start, lens, self.draft_ids[start:stop])
 
     def kept(self, accepted: mx.array) -> mx.array:
         """bool [N], rows whose token is output: those after accepted drafts only.
