@@ -51,6 +51,16 @@ def test_the_head_may_come_later_and_piece_by_piece(model):
     np.testing.assert_allclose(np.array(again), expected, atol=1e-6)
 
 
+def test_a_head_that_fails_leaves_nothing_behind(model):
+    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
+    expected = np.array(model(ids[:, None])[:, 0])
+    rows = parts.SelectedRows(model)
+    with pytest.raises(ValueError, match="matmul"):
+        rows.head(model, mx.zeros((2, 1, 63)))
+    again = rows.logits(model, ids, CACHES, None)
+    np.testing.assert_allclose(np.array(again), expected, atol=1e-6)
+
+
 class Undivided(llama.LlamaModel):
     """Returns logits itself."""
 

@@ -54,8 +54,10 @@ class SelectedRows:
             [N, V] logits.
         """
         self._rows = rows
-        out = model(input_ids[:, None], cache=caches)[:, 0]
-        self._rows = self._hidden = None
+        try:
+            out = model(input_ids[:, None], cache=caches)[:, 0]
+        finally:  # a step that fails must leave nothing for the next one
+            self._rows = self._hidden = None
         return out if self._decoder is not None or rows is None else out[rows]
 
     def states(self, model: nn.Module, input_ids: mx.array, caches: list[Any]) -> mx.array:
@@ -76,10 +78,11 @@ class SelectedRows:
         if self._decoder is None:
             return states[:, 0]
         self._instead = states
-        # The model's own path from there on: with whatever it does to logits after its head.
-        out = model(mx.zeros(states.shape[:2], mx.int32))
-        self._instead = None
-        return out[:, 0]
+        try:
+            # The model's own path from there on: with whatever it does to logits after its head.
+            return model(mx.zeros(states.shape[:2], mx.int32))[:, 0]
+        finally:  # see `logits`
+            self._instead = None
 
 
 def _decoder(model: nn.Module) -> nn.Module | None:
