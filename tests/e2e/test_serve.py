@@ -254,10 +254,7 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
         pytest.param(
             # 30 layers × (K + V) × 3 heads × 64 × 4 bytes = 45 KiB a token
             ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(16 << 20)],
-            *(
-                {},
-                "one request of --max-model-len 8192 needs 0.35 GiB of KV cache",
-            ),
+            *({}, "one request of --max-model-len 8192 needs 0.35 GiB of KV cache"),
             id="longer than the pool",
         ),
         pytest.param(

@@ -62,31 +62,22 @@ def _qwen15_7b() -> Qwen2Config:
     )
 
 
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
 def _small_llama(**vocabulary: int) -> LlamaConfig:
-    return LlamaConfig(
-        **vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
+    return LlamaConfig(**vocabulary, **_SMALL, max_position_embeddings=8192)
 
 
 def _small_qwen3(**vocabulary: int) -> Qwen3Config:
-    return Qwen3Config(
-        **vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-    )
+    return Qwen3Config(**vocabulary, **_SMALL, head_dim=32, max_position_embeddings=40960)
 
 
 def _small_gpt2(**vocabulary: int) -> GPT2Config:

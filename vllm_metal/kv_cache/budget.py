@@ -306,7 +306,7 @@ def _fewer_requests(now: Change) -> Iterator[Change]:
 
 
 def _of_requests(now: Change, requests: int) -> Measured:
-    """What does not grow with the number of requests stays as it is."""
+    """The figures for so many requests; what does not depend on their number stays."""
     logits, counts = (
         -(-nbytes * requests // now.settings.max_num_seqs)
         for nbytes in (now.measured.logits, now.measured.counts)

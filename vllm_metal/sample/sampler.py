@@ -71,8 +71,6 @@ class SamplerOutput:
     @staticmethod
     def joined(parts: "Sequence[SamplerOutput]") -> "SamplerOutput":
         """The outputs of a step's pieces as the step's."""
-        if len(parts) == 1:
-            return parts[0]
         logprobs = [part.logprobs for part in parts if part.logprobs is not None]
         accepted = [part.num_accepted for part in parts if part.num_accepted is not None]
         return SamplerOutput(
