@@ -97,3 +97,13 @@ def allow_mlp_speculators() -> None:
         ModelRegistry.register_model(
             name, "vllm.model_executor.models.mlp_speculator:MLPSpeculator"
         )
+
+
+def forget_tokenizers() -> None:
+    """Lets go of closed engines' tokenizers: vLLM remembers 128 functions that hold copies of them.
+
+    What is still in use is looked up once more.
+    """
+    from vllm.utils import func_utils
+
+    func_utils._supports_kw.cache_clear()

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal import device
+from vllm_metal import compat, device
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.failures import end_failed_requests
 from vllm_metal.guard import GuardedSteps
@@ -283,6 +283,7 @@ class MetalWorker(WorkerBase):
         mx.synchronize()
         if hasattr(self, "steps"):  # start-up may have failed before
             del self.steps
+        compat.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:
             self._memory.release()
