@@ -27,7 +27,8 @@ from metal_kernels.selfcheck import (
     dtype_name,
     timings,
 )
-from vllm_metal import compat, device, envs, selfcheck
+from vllm_metal import device, envs, selfcheck
+from vllm_metal.vllm_patches import releases
 
 _PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch", "numpy")
 _GIB = 2**30
@@ -94,7 +95,7 @@ def machine() -> dict[str, Any]:
     kind: envs.Device = "metal" if mx.metal.is_available() else "cpu"
     device.select(kind)
     memory = device.memory(kind)
-    versions = {name: _version(name) for name in _PACKAGES} | {"vllm": compat.installed_vllm()}
+    versions = {name: _version(name) for name in _PACKAGES} | {"vllm": releases.installed_vllm()}
     info = mx.device_info()
     return {
         "versions": {name: found for name, found in versions.items() if found},

@@ -8,9 +8,10 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm_metal import blas, compat, envs
+from vllm_metal import blas, envs
+from vllm_metal.vllm_patches import releases
 
-compat.require_tested_vllm()
+releases.require_tested_vllm()
 # vLLM's worker contract has two dialects; the plugin speaks the one that runs without Triton and
 # carries user-written logits processors.
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -27,6 +28,11 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 from vllm_metal import device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.spec_decode import checkpoint  # noqa: E402
+from vllm_metal.vllm_patches import (  # noqa: E402
+    engine_args,
+    speculation,
+    torch_accelerator,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-compat.answer_for_torch_accelerator()
+torch_accelerator.answer_for_torch_accelerator()
 logger = init_logger(__name__)
 # vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
 logging.getLogger(__package__).parent = logging.getLogger("vllm")
@@ -143,18 +149,10 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Puts this platform's defaults in place of those vLLM picks by memory size."""
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-
-        contexts = (None, *UsageContext)
-        tokens = dict.fromkeys(contexts, MAX_NUM_BATCHED_TOKENS[cls.mlx_device])
-        seqs = dict.fromkeys(contexts, MAX_NUM_SEQS)
-        EngineArgs.get_batch_defaults = classmethod(  # type: ignore[method-assign, assignment]
-            lambda cls, world_size: (tokens, seqs)
-        )
-        compat.allow_lookup_methods()
-        compat.allow_mlp_speculators()
-        compat.accept_int8_kv_cache(parser)
+        engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
+        engine_args.accept_int8_kv_cache(parser)
+        speculation.allow_lookup_methods()
+        speculation.allow_mlp_speculators()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -14,9 +14,8 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal import compat, device
+from vllm_metal import device
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
-from vllm_metal.failures import end_failed_requests
 from vllm_metal.guard import GuardedSteps
 from vllm_metal.kv_cache import choice, formats
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
@@ -36,6 +35,8 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.choice import make_speculator
 from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.networks import load_network
+from vllm_metal.vllm_patches import tokenizers
+from vllm_metal.vllm_patches.scheduler import end_failed_requests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -283,7 +284,7 @@ class MetalWorker(WorkerBase):
         mx.synchronize()
         if hasattr(self, "steps"):  # start-up may have failed before
             del self.steps
-        compat.forget_tokenizers()
+        tokenizers.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:
             self._memory.release()

@@ -11,7 +11,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from vllm_metal import compat, envs
+from vllm_metal import envs
+from vllm_metal.vllm_patches import releases
 
 VERSION = "0.32.0"
 #: As the package index states it; pip refuses an archive with any other.
@@ -44,7 +45,7 @@ def extracted() -> Path:
         UnavailableError: pip does not get the archive.
         RuntimeError: another vLLM is installed.
     """
-    installed = (compat.installed_vllm() or "none").split("+")[0]
+    installed = (releases.installed_vllm() or "none").split("+")[0]
     if installed != VERSION:
         raise RuntimeError(
             f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"

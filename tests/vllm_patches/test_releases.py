@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_metal import compat
+from vllm_metal.vllm_patches import releases
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_installed_vllm_is_the_tested_one():
-    assert compat.installed_vllm() is not None
-    compat.require_tested_vllm()
+    assert releases.installed_vllm() is not None
+    releases.require_tested_vllm()
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.320.1", None])
@@ -24,11 +24,11 @@ def test_another_release_is_refused_in_one_line(monkeypatch, found):
             raise PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(compat, "version", version)
-    with pytest.raises(compat.UntestedVersionError) as refusal:
-        compat.require_tested_vllm()
+    monkeypatch.setattr(releases, "version", version)
+    with pytest.raises(releases.UntestedVersionError) as refusal:
+        releases.require_tested_vllm()
     message = str(refusal.value)
-    assert "\n" not in message and f"vLLM {compat.TESTED_VLLM}" in message
+    assert "\n" not in message and f"vLLM {releases.TESTED_VLLM}" in message
     assert (found or "no vLLM") in message
 
 
@@ -42,4 +42,4 @@ def test_every_file_that_pins_vllm_pins_the_tested_release():
     for name, pattern in pins.items():
         found = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
         assert found, name
-        assert found.group(1).startswith(f"{compat.TESTED_VLLM}."), name
+        assert found.group(1).startswith(f"{releases.TESTED_VLLM}."), name

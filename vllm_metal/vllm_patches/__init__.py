@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that changes vLLM, or the torch it runs on: each change with its reason."""

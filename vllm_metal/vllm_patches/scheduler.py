@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers end the requests that a step could not serve, as the worker names them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_metal.failures import NOT_A_NUMBER, StepResult
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+
+logger = init_logger(__name__)
+
+
+def end_failed_requests() -> None:
+    """Has vLLM's schedulers heed a StepResult; once in the process that schedules.
+
+    vLLM ends requests with finish reason "error" where their grammar does not compile or their K/V
+    cannot be fetched, but a worker has no way to name one. Whatever the failed requests left in the
+    prefix cache is dropped with them, and their blocks are cleared before others get them: a NaN
+    spoils sums even where attention gives it no weight. Where the pool is lost every running
+    request starts again, and nobody else is harmed.
+    """
+    if hasattr(Scheduler.update_from_output, "__wrapped__"):
+        return
+    update, blocks_to_zero = Scheduler.update_from_output, Scheduler._get_new_block_ids_to_zero
+
+    @functools.wraps(update)
+    def update_from_output(
+        self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        result = model_runner_output
+        if not isinstance(result, StepResult) or not (result.failures or result.pool_lost):
+            return update(self, scheduler_output, result)
+        if result.pool_lost:
+            self.reset_prefix_cache(reset_running_requests=True)
+        failed = result.failures.keys() & self.requests.keys()
+        held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
+        self.grammar_compile_error_reqs |= failed  # ended in the call that follows
+        outputs = update(self, scheduler_output, result)
+        pool = self.kv_cache_manager.block_pool
+        free = [block for block in held if pool.blocks[block].ref_cnt == 0]
+        self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *free]
+        for output in (output for of_client in outputs.values() for output in of_client.outputs):
+            if reason := result.failures.get(output.request_id):
+                logger.error("Request %s failed: %s", output.request_id, reason)
+                output.stop_reason = reason
+                output.num_nans_in_logits = int(reason == NOT_A_NUMBER)
+        return outputs
+
+    @functools.wraps(blocks_to_zero)
+    def _get_new_block_ids_to_zero(self: Any) -> list[int] | None:
+        unclean, self.blocks_to_clear = getattr(self, "blocks_to_clear", []), []
+        return [*unclean, *(blocks_to_zero(self) or ())] or None
+
+    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    Scheduler._get_new_block_ids_to_zero = _get_new_block_ids_to_zero  # type: ignore[method-assign]
+
+
+def _forget_blocks(scheduler: Any, req_id: str) -> set[int]:
+    """Takes a request's blocks out of the prefix cache, also those it does not hold any more."""
+    manager, request = scheduler.kv_cache_manager, scheduler.requests[req_id]
+    blocks = {block for group in manager.get_block_ids(req_id) for block in group}
+    for group in range(len(scheduler.kv_cache_config.kv_cache_groups)):
+        for block_hash in request.block_hashes:
+            found = manager.block_pool.get_cached_block(block_hash, [group])
+            blocks |= {block.block_id for block in found or ()}
+    manager.evict_blocks(blocks)
+    return blocks
