@@ -30,6 +30,7 @@ from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.spec_decode import checkpoint  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
+    mlp_speculators,
     speculation,
     torch_accelerator,
 )
@@ -152,7 +153,7 @@ class MetalPlatform(Platform):
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
         speculation.allow_lookup_methods()
-        speculation.allow_mlp_speculators()
+        mlp_speculators.allow_mlp_speculators()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

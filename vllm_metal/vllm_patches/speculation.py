@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
 
 def allow_lookup_methods() -> None:
     """Lets vLLM take `ngram` and `suffix` as this plugin does them.
@@ -18,14 +21,3 @@ def allow_lookup_methods() -> None:
 
     config.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
     speculative.has_arctic_inference = lambda: True
-
-
-def allow_mlp_speculators() -> None:
-    """Names vLLM the architecture of MLP speculators: it still has their module, but not listed."""
-    from vllm.model_executor.models import ModelRegistry
-
-    name = "MLPSpeculatorPreTrainedModel"
-    if name not in ModelRegistry.models:
-        ModelRegistry.register_model(
-            name, "vllm.model_executor.models.mlp_speculator:MLPSpeculator"
-        )
