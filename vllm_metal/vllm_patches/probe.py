@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dis
+import functools
 import importlib
 import inspect
 import sys
@@ -50,6 +51,29 @@ def probe(touched: Iterable[Touched] = TOUCHED, quick: bool = False) -> list[Fin
         if release in entry.releases and not (quick and entry.name.startswith(f"{GPU_WORKER}:"))
         for finding in _check(entry)
     ]
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Warns, once in a process, where another vLLM than the tested one was allowed; names what the
+    quick probe finds. For the process that reads the options, before anything is changed in vLLM.
+    """
+    from vllm.logger import init_logger
+
+    found = releases.installed_vllm()
+    if releases.is_tested(found):
+        return
+    findings = probe(quick=True)
+    init_logger(__name__).warning(
+        "vllm-metal is tested with vLLM %s.x; vLLM %s is used, as "
+        "VLLM_METAL_ALLOW_UNTESTED=1 asks. %s",
+        releases.TESTED_VLLM,
+        found,
+        "It lacks what vllm-metal touches: "
+        + "; ".join(f"{finding.name} {finding.problem}" for finding in findings)
+        if findings
+        else "It has what vllm-metal touches",
+    )
 
 
 def _release() -> str:
@@ -162,7 +186,8 @@ def _takes_else(found: Any, parameters: str) -> str | None:
     for parameter in signature.parameters.values():
         if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
             taken.append("*")
-        stars = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = "*" * (parameter.kind is kind.VAR_POSITIONAL)
+        stars = stars or "**" * (parameter.kind is kind.VAR_KEYWORD)
         taken.append(stars + parameter.name)
     if taken == parameters.split():
         return None

@@ -115,7 +115,7 @@ _ENGINE_ARGUMENTS = (
     Touched(
         "vllm.engine.arg_utils:EngineArgs",
         by="vllm_patches/engine_args.py vllm_patches/speculation.py",
-        fields="speculative_config",
+        fields="speculative_config spec_method",
         methods={
             "get_batch_defaults": "world_size",
             "create_speculative_config": "target_model_config target_parallel_config",
