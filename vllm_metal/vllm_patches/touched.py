@@ -131,7 +131,11 @@ _ENGINE_ARGUMENTS = (
         by="vllm_patches/engine_args.py",
         called="kv_cache_dtype model_config",
     ),
-    Touched("vllm.utils.argparse_utils:FlexibleArgumentParser", by="platform.py vllm_patches"),
+    Touched(
+        "vllm.utils.argparse_utils:FlexibleArgumentParser",
+        by="platform.py vllm_patches/engine_args.py",
+        fields="_actions",
+    ),
     Touched("vllm.usage.usage_lib:UsageContext", by="vllm_patches/engine_args.py"),
     Touched(
         "vllm.model_executor.models:ModelRegistry",
