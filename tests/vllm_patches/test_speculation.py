@@ -38,7 +38,7 @@ def test_a_method_that_is_gone_is_refused_by_name(monkeypatch, create, options):
     monkeypatch.setattr(speculative, "SpeculativeMethod", Literal[left])
     for _ in range(2):  # once is enough
         refuse_missing_methods(SPECULATIVE_METHODS)
-    with pytest.raises(ValueError, match="'medusa' is not known to vLLM .* choose one of ngram,"):
+    with pytest.raises(ValueError, match=r"'medusa' is not known to vLLM .* choose one of ngram,"):
         create(**options)
     assert create(spec_method="eagle") == ("model", "parallel")
     assert create() == ("model", "parallel")
