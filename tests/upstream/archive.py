@@ -65,13 +65,19 @@ def sources(release: str) -> Path:
         UnavailableError: pip does not get the archive.
     """
     version, sha256 = READ[release]
-    folder = _fetched(
-        envs.cache_dir() / "vllm-sources" / version, version, sha256, ("vllm/", "PKG-INFO")
-    )
-    metadata = folder / f"vllm-{version}.dist-info"  # what importlib.metadata looks for
-    metadata.mkdir(exist_ok=True)
-    shutil.copy(folder / "PKG-INFO", metadata / "METADATA")
-    return folder
+    folder = envs.cache_dir() / "vllm-sources" / version
+    return _fetched(folder, version, sha256, ("vllm/", "PKG-INFO"))
+
+
+def newest(folder: Path) -> None:
+    """The same of the newest release, with its requirements, whatever the index says it holds.
+
+    Raises:
+        UnavailableError: pip does not get the archive.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        archive = _download(Path(work), "vllm")
+        _extract(archive, folder, ("vllm/", "requirements/", "PKG-INFO"))
 
 
 def _fetched(folder: Path, version: str, sha256: str, wanted: tuple[str, ...]) -> Path:
@@ -80,9 +86,9 @@ def _fetched(folder: Path, version: str, sha256: str, wanted: tuple[str, ...]) -
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        archive = _download(Path(work), version, sha256)
+        archive = _download(Path(work), f"vllm=={version}", f"--hash=sha256:{sha256}")
         fresh = Path(work) / "extracted"
-        _extract(archive, fresh, version, wanted)
+        _extract(archive, fresh, wanted)
         try:
             fresh.rename(folder)
         except OSError:  # another process was first
@@ -91,16 +97,17 @@ def _fetched(folder: Path, version: str, sha256: str, wanted: tuple[str, ...]) -
     return folder
 
 
-def _download(work: Path, version: str, sha256: str) -> Path:
+def _download(work: Path, requirement: str, *hashes: str) -> Path:
     """vLLM's source archive, from where pip is configured to find packages."""
     backend = work / "backend" / "setuptools"
     backend.mkdir(parents=True)
     (backend / "__init__.py").touch()
     (backend / "build_meta.py").write_text(_BACKEND)
     wanted = work / "requirements.txt"
-    wanted.write_text(f"vllm=={version} --hash=sha256:{sha256}\n")
+    wanted.write_text(" ".join([requirement, *hashes]))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1"]
-    options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--require-hashes"]
+    options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+    options += ["--require-hashes"] if hashes else []
     done = subprocess.run(
         [*pip, *options, "--dest", str(work), "--requirement", str(wanted)],
         env=os.environ | {"PYTHONPATH": str(backend.parent)},
@@ -108,22 +115,25 @@ def _download(work: Path, version: str, sha256: str) -> Path:
         capture_output=True,
         text=True,
     )
-    archive = work / f"vllm-{version}.tar.gz"
-    if done.returncode or not archive.exists():
+    archives = list(work.glob("vllm-*.tar.gz"))
+    if done.returncode or not archives:
         errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
         raise UnavailableError(
-            f"vLLM {version}'s source archive is not in {envs.cache_dir()} and pip cannot get it: "
-            + next(errors, done.stderr).removeprefix("ERROR: ")
+            f"the source archive of {requirement} is not in {envs.cache_dir()} and pip cannot get "
+            "it: " + next(errors, done.stderr).removeprefix("ERROR: ")
         )
-    return archive
+    return archives[0]
 
 
-def _extract(archive: Path, folder: Path, version: str, wanted: tuple[str, ...]) -> None:
-    prefix = f"vllm-{version}/"
+def _extract(archive: Path, folder: Path, wanted: tuple[str, ...]) -> None:
+    """What begins as wanted; PKG-INFO also where importlib.metadata looks for it."""
+    named = archive.name.removesuffix(".tar.gz")
     with tarfile.open(archive) as opened:
         for member in opened:
-            name = member.name.removeprefix(prefix)
+            name = member.name.removeprefix(f"{named}/")
             if member.isfile() and name.startswith(wanted):
+                if name == "PKG-INFO":
+                    name = f"{named}.dist-info/METADATA"
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with opened.extractfile(member) as source, target.open("wb") as out:

@@ -12,12 +12,14 @@ from vllm_metal.vllm_patches.speculation import refuse_missing_methods
 
 
 @pytest.fixture
-def create(monkeypatch):
+def create(monkeypatch, tmp_path):
     """create_speculative_config over one that returns what it was given, restored afterwards."""
     monkeypatch.setattr(
         EngineArgs, "create_speculative_config", lambda self, model, parallel: (model, parallel)
     )
-    return lambda **options: EngineArgs(**options).create_speculative_config("model", "parallel")
+    return lambda **options: EngineArgs(model=str(tmp_path), **options).create_speculative_config(
+        "model", "parallel"
+    )
 
 
 def test_the_tested_vllm_knows_them_all(create):
