@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables; read here and nowhere else."""
+"""The plugin's environment variables; read here, and for the cache folder in metal_kernels."""
 
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Literal, cast, get_args
+
+from metal_kernels.cache import cache_dir
+
+__all__ = ["NAMES", "Device", "Kernels", "cache_dir", "kernels", "requested_device"]
 
 Device = Literal["metal", "cpu"]
 Kernels = Literal["auto", "metal", "interpret", "mlx"]
@@ -45,14 +48,3 @@ def kernels() -> Kernels:
     if value not in get_args(Kernels):
         raise ValueError(f"VLLM_METAL_KERNELS={value!r}: choose auto, metal, mlx or interpret")
     return cast(Kernels, value)
-
-
-def cache_dir() -> Path:
-    """Folder for converted models: ``VLLM_METAL_CACHE``, else the platform's cache folder."""
-    if chosen := os.environ.get("VLLM_METAL_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "vllm-metal"
-    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "vllm-metal"
