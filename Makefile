@@ -85,7 +85,7 @@ bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, write
 	$(BIN)/python benchmarks/cache_quality.py --quick
 	$(BIN)/python benchmarks/kernel_traffic.py
 
-lock: $(STAMP)  ## resolve requirements/{linux,macos}{,-dev}.txt again (Linux)
+lock:  ## resolve requirements/{linux,macos}{,-dev}.txt again (Linux, after make setup-dev)
 	scripts/lock.sh
 
 check-locks: $(STAMP)  ## whether those of macOS still hold together (Linux, asks the index)
