@@ -38,7 +38,9 @@ def test_libraries_are_kept_where_everything_is(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_METAL_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert toolchain.cache_folder() == tmp_path / "Library" / "Caches" / "vllm-metal" / "interpreter"
+    assert (
+        toolchain.cache_folder() == tmp_path / "Library" / "Caches" / "vllm-metal" / "interpreter"
+    )
 
 
 def test_no_compiler(tmp_path, monkeypatch):
