@@ -4,7 +4,12 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+
+from metal_kernels.cache import cache_dir
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -30,7 +35,7 @@ def requirement():
 
 
 def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
-    for name in ("curl", "uv", "vllm", "vllm-metal"):
+    for name in ("curl", "uv", "vllm"):
         (tmp_path / name).write_text(DOUBLE)
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
@@ -56,7 +61,10 @@ def test_no_other_address_of_the_wheel_is_given():
     assert set(re.findall(r"https://[^\s'\"`)]+\.whl", README)) == {address}
 
 
-def test_the_folders_that_stay_are_those_in_use():
+@pytest.mark.parametrize("system", ["darwin", "linux"])
+def test_the_folder_that_stays_is_the_one_in_use(monkeypatch, system):
+    for name in ("VLLM_METAL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", system)
     uninstalling = README.partition("**To uninstall**")[2].partition("\n## ")[0]
-    for folder in ("~/Library/Caches/vllm-metal", "~/.cache/vllm-metal", "VLLM_METAL_CACHE"):
-        assert folder in uninstalling
+    assert f"`~/{cache_dir().relative_to(Path.home())}`" in uninstalling

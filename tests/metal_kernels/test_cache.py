@@ -16,11 +16,13 @@ def names_in_use():
     for folder in ("vllm_metal", "metal_kernels", "tests", "examples", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-                    call, part = node.left, node.right
-                    if isinstance(call, ast.Call) and isinstance(part, ast.Constant):
-                        if ast.unparse(call).endswith("cache_dir()"):
-                            yield part.value
+                if (
+                    isinstance(node, ast.BinOp)
+                    and isinstance(node.op, ast.Div)
+                    and isinstance(node.right, ast.Constant)
+                    and ast.unparse(node.left).endswith("cache_dir()")
+                ):
+                    yield node.right.value
 
 
 def test_every_part_is_listed():
