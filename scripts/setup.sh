@@ -136,11 +136,13 @@ install_users() {
 
 # MLX's wheel for macOS 26 is built for 26.2, and installers cannot tell (ml-explore/mlx#4525).
 replace_mlx() {
-    local folder
+    local folder pins
     folder=$(mktemp -d)
     say "macOS $release: MLX's wheels for macOS 15 in place of those for 26, which need 26.2"
+    pins=$(grep -E '^mlx(-metal)?==' requirements/macos.txt)
+    # shellcheck disable=SC2086 # a word each
     .venv/bin/python -m pip download --quiet --no-deps --only-binary :all: \
-        --platform macosx_15_0_arm64 --dest "$folder" $(grep -E '^mlx(-metal)?==' requirements/macos.txt)
+        --platform macosx_15_0_arm64 --dest "$folder" $pins
     install --force-reinstall "$folder"/*.whl
     rm -r "$folder"
 }
