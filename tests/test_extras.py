@@ -34,7 +34,7 @@ def test_an_environment_without_pip_is_uvs(monkeypatch):
 
 def test_nothing_asks_an_index_for_our_name():
     # An index has another project's release under it.
-    asked = re.compile(r"install\b.*[ '\"]vllm-metal\b|['\"]vllm-metal\[")
+    asked = re.compile(r"install( -\S+)* ['\"]?vllm-metal\b|['\"]vllm-metal\[")
     folders = ("vllm_metal", "metal_kernels", "examples", "benchmarks", "docs", "scripts")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [*ROOT.glob("*.md"), ROOT / "pyproject.toml"]
