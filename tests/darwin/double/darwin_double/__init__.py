@@ -17,8 +17,9 @@ long as they are Python and inherit PYTHONPATH. It imitates, of macOS 15 on Appl
 It does not imitate:
 
 - Metal and MLX's GPU device: use VLLM_METAL_DEVICE=cpu, which the tests set
-- what compiled code sees: libraries are Linux's, in speed, threads and file formats; so the wheels
-  that choose a library by `sys.platform` are imported as on Linux (`modules.LINUX_WHEELS`)
+- what compiled code sees: libraries are Linux's, in speed, threads and file formats; so wheels that
+  choose a library by `sys.platform`, and our compiler of kernels for the CPU, see Linux
+  (`modules.LINUX_WHEELS`, `LINUX_MODULES`)
 - torch tensors on `mps`
 - psutil but for `virtual_memory`: processes and their memory are read as on Linux
 - programs other than Python: `uname`, `sysctl`, `vm_stat`, `sw_vers`

@@ -6,11 +6,12 @@ are purgeable or hold files. Sizes in bytes are set by variables, so that childr
 
 - DARWIN_DOUBLE_TOTAL (this machine's)
 - DARWIN_DOUBLE_AVAILABLE (this machine's): psutil's `available`, which is free and inactive pages
-- DARWIN_DOUBLE_FILES (a quarter of the rest): pages that hold files, active ones
-- DARWIN_DOUBLE_PURGEABLE (0), DARWIN_DOUBLE_SPECULATIVE (0)
+- DARWIN_DOUBLE_FILES (a quarter of the rest): pages that hold files, active ones and all
+  speculative ones
+- DARWIN_DOUBLE_SPECULATIVE (0), DARWIN_DOUBLE_PURGEABLE (0): the latter hold no files
 - DARWIN_DOUBLE_PRESSURE (1): kern.memorystatus_vm_pressure_level
-- DARWIN_DOUBLE_LEVEL: kern.memorystatus_level, in percent; the part of memory that is free,
-  inactive, speculative, purgeable or holds files, unless said
+- DARWIN_DOUBLE_LEVEL: kern.memorystatus_level, in percent; the part of memory that is neither wired
+  nor compressed, unless said (AVAILABLE_NON_COMPRESSED_MEMORY of xnu's osfmk/vm/vm_page.h)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ svmem = namedtuple(
 
 
 def virtual_memory() -> svmem:
-    """As psutil reckons on macOS (`_psosx.py`): available = inactive + free, used = active + wired."""
+    """As psutil reckons on macOS: available = inactive + free, used = active + wired."""
     real = _real_virtual_memory()
     total = _variable("TOTAL", real.total)
     available = min(_variable("AVAILABLE", real.available), total)
@@ -44,14 +45,9 @@ def virtual_memory() -> svmem:
     return svmem(total, available, percent, active + wired, free, active, inactive, wired)
 
 
-def reclaimable() -> int:
-    """Bytes that macOS can give at once: free, or held only so that they need not be read again."""
-    vm = virtual_memory()
-    return vm.available + sum(_bytes_of(kind) for kind in ("SPECULATIVE", "PURGEABLE", "FILES"))
-
-
 def _level() -> int:
-    return _variable("LEVEL", min(100 * reclaimable() // virtual_memory().total, 100))
+    vm = virtual_memory()
+    return _variable("LEVEL", 100 * (vm.total - vm.wired) // vm.total)
 
 
 def _bytes_of(kind: str) -> int:

@@ -14,6 +14,9 @@ from darwin_double import system
 #: Packages that choose a library by platform while they are imported, or link a Linux one.
 LINUX_WHEELS = ("torch", "llvmlite", "numba", "tvm_ffi", "xgrammar", "truststore")
 
+#: Modules of ours that say it to a compiler, whose libraries this process loads.
+LINUX_MODULES = ("metal_kernels.interpreter.toolchain", "metal_kernels.interpreter.launch")
+
 _before: dict[str, Callable[[], None]] = {}
 _after: dict[str, Callable[[ModuleType], None]] = {}
 
@@ -33,7 +36,22 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 def install() -> None:
     """Arms what was asked for."""
+    for name in LINUX_MODULES:
+        after_import(name, _tell_linux)
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+
+
+class _LinuxSys:
+    """`sys`, but for its platform."""
+
+    platform = "linux"
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys, name)
+
+
+def _tell_linux(module: ModuleType) -> None:
+    module.sys = _LinuxSys()  # type: ignore[attr-defined]
 
 
 class _Finder:
