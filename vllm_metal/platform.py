@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 torch_accelerator.answer_for_torch_accelerator()
-logs.drop_unhelpful_warnings()
+logs.drop_compiler_warning()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
 # vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
@@ -159,6 +159,11 @@ class MetalPlatform(Platform):
         processes.wait_for_engines_to_end()
         speculation.allow_lookup_methods()
         speculation.allow_mlp_speculators()
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        """Declares the operations, but not vLLM's kernels: torch warns where Triton is missing."""
+        import vllm.ir.ops  # noqa: F401
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

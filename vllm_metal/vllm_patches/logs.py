@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings of vLLM and torch that say nothing to a user of this platform."""
+"""A warning of vLLM's that says nothing to a user of this platform."""
 
 from __future__ import annotations
 
 import logging
 
-#: How each begins, by the logger it comes from. Nobody set what they speak of, nor misses it.
-UNHELPFUL = {
-    # The engine's process checks the configuration again, where this platform has turned vLLM's
-    # compiler off (MetalPlatform.apply_config_platform_defaults).
-    "vllm.config.vllm": "Inductor compilation was disabled by user settings",
-    # torch looks for Triton kernels in each operator declared with it; no Mac has Triton.
-    "torch._library.triton": "Triton not available",
-}
+_LOGGER, _BEGINNING = "vllm.config.vllm", "Inductor compilation was disabled by user settings"
 
 
-class _Unhelpful(logging.Filter):
-    """Drops the records whose message begins so."""
+def drop_compiler_warning() -> None:
+    """Drops vLLM's warning that its compiler is off, and nothing else.
 
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self.beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.beginning)
+    The engine's process checks the configuration a second time, and takes what this platform set
+    the first time (MetalPlatform.apply_config_platform_defaults) for its user's choice.
+    """
+    logging.getLogger(_LOGGER).addFilter(_is_another)
 
 
-def drop_unhelpful_warnings() -> None:
-    """Drops the warnings of UNHELPFUL, and nothing else their loggers say."""
-    for logger, beginning in UNHELPFUL.items():
-        logging.getLogger(logger).addFilter(_Unhelpful(beginning))
+def _is_another(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_BEGINNING)

@@ -51,7 +51,7 @@ def stay_in_process_on_macos() -> None:
         in_process = _MULTIPROCESSING not in os.environ
         init(self, *args, multiprocess_mode=multiprocess_mode and not in_process, **options)
 
-    LLMEngine.__init__ = __init__  # type: ignore[method-assign]
+    LLMEngine.__init__ = __init__
 
 
 def wait_for_engines_to_end() -> None:
