@@ -32,6 +32,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     logs,
     processes,
+    shutdown,
     speculation,
     torch_accelerator,
 )
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 torch_accelerator.answer_for_torch_accelerator()
-logs.drop_compiler_warning()
+logs.drop_unhelpful_warnings()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
 # vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
@@ -156,14 +157,10 @@ class MetalPlatform(Platform):
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
         processes.stay_in_process_on_macos()
-        processes.wait_for_engines_to_end()
+        shutdown.let_engines_end()
+        shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
         speculation.allow_mlp_speculators()
-
-    @classmethod
-    def import_ir_kernels(cls) -> None:
-        """Declares the operations, but not vLLM's kernels: torch warns where Triton is missing."""
-        import vllm.ir.ops  # noqa: F401
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

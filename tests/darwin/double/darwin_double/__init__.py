@@ -4,7 +4,8 @@
 `install()` runs before anything else in a process and in all its children (`sitecustomize.py`), as
 long as they are Python and inherit PYTHONPATH. It imitates, of macOS 15 on Apple silicon:
 
-- `sys.platform`, `os.uname`, `platform.system`, `machine`, `release`, `mac_ver`
+- `sys.platform`, `os.uname`, `platform.system`, `machine`, `release`, `mac_ver`; functions of `os`
+  that only Linux has are missing
 - multiprocessing's start method, `spawn`; a process that forks with torch or MLX loaded loses the
   child, as it would to Apple's frameworks, which do not survive a fork
 - torch with an MPS accelerator, whose caches' emptying ends the process: torch 2.13's wheel for
@@ -23,8 +24,9 @@ It does not imitate:
 - torch tensors on `mps`
 - psutil but for `virtual_memory`: processes and their memory are read as on Linux
 - programs other than Python: `uname`, `sysctl`, `vm_stat`, `sw_vers`
-- uvloop's own sockets, limits on the names of semaphores and shared memory, semaphores without a
-  value, file names without case, code signing, sandboxes, the clock of a sleeping Mac
+- `select.kqueue` in place of `epoll`, uvloop's own sockets, limits on the names of semaphores and
+  shared memory, semaphores without a value, file names without case, code signing, sandboxes, the
+  clock of a sleeping Mac
 
 A process it ends first prints a line that begins with `CRASH`.
 """

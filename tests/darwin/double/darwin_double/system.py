@@ -20,11 +20,18 @@ RELEASE = os.environ.get("DARWIN_DOUBLE_RELEASE", "15.5")
 #: What a forked child does not survive once it is loaded.
 FORK_UNSAFE = ("torch", "mlx.core")
 
+#: Functions of `os` that a Mac's Python lacks.
+ABSENT = ("copy_file_range", "eventfd", "getrandom", "memfd_create", "pidfd_open", "posix_fadvise")
+ABSENT += ("sched_getaffinity", "sched_setaffinity", "splice")
+
 _real_uname = os.uname
 
 
 def install() -> None:
     sysconfig.get_config_vars()  # read from a module that is named after sys.platform
+    for name in ABSENT:
+        if hasattr(os, name):
+            delattr(os, name)
     os.uname = _uname
     platform.mac_ver = _mac_ver
     # Compiled into Python on a Mac only; urllib asks it for the proxies of the system's settings.
