@@ -62,12 +62,13 @@ def tell_a_stop_from_a_failure() -> None:
 
     @functools.wraps(shutdown)
     def shut_down(self: Any, timeout: float | None = None) -> None:
-        self.was_stopped = not self.resources.engine_dead
+        if self._finalizer.alive:
+            self.told_to_stop = not self.resources.engine_dead
         shutdown(self, timeout)
 
     def _format_exception(self: Any, error: Exception) -> Exception:
         formatted = format_exception(self, error)
-        if isinstance(formatted, EngineDeadError) and getattr(self, "was_stopped", False):
+        if isinstance(formatted, EngineDeadError) and getattr(self, "told_to_stop", False):
             return EngineStopped(suppress_context=True)
         return formatted
 
@@ -75,5 +76,5 @@ def tell_a_stop_from_a_failure() -> None:
         return not (record.exc_info and isinstance(record.exc_info[1], EngineStopped))
 
     MPClient.shutdown = shut_down  # type: ignore[method-assign]
-    MPClient._format_exception = _format_exception  # type: ignore[method-assign]
+    MPClient._format_exception = _format_exception  # type: ignore[method-assign, assignment]
     logging.getLogger("vllm.v1.engine.async_llm").addFilter(is_failure)
