@@ -2,11 +2,12 @@
 """Finding the compiler, and keeping what it made."""
 
 import importlib.util
+import sys
 
 import mlx.core as mx
 import pytest
 
-from metal_kernels.interpreter import metal_kernel
+from metal_kernels.interpreter import metal_kernel, toolchain
 
 
 def run(value):
@@ -33,12 +34,21 @@ def test_libraries_are_kept(tmp_path, monkeypatch):
     assert len(kernels) == 2
 
 
+def test_libraries_are_kept_where_everything_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_METAL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert (
+        toolchain.cache_folder() == tmp_path / "Library" / "Caches" / "vllm-metal" / "interpreter"
+    )
+
+
 def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     monkeypatch.delenv("VLLM_METAL_CLANG", raising=False)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "ziglang" else find(n))
-    with pytest.raises(RuntimeError, match=r"pip install 'vllm-metal\[interpreter\]'"):
+    with pytest.raises(RuntimeError, match=r"-m pip install ziglang\)"):
         run(43)
 
 
