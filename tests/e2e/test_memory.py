@@ -44,6 +44,7 @@ def test_no_step_copies_the_pool(smollm2):
     assert one_layer < POOL // 4
 
 
+@pytest.mark.heavy
 def test_no_step_copies_a_pool_that_groups_share(gemma3):
     assert peak_of_a_run(gemma3) < POOL // 4
 
@@ -186,6 +187,7 @@ def assert_within_five_percent(share, held, grown):
     assert grown == pytest.approx(share, rel=0.05)
 
 
+@pytest.mark.heavy
 def test_a_full_load_takes_what_was_budgeted(much_kv):
     share = 2048 * MIB
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 32}

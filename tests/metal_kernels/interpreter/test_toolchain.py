@@ -3,7 +3,6 @@
 
 import importlib.util
 import struct
-import sys
 from contextlib import suppress
 
 import mlx.core as mx
@@ -85,7 +84,7 @@ def test_kernels_and_runtime_compile_for_a_mac(tmp_path, monkeypatch, mode):
     """As on a Mac, up to loading, which another system refuses."""
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     monkeypatch.delenv("VLLM_METAL_CLANG", raising=False)
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("metal_kernels.interpreter.toolchain.sys.platform", "darwin")
     for call in CALLS:
         with (
             kernel.using(metal_kernel if mode == "run" else Checker().metal_kernel),
