@@ -51,7 +51,7 @@ test: lint  ## the one test command: lint, types, tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Under it the tests that read the platform run as they would there; Linux has no other way to.
-DARWIN_TESTS := tests/darwin tests/test_cpu.py tests/test_envs.py tests/test_platform.py \
+DARWIN_TESTS := tests/test_cpu.py tests/test_envs.py tests/test_platform.py \
 	tests/test_blas.py tests/test_cli.py tests/test_memory_pressure.py tests/test_selfcheck.py \
 	tests/test_doctor.py tests/kv_cache/test_budget.py tests/vllm_patches \
 	tests/metal_kernels/test_coverage.py tests/metal_kernels/test_selfcheck.py \

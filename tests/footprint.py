@@ -17,22 +17,33 @@ import pytest
 
 _EVERY_S = 0.25
 _SHOWN = 12
-_MIB = 2**20
 
 
 class Footprint:
-    """Samples the memory of this process and its descendants, and who was running."""
+    """The memory of this process and its descendants, and which test files were running."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._running: dict[str, float] = {}  # test's id: when it began
         self._seconds: dict[str, float] = {}  # of each file, its tests added up
         self._peaks: dict[str, int] = {}  # while a file's tests ran, bytes
-        self.highest = 0  # bytes
-        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self._highest = 0  # bytes
+
+    def sample(self) -> None:
+        """Looks at the memory once, for those that are running."""
+        held = _held_by_all()
+        self._highest = max(self._highest, held)
+        for nodeid in list(self._running):
+            file = nodeid.partition("::")[0]
+            self._peaks[file] = max(self._peaks.get(file, 0), held)
+
+    def _watch(self) -> None:
+        while not self._done.wait(_EVERY_S):
+            self.sample()
 
     def pytest_sessionstart(self) -> None:
-        self.thread.start()
+        self._thread.start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._running[nodeid] = time.monotonic()
@@ -44,22 +55,14 @@ class Footprint:
 
     def pytest_sessionfinish(self) -> None:
         self._done.set()
-        self.thread.join()
+        self._thread.join()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section(f"memory: {self.highest / 2**30:.2f} GiB at most")
+        terminalreporter.section(f"memory: {self._highest / 2**30:.2f} GiB at most")
         highest_first = sorted(self._peaks.items(), key=lambda item: -item[1])
         for file, peak in highest_first[:_SHOWN]:
             seconds = self._seconds.get(file, 0.0)
-            terminalreporter.write_line(f"{peak / _MIB:7.0f} MiB {seconds:6.0f} s  {file}")
-
-    def _sample(self) -> None:
-        while not self._done.wait(_EVERY_S):
-            held = _held_by_all()
-            self.highest = max(self.highest, held)
-            for nodeid in list(self._running):
-                file = nodeid.partition("::")[0]
-                self._peaks[file] = max(self._peaks.get(file, 0), held)
+            terminalreporter.write_line(f"{peak / 2**20:7.0f} MiB {seconds:6.0f} s  {file}")
 
 
 def _held_by_all() -> int:
