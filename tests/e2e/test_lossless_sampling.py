@@ -18,6 +18,8 @@ from mlx_lm.models import llama
 from sample.law import distribution, p_value
 from vllm import SamplingParams
 
+pytestmark = pytest.mark.heavy
+
 VOCAB, HIDDEN, BLOCK = 14, 32, 16
 LENGTH, NUM_DRAFTS = 3, 2  # tokens of a continuation; the last two can come from one window
 CONFIG = {

@@ -10,6 +10,8 @@ import pytest
 from e2e.harness import Dense, text_tokens
 from e2e.server import serve
 
+pytestmark = pytest.mark.heavy
+
 SPECULATION = {
     "method": "ngram",
     "num_speculative_tokens": 4,
