@@ -148,11 +148,12 @@ class MetalPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Puts this platform's defaults in place of those vLLM picks by memory size."""
+        """Changes vLLM where options are read: defaults, choices, and what it refuses."""
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
         speculation.allow_lookup_methods()
         speculation.allow_mlp_speculators()
+        speculation.allow_min_p_and_logit_bias()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
