@@ -47,8 +47,8 @@ def allow_min_p_and_logit_bias() -> None:
     transforms of its request (`vllm_metal.sample`), so what is sampled follows the same law as
     without drafts. Anything else that vLLM refuses there stays refused.
 
-    Requests are looked at where an `InputProcessor` is: in the process that calls `LLM`, and in each
-    API server. All of them make a configuration of their own before that, and so come here.
+    Requests are looked at where an `InputProcessor` is: in the process that calls `LLM`, and in
+    each API server. All of them make a configuration of their own before that, and so come here.
     """
     from vllm import SamplingParams
 
