@@ -148,7 +148,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Changes vLLM where options are read: defaults, choices, and what it refuses."""
+        """Puts this platform's defaults in place of those vLLM picks by memory size."""
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
         speculation.allow_lookup_methods()
