@@ -60,6 +60,23 @@ demo: $(USERS_STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU
 test: lint  ## the one test command: lint, types, tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+# Under it the tests that read the platform run as they would there; Linux has no other way to.
+DARWIN_TESTS := tests/test_cpu.py tests/test_envs.py tests/test_platform.py \
+	tests/test_blas.py tests/test_cli.py tests/test_memory_pressure.py tests/test_selfcheck.py \
+	tests/test_doctor.py tests/kv_cache/test_budget.py tests/vllm_patches \
+	tests/metal_kernels/test_coverage.py tests/metal_kernels/test_selfcheck.py \
+	tests/metal_kernels/interpreter
+
+.PHONY: test-small test-darwin
+
+test-small: lint  ## those that fit a machine of 7 GB, and how much memory they took
+	PYTHONPATH=tests $(BIN)/python -m pytest -p footprint -n $(PYTEST_WORKERS) --dist loadfile \
+		-m 'not slow and not heavy' $(PYTEST_ARGS)
+
+test-darwin: $(STAMP)  ## those that read the platform, under a double of macOS (Linux)
+	$(BIN)/python tests/darwin/run.py -m pytest -n $(PYTEST_WORKERS) --dist loadfile \
+		$(PYTEST_ARGS) $(DARWIN_TESTS)
+
 test-slow: $(STAMP)  ## the nightly tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m slow $(PYTEST_ARGS)
 
