@@ -11,6 +11,8 @@ import argparse
 import json
 import sys
 
+import mlx.core as mx
+
 from metal_kernels import kernel
 from metal_kernels.selfcheck.case import Case
 from metal_kernels.selfcheck.checks import STEPS, check_kernel, in_use
@@ -25,6 +27,7 @@ def main() -> None:
         from metal_kernels import interpreter
 
         kernel.use(interpreter.metal_kernel)
+        mx.set_default_device(mx.cpu)  # the references too, where there is a GPU
     for index, fields in enumerate(json.load(sys.stdin)):
         case = Case.from_json(fields)
         for name in in_use(case):

@@ -46,6 +46,7 @@ def serve_and_check(model, prompts, max_tokens, passes, **options):
     return seen
 
 
+@pytest.mark.heavy
 def test_cold_and_warm_under_load(smollm2, interpreted):
     cold, warm = serve_and_check(
         smollm2,
@@ -62,6 +63,7 @@ def test_cold_and_warm_under_load(smollm2, interpreted):
     assert all(interpreted[name] > 0 for name in ("kv_write", "decode", "prefill"))
 
 
+@pytest.mark.heavy
 def test_window_layers_past_their_window(gemma3, interpreted):
     tokens = text_tokens(gemma3)
     prompts = [tokens[:540], tokens[100:117]]

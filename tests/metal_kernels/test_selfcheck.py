@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The self-check passes kernels that are right, and names the one that is not."""
 
+import io
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from metal_kernels import interpreter, kernel
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import KERNELS, Case, Outcome, check, check_kernel, in_use, timings
+from metal_kernels.selfcheck.__main__ import main
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
@@ -193,6 +195,17 @@ def test_the_process_says_what_it_runs_and_how_it_went():
     outcomes = [Outcome.from_json(message) for message in messages[1::2]]
     assert all(outcome.ok for outcome in outcomes)
     assert [outcome.case for outcome in outcomes] == [cases[0], cases[0], cases[1]]
+
+
+def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
+    """Also where there is a GPU, which MLX takes otherwise."""
+    chosen = []
+    monkeypatch.setattr(mx, "set_default_device", chosen.append)
+    monkeypatch.setattr(kernel, "use", lambda compiler: None)
+    monkeypatch.setattr(sys, "argv", ["selfcheck", "--interpret"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[]"))
+    main()
+    assert chosen == [mx.cpu]
 
 
 def test_every_kernel_is_timed():
