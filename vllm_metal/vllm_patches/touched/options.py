@@ -77,8 +77,14 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.envs:environment_variables",
-        by="platform.py",
-        fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS",
+        by="platform.py vllm_patches/processes.py",
+        fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS VLLM_WORKER_MULTIPROC_METHOD "
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+    ),
+    Touched(
+        "vllm.envs:env_with_choices",
+        by="vllm_patches/processes.py",
+        called="env_name default choices",
     ),
 )
 
