@@ -21,6 +21,7 @@ from metal_kernels.arguments import (
     padded,
 )
 from metal_kernels.kernel import load
+from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Dispatch
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
@@ -63,6 +64,7 @@ def run(
     sinks: mx.array | None = None,
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
+    pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
     """Attention of one layer, whose K/V of this step the pool holds already.
 
@@ -77,6 +79,7 @@ def run(
         sinks: [H], a learned logit per head that takes part in the softmax only.
         key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
+        pace: ends command buffers between dispatches that take long; None: none does.
 
     Returns:
         [T, H, DV], the dtype of `queries`, and a token of each dispatch that reads the pool.
@@ -95,6 +98,8 @@ def run(
     ]
     outputs, tokens = [], []
     for dispatch in plan.dispatches:
+        if pace is not None:
+            pace.before(dispatch.work, *tokens[-1:], *outputs[-1:])
         buffers = [
             queries,
             *pools,

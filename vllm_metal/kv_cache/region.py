@@ -86,22 +86,28 @@ class Region(ABC):
         """All that the region holds, as it stands."""
         return [*self.keys.arrays, *self.values.arrays]
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> Any:
+    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> Any:
         """What `write` and `attend` need of a step, for layers of one group, shape and window."""
 
     def begin_step(self) -> None:
         """Called once before a step's first write."""
         return
 
-    @abstractmethod
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copies whole blocks; after `begin_step`, before the step's first write."""
+        copied = [array[:, mx.array(sources)] for array in self.arrays]
+        mx.eval(copied)  # a queued read would have the whole pool copied
+        self._put(targets, copied)
 
-    @abstractmethod
     def zero_blocks(self, blocks: np.ndarray) -> None:
         """Clears whole blocks; likewise."""
+        self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
+
+    def _put(self, blocks: np.ndarray, contents: Sequence[mx.array]) -> None:
+        for array, content in zip(self.arrays, contents, strict=True):
+            array[:, mx.array(blocks)] = content
 
     @abstractmethod
     def write(self, plan: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from metal_kernels.arguments import CODE_DTYPES
 from metal_kernels.kv_gather.reference import decode
@@ -43,8 +42,8 @@ class ScatterRegion(Region):
         # Slots, and what goes there in the arrays of keys and of values.
         self._pending: list[tuple[mx.array, list[mx.array], list[mx.array]]] = []
 
-    @staticmethod
-    def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> ScatterPlan:
+    @classmethod
+    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> ScatterPlan:
         attention = reference.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
@@ -66,18 +65,6 @@ class ScatterRegion(Region):
                 _scatter(array, slots, _joined(parts))
                 for array, *parts in zip(pool.arrays, *rows, strict=True)
             ]
-
-    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        copied = [array[:, mx.array(sources)] for array in self.arrays]
-        mx.eval(copied)  # a queued read would have the whole pool copied
-        self._put(targets, copied)
-
-    def zero_blocks(self, blocks: np.ndarray) -> None:
-        self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
-
-    def _put(self, blocks: np.ndarray, contents: Sequence[mx.array]) -> None:
-        for array, content in zip(self.arrays, contents, strict=True):
-            array[:, mx.array(blocks)] = content
 
     def write(
         self, plan: ScatterPlan, keys: mx.array, values: mx.array
