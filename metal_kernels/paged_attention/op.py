@@ -96,7 +96,8 @@ def run(
         NO_SCALES if key_scales is None else key_scales,
         NO_SCALES if value_scales is None else value_scales,
     ]
-    outputs, tokens = [], []
+    outputs: list[mx.array] = []
+    tokens: list[mx.array] = []
     for dispatch in plan.dispatches:
         if pace is not None:
             pace.before(dispatch.work, *tokens[-1:], *outputs[-1:])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +26,15 @@ class KernelPlan:
     slot_mapping: mx.array  # [max(T, 8)] int32
     attention: AttentionPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+
+    @property
+    def num_tokens(self) -> int:
+        return self.attention.num_tokens
+
+    @property
+    def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
+        """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
+        return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
 
 
 class KernelRegion(Region):
@@ -63,13 +72,19 @@ class KernelRegion(Region):
             layout.block_tables_np,
             shape,
             window,
-            cls.tiles.get((shape, window)),
+            cls._tiles_of(shape, window),
         )
-        slots = layout.slot_mapping_np
-        # Padded once a step here: a kernel takes fewer than eight by another signature.
-        padded = np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1)
         pace = pace_of(attention.num_tokens, attention.work)
-        return KernelPlan(mx.array(padded), attention, pace)
+        return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
+
+    @classmethod
+    def trials(cls, shape: AttentionShape, window: int | None) -> Iterator[KernelPlan]:
+        for trial in paged_attention.trials(shape, window, cls._tiles_of(shape, window)):
+            yield KernelPlan(_padded(np.arange(trial.num_tokens, dtype=np.int32)), trial, None)
+
+    @classmethod
+    def _tiles_of(cls, shape: AttentionShape, window: int | None) -> Tiles:
+        return cls.tiles.get((shape, window)) or Tiles.of(shape, window)
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         if self.moves_blocks:
@@ -131,3 +146,8 @@ class KernelRegion(Region):
         # A reader comes after the write, and stands for it; several readers stand side by side.
         self._since = [*(token for token in self._since if token is not written), *read]
         return out
+
+
+def _padded(slots: np.ndarray) -> mx.array:
+    """Once a step: a kernel takes fewer than eight by another signature."""
+    return mx.array(np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1))

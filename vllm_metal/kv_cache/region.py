@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -90,6 +90,15 @@ class Region(ABC):
     @abstractmethod
     def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> Any:
         """What `write` and `attend` need of a step, for layers of one group, shape and window."""
+
+    @classmethod
+    def trials(cls, shape: AttentionShape, window: int | None) -> Iterable[Any]:
+        """Small plans that launch, between them, every pipeline such layers may ever launch.
+
+        Each has `num_tokens` rows, for the first slots of the pool, and a `pipeline`, which says
+        what it launches; none where there are no kernels.
+        """
+        return ()
 
     def begin_step(self) -> None:
         """Called once before a step's first write."""
