@@ -132,17 +132,16 @@ def layout(requests: list[tuple[int, int]]) -> StepLayout:
 
 
 def assert_right(chosen: type[Region], shape: AttentionShape) -> None:
-    """Decodes, windows, prompts, long contexts and whole blocks: all as MLX's operations have it."""
-    heads = (shape.num_kv_heads, shape.head_size)
-    regions = [kind(48, 16, *heads, mx.float32) for kind in (chosen, ScatterRegion)]
+    """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
+    made = (48, 16, shape.num_kv_heads, shape.head_size, mx.float32)
+    regions = [kind(*made) for kind in (chosen, ScatterRegion)]
     rng = np.random.default_rng(0)
     for requests in STEPS:
-        where = layout(requests)
+        where, heads = layout(requests), (shape.num_heads, *[shape.num_kv_heads] * 2)
+        num_rows = int(where.query_start_loc_np[-1])
         queries, keys, values = (
-            mx.array(
-                rng.normal(size=(len(where.slot_mapping_np), num, shape.head_size)), mx.float32
-            )
-            for num in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            mx.array(rng.normal(size=(num_rows, num, shape.head_size)).astype(np.float32))
+            for num in heads
         )
         answers = []
         for region in regions:
