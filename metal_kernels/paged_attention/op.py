@@ -174,7 +174,10 @@ def _launch(
 
 
 def _parts(head_size: int) -> int:
-    """Simdgroups that share a row's head: 128 elements of it, or a little more, fit registers."""
+    """Simdgroups that share a row's head: 128 elements of it, or a little more, fit registers.
+
+    With tile_rows of the shape a threadgroup has 256 threads at most.
+    """
     return 1 if head_size <= 128 else 2 if head_size <= 256 else 4
 
 

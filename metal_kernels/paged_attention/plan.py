@@ -109,7 +109,7 @@ class Dispatch:
     tiles: mx.array  # [N, 8] int32, Tile
     bounds: mx.array  # [8] int32, Bounds
     splits: mx.array | None  # [max(n, 8)] int32, of each output row; None: none is split
-    work: int  # FLOPs; MOST_WORK at most, unless a single query row takes more
+    work: int  # FLOPs; MOST_WORK at most, unless a single tile or query row takes more
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def plan(
         shape: of the layers' attention.
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
         tiles: to choose from, one of a kind at least; None: all.
-        most_work: FLOPs of a dispatch; rows that take more are spread over several.
+        most_work: FLOPs of a dispatch; tiles that take more are spread over several.
     """
     tiles = tiles or Tiles.of(shape, window)
     step = _Step(query_start_loc, seq_lens, shape, window or _NO_WINDOW)

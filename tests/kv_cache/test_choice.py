@@ -153,7 +153,8 @@ def assert_right(chosen: type[Region], shape: AttentionShape) -> None:
             mx.eval(out)
             answers.append(np.array(out))
         np.testing.assert_allclose(*answers, atol=1e-5)
-    regions[1].begin_step()
+    for region in regions:
+        region.begin_step()
     pairs = zip(*(region.arrays for region in regions), strict=True)
     assert all(mx.array_equal(*pair) for pair in pairs)
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_kernels import interpreter, kernel
+from metal_kernels import interpreter, kernel, paged_attention
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
@@ -112,24 +112,24 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
 
 
 def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
-    """As many dispatches as there are tiles, each in a command buffer of its own."""
+    """A tile a dispatch, each in a command buffer of its own."""
+    steps = [[([3, 1, 6, 7], 0, 60), ([5], 0, 9)], [([3, 1, 6, 7], 60, 1), ([5, 2], 9, 12)]]
     ends = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))
-    whole = [step(make(KernelRegion), requests, 7) for requests in STEPS[:1]]
+    together = make(KernelRegion)
+    whole = [step(together, requests, seed) for seed, requests in enumerate(steps)]
     assert not ends
-    planned, logger = kernels.paged_attention.plan, Logger(interpreter.metal_kernel)
+    spread = functools.partial(paged_attention.plan, most_work=1)
+    monkeypatch.setattr(paged_attention, "plan", spread)
     monkeypatch.setattr(kernels, "pace_of", lambda rows, work: Pace(most_work=1))
-    monkeypatch.setattr(kernels.paged_attention, "plan", functools.partial(planned, most_work=1))
+    logger, apart = Logger(interpreter.metal_kernel), make(KernelRegion)
     with kernel.using(logger.metal_kernel):
-        region = make(KernelRegion)
-        for requests in STEPS[:1]:
-            spread = step(region, requests, 7)
-            np.testing.assert_allclose(spread, whole[0], atol=1e-6)
-        step(region, STEPS[1], 8)
-    assert prove_always(logger.log) == []
+        found = [step(apart, requests, seed) for seed, requests in enumerate(steps)]
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(whole), atol=1e-6)
     reads = [dispatch for dispatch in logger.log if dispatch.name in ("decode", "prefill")]
-    assert len(reads) > 20  # a row each, at most what a tile holds
-    assert len(ends) >= len(reads)
+    # Two tiles of 32 rows and one of 9; one of one row and one of 12. The last is ended by a read.
+    assert len(reads) == len(ends) == 5
+    assert prove_always(logger.log) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from metal_kernels.arguments import CODE_DTYPES
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
+from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape, reference
 from vllm_metal.kv_cache.region import Region, StepLayout
 
@@ -21,6 +22,7 @@ class ScatterPlan:
 
     slot_mapping: mx.array  # [T] int32
     attention: reference.AttentionPlan
+    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
 
 class ScatterRegion(Region):
@@ -52,7 +54,11 @@ class ScatterRegion(Region):
             layout.block_size,
             window,
         )
-        return ScatterPlan(mx.array(layout.slot_mapping_np), attention)
+        sizes = shape.head_size + shape.value_size
+        work = sum(bucket.work(shape.num_heads, sizes) for bucket in attention.buckets)
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        pace = pace_of(attention.num_tokens, work) if on_gpu else None
+        return ScatterPlan(mx.array(layout.slot_mapping_np), attention, pace)
 
     def begin_step(self) -> None:
         if not self._pending:
@@ -86,6 +92,8 @@ class ScatterRegion(Region):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
+        if plan.pace is not None:
+            plan.pace.end(queries)  # the layers before
         return reference.run(
             plan.attention,
             queries,
@@ -97,6 +105,7 @@ class ScatterRegion(Region):
             sinks,
             key_scales=self.keys.scales,
             value_scales=self.values.scales,
+            pace=plan.pace,
         )
 
 
