@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from metal_kernels import interpreter, kernel
-from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import (
     KERNELS,
     Case,
@@ -98,11 +98,30 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
 
     with kernel.using(wrapped(around)):
         failed = [outcome for outcome in check(PLAIN, STEPS) if not outcome.ok]
-    assert failed[0].kernel == wrong
+    assert {outcome.kernel for outcome in failed} == {wrong}  # and nothing that leans on it
     assert failed[0].largest_error > failed[0].tolerance
     assert "expected" in failed[0].detail
     if wrong in ("decode", "prefill", "reduce"):
         assert "head 1, element 63" in failed[0].detail
+
+
+def test_a_tile_that_is_wrong_costs_itself():
+    case = replace(PLAIN, kernels=("kv_write", "decode", "prefill", "reduce"))
+
+    def around(name, run, call):
+        out, *others = run(**call)
+        if dict(call["template"]).get("ROW_GROUPS") == 4:  # of eight rows each
+            out[..., 1, 63] += 0.01
+        return [out, *others]
+
+    with kernel.using(wrapped(around)):
+        outcomes = check(case, STEPS)
+    assert [outcome.check for outcome in outcomes if not outcome.ok] == [Check("prefill", 32)]
+    whole = Tiles.of(case.shape)
+    assert 32 in whole.prefill
+    kept = tuple(rows for rows in whole.prefill if rows != 32)
+    assert usable(case, outcomes) == Tiles(whole.decode, kept, split=True)
+    assert usable(case, []) == Tiles((), (), split=False)  # what was not checked
 
 
 def test_nothing_is_checked_after_a_write_that_is_lost():
