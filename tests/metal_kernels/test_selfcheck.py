@@ -23,6 +23,7 @@ from metal_kernels.selfcheck import (
     checks,
     in_use,
     timings,
+    usable,
 )
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
