@@ -172,12 +172,19 @@ _PROCESSES = (
     Touched(
         "vllm.v1.engine.utils:CoreEngineProcManager",
         by="vllm_patches/shutdown.py",
+        fields="_request_shutdown_timeout",
         methods={"shutdown": "timeout"},
     ),
     Touched(
         "vllm.v1.engine.core_client:MPClient",
         by="vllm_patches/shutdown.py",
+        fields="resources _finalizer",
         methods={"shutdown": "timeout", "_format_exception": "e"},
+    ),
+    Touched(
+        "vllm.v1.engine.core_client:BackgroundResources",
+        by="vllm_patches/shutdown.py",
+        fields="engine_dead",
     ),
     Touched(
         "vllm.v1.engine.exceptions:EngineDeadError",
