@@ -90,7 +90,7 @@ def test_every_import_is_in_the_table(file):
 def class_of(expression, known):
     """The touched class that an expression is an object of, as far as its names tell."""
     if isinstance(expression, ast.Name):
-        return known.get(expression.id) or HOLDS.get(expression.id)
+        return known.get(expression.id, HOLDS.get(expression.id))
     return HOLDS.get(expression.attr) if isinstance(expression, ast.Attribute) else None
 
 
@@ -102,17 +102,24 @@ def annotated(argument):
 
 
 def functions(file):
-    """Each function of a file, with the names of vLLM's that it may use."""
+    """Each function of a file, with the names of vLLM's that it may use, and our own modules'."""
     tree = ast.parse(file.read_text())
     names = {name for _, name, _ in imported(tree)}
-    return [(node, names) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    ours = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm_metal")
+        for alias in node.names
+    }
+    return [(node, names, ours) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-def reads(function, names):
+def reads(function, names, ours):
     """(touched class, attribute) of all that a function reads or sets."""
     arguments = [n for n in ast.walk(function) if isinstance(n, ast.arg)]
-    known = {argument.arg: annotated(argument) for argument in arguments}
-    known = {name: kind for name, kind in known.items() if kind in names & ATTRIBUTES.keys()}
+    kinds = {argument.arg: annotated(argument) for argument in arguments}
+    known = dict.fromkeys(ours)  # whatever they are called, no objects of vLLM's
+    known |= {name: kind for name, kind in kinds.items() if kind in names & ATTRIBUTES.keys()}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             (target,) = node.targets[:1]

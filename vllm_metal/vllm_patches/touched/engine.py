@@ -182,6 +182,39 @@ _SCHEDULER = (
     ),
 )
 
+_PROCESSES = (
+    Touched(
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        by="vllm_patches/processes.py",
+        methods={
+            "__init__": "vllm_config executor_class log_stats aggregate_engine_logging "
+            "usage_context stat_loggers mm_registry multiprocess_mode"
+        },
+    ),
+    Touched(
+        "vllm.v1.engine.utils:CoreEngineProcManager",
+        by="vllm_patches/shutdown.py",
+        fields="_request_shutdown_timeout",
+        methods={"shutdown": "timeout"},
+    ),
+    Touched(
+        "vllm.v1.engine.core_client:MPClient",
+        by="vllm_patches/shutdown.py",
+        fields="resources _finalizer",
+        methods={"shutdown": "timeout", "_format_exception": "e"},
+    ),
+    Touched(
+        "vllm.v1.engine.core_client:BackgroundResources",
+        by="vllm_patches/shutdown.py",
+        fields="engine_dead",
+    ),
+    Touched(
+        "vllm.v1.engine.exceptions:EngineDeadError",
+        by="vllm_patches/shutdown.py",
+        called="suppress_context=",
+    ),
+)
+
 _KV_CACHE = (
     *(
         Touched(
@@ -239,13 +272,15 @@ _KV_CACHE = (
 _SAMPLING = (
     Touched(
         "vllm.sampling_params:SamplingParams",
-        by="sample requests.py runner.py platform.py models/profile.py",
+        by="sample requests.py runner.py platform.py models/profile.py "
+        "vllm_patches/sampling_params.py",
         called="top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
         fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
         "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "
         "allowed_token_ids logit_bias bad_words_token_ids logprob_token_ids structured_outputs "
         "extra_args thinking_token_budget watermarking prompt_logprob_token_ids "
         "prompt_logprob_start trace_decode_token_ids",
+        methods={"_validate_spec_decode": "speculative_config"},
     ),
     Touched("vllm:SamplingParams", by="sample models/profile.py"),
     Touched(
@@ -295,4 +330,4 @@ _SAMPLING = (
     ),
 )
 
-ENGINE = (*_WORKER, *_STEP, *_SCHEDULER, *_KV_CACHE, *_SAMPLING)
+ENGINE = (*_WORKER, *_STEP, *_SCHEDULER, *_PROCESSES, *_KV_CACHE, *_SAMPLING)
