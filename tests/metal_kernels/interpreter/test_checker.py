@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels with one planted fault each, and their sound counterparts, under several schedules."""
 
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from metal_kernels.interpreter import Checker, KernelViolation
+from tests.metal_kernels.elf import reads_elf
 
 SCHEDULES = ["forward", "reverse", "random:1", "random:2"]
 PLACE = """
@@ -106,9 +105,7 @@ def test_a_race_names_both_threads():
     assert "was written by thread 3 of another threadgroup" in str(found)
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="lines are read from ELF files, which Linux has"
-)
+@reads_elf
 def test_a_race_names_both_lines():
     message = str(violation(RACE))
     assert "by thread 6 of threadgroup (1, 0, 0) here.metal:12" in message

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from metal_kernels.interpreter import Coverage
-
-reads_elf = pytest.mark.skipif(
-    sys.platform != "linux", reason="which lines ran is read from ELF files, which Linux has"
-)
+from tests.metal_kernels.elf import reads_elf
 
 # At the end of a line: "yes", executed; "no", executable and missed; neither, no code.
 HEADER = """\
