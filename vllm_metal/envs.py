@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables; read here and nowhere else."""
+"""The plugin's environment variables; read here, and for the cache folder in metal_kernels."""
 
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Literal, cast, get_args
+
+from metal_kernels.cache import cache_dir
+
+__all__ = [
+    "NAMES",
+    "Device",
+    "Kernels",
+    "allow_untested",
+    "cache_dir",
+    "kernels",
+    "requested_device",
+]
 
 Device = Literal["metal", "cpu"]
 Kernels = Literal["auto", "metal", "interpret", "mlx"]
-NAMES = ("VLLM_METAL_DEVICE", "VLLM_METAL_KERNELS", "VLLM_METAL_CACHE")
+NAMES = (
+    "VLLM_METAL_DEVICE",
+    "VLLM_METAL_KERNELS",
+    "VLLM_METAL_CACHE",
+    "VLLM_METAL_ALLOW_UNTESTED",
+)
 
 
 def requested_device() -> Device | None:
@@ -47,12 +63,13 @@ def kernels() -> Kernels:
     return cast(Kernels, value)
 
 
-def cache_dir() -> Path:
-    """Folder for converted models: ``VLLM_METAL_CACHE``, else the platform's cache folder."""
-    if chosen := os.environ.get("VLLM_METAL_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "vllm-metal"
-    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "vllm-metal"
+def allow_untested() -> bool:
+    """Whether to go on with a vLLM this plugin is not tested with: ``VLLM_METAL_ALLOW_UNTESTED``.
+
+    Raises:
+        ValueError: the variable holds anything but 0 and 1.
+    """
+    value = os.environ.get("VLLM_METAL_ALLOW_UNTESTED") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"VLLM_METAL_ALLOW_UNTESTED={value!r}: choose 0 or 1")
+    return value == "1"

@@ -15,11 +15,6 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_max_concurrency_for_kv_cache_config,
-)
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.arguments import CODE_DTYPES
@@ -29,6 +24,11 @@ from vllm_metal.kv_cache import budget
 from vllm_metal.kv_cache.budget import AskedPool, Measured, Request, Settings
 from vllm_metal.kv_cache.region import row_bytes
 from vllm_metal.sample import rows_at_once
+from vllm_metal.vllm_patches.kv_cache_planning import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_max_concurrency_for_kv_cache_config,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,7 +80,10 @@ class Memory:
         self._cache = int(device.total_memory(kind) * METAL_CACHE_SHARE)
         if kind == "cpu":
             self._cache = CPU_CACHE
-        self._held = mx.get_active_memory()  # by other engines of this process
+        # Others have what they have now: once the model is loaded, macOS counts its pages as wired
+        # or not as the GPU's work goes, and no figure says which.
+        self._before = device.memory(kind)
+        self._held = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
 
@@ -123,14 +126,13 @@ class Memory:
 
     def _at_rest(self, draft_weights: int) -> Measured:
         mx.clear_cache()
-        now = device.memory(self._kind)
-        own = now.active - self._held
+        total = self._before.total
         return Measured(
             source=SOURCES[self._kind],
-            total=now.total,
+            total=total,
             held=self._held,
-            taken=max(now.total - now.available - own, 0),
-            weights=own - draft_weights,
+            taken=max(total - self._before.available, 0),
+            weights=mx.get_active_memory() - self._held - draft_weights,
             draft_weights=draft_weights,
             forward=0,
             attention=0,

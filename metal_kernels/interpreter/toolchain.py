@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from metal_kernels.cache import cache_dir
+
 _HERE = Path(__file__).parent
 _RUN_SOURCES = ("fiber.cpp", "arena.cpp", "scheduler.cpp")
 _CHECK_SOURCES = (*_RUN_SOURCES, "check.cpp", "regions.cpp", "shadow.cpp", "traffic.cpp")
@@ -93,10 +95,8 @@ CHECK = Mode(
 
 
 def cache_folder() -> Path:
-    """`$VLLM_METAL_CACHE/interpreter`, or else ~/.cache/vllm-metal/interpreter."""
-    root = os.environ.get("VLLM_METAL_CACHE")
-    base = Path(root) if root else Path.home() / ".cache" / "vllm-metal"
-    folder = base / "interpreter"
+    """Where compiled kernels, runtimes and the compiler's own cache are kept; made if missing."""
+    folder = cache_dir() / "interpreter"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -114,8 +114,8 @@ def compiler() -> tuple[str, ...]:
         return tuple(named.split())
     if importlib.util.find_spec("ziglang") is None:
         raise RuntimeError(
-            "Running Metal kernels on a CPU needs a clang: pip install 'vllm-metal[interpreter]', "
-            "or name a clang++ in VLLM_METAL_CLANG."
+            "Running Metal kernels on a CPU needs a clang: install the package ziglang "
+            f"({sys.executable} -m pip install ziglang), or name a clang++ in VLLM_METAL_CLANG."
         )
     # Without a target zig links by the SDK's description of libSystem, which since macOS 26 names
     # arm64e and not arm64 (codeberg.org/ziglang/zig/issues/31756). With one it uses its own.

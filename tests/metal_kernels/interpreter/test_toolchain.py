@@ -3,6 +3,7 @@
 
 import importlib.util
 import struct
+import sys
 from contextlib import suppress
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.interpreter import Checker, metal_kernel
+from metal_kernels.interpreter import Checker, metal_kernel, toolchain
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.paged_attention.batches import make_batch
 
@@ -39,12 +40,21 @@ def test_libraries_are_kept(tmp_path, monkeypatch):
     assert len(kernels) == 2
 
 
+def test_libraries_are_kept_where_everything_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_METAL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert (
+        toolchain.cache_folder() == tmp_path / "Library" / "Caches" / "vllm-metal" / "interpreter"
+    )
+
+
 def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     monkeypatch.delenv("VLLM_METAL_CLANG", raising=False)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "ziglang" else find(n))
-    with pytest.raises(RuntimeError, match=r"pip install 'vllm-metal\[interpreter\]'"):
+    with pytest.raises(RuntimeError, match=r"-m pip install ziglang\)"):
         run(43)
 
 

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is touched where steps are planned and run: worker, scheduler, cache, sampling."""
+
+from __future__ import annotations
+
+from vllm_metal.vllm_patches.touched.entry import GPU_WORKER, Touched
+
+_WORKER = (
+    Touched(
+        "vllm.v1.worker.worker_base:WorkerBase",
+        by="worker.py",
+        fields="vllm_config model_config cache_config scheduler_config current_platform vocab_size",
+        methods={
+            "init_device": "",
+            "load_model": "* load_dummy_weights",
+            "get_kv_cache_spec": "",
+            "get_supported_kv_cache_layouts": "",
+            "compile_or_warm_up_model": "",
+            "execute_model": "scheduler_output",
+            "sample_tokens": "grammar_output",
+            "get_model": "",
+            "check_health": "",
+            "synchronize_device": "",
+            "shutdown": "",
+        },
+    ),
+    Touched(
+        "vllm.v1.worker.worker_base:WorkerBase",
+        by="worker.py (inherited, called by the engine)",
+        calls={"set_kv_cache_layout": "kv_cache_layout"},
+        releases=("0.32",),
+    ),
+    Touched(
+        "vllm.v1.worker.worker_base:WorkerBase",
+        by="worker.py (inherited, called by the engine)",
+        calls={"set_kv_cache_layout": "kv_cache_layout cp_kv_cache_interleave_size"},
+        releases=("0.33",),
+    ),
+    Touched(
+        f"{GPU_WORKER}:Worker",
+        by="worker.py",
+        methods={
+            "determine_available_memory": "",
+            "initialize_from_config": "kv_cache_config",
+            "take_draft_token_ids": "",
+            "sleep": "level",
+            "discard": "tags",
+            "wake_up": "tags",
+            "reload_weights": "*args **kwargs",
+            "get_supported_tasks": "",
+            "update_max_model_len": "max_model_len",
+            "reset_encoder_cache": "",
+            "execute_dummy_batch": "",
+        },
+    ),
+    Touched(  # what goes beyond the first two is refused by vLLM where a worker does not take it
+        f"{GPU_WORKER}:Worker",
+        by="worker.py",
+        methods={"profile": "is_start profile_prefix * delay_iterations max_iterations"},
+        releases=("0.32",),
+    ),
+    Touched(
+        f"{GPU_WORKER}:Worker",
+        by="worker.py",
+        methods={
+            "profile": "is_start profile_prefix * delay_iterations max_iterations profiler_kwargs"
+        },
+        releases=("0.33",),
+    ),
+    Touched(
+        "vllm.v1.worker.worker_base:CompilationTimes",
+        by="worker.py",
+        called="language_model= encoder=",
+    ),
+    Touched("vllm.utils.torch_utils:set_random_seed", by="worker.py", called="seed"),
+    Touched("vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE", by="kv_cache/formats.py"),
+    Touched("vllm.tasks:SupportedTask", by="worker.py", fields="generate"),
+    Touched(
+        "vllm.utils.func_utils:_supports_kw", by="vllm_patches/tokenizers.py", fields="cache_clear"
+    ),
+)
+
+_STEP = (
+    Touched(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        by="runner.py guard.py vllm_patches/scheduler.py",
+        fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
+        "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
+        "new_block_ids_to_zero kv_cache_block_copies",
+    ),
+    # Tells drafters of vLLM's own second model runner, which this plugin refuses, to skip a step;
+    # with the first, the scheduler never sets it.
+    Touched(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        by="runner.py (not heeded)",
+        fields="skip_drafts",
+        releases=("0.33",),
+    ),
+    Touched(
+        "vllm.v1.core.sched.output:NewRequestData",
+        by="requests.py",
+        fields="req_id prompt_token_ids sampling_params block_ids num_computed_tokens",
+    ),
+    Touched(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        by="runner.py requests.py",
+        fields="req_ids resumed_req_ids new_block_ids num_computed_tokens all_token_ids",
+    ),
+    Touched(
+        "vllm.v1.core.sched.output:GrammarOutput",
+        by="grammar.py runner.py",
+        fields="structured_output_request_ids grammar_bitmask num_acceptable_drafts",
+    ),
+    Touched(
+        "vllm.v1.outputs:ModelRunnerOutput",
+        by="failures.py outputs.py guard.py",
+        called="req_ids= req_id_to_index= sampled_token_ids= logprobs= prompt_logprobs_dict=",
+    ),
+    Touched("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT", by="guard.py"),
+    Touched(
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        by="vllm_patches/async_output.py worker.py guard.py",
+        methods={"get_output": ""},
+    ),
+    Touched(
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        by="vllm_patches/async_output.py",
+        methods={"get_kv_connector_output": ""},
+        releases=("0.33",),
+    ),
+    Touched(
+        "vllm.v1.outputs:DraftTokenIds", by="runner.py guard.py", called="req_ids draft_token_ids"
+    ),
+    Touched(
+        "vllm.v1.outputs:LogprobsLists",
+        by="sample/logprobs.py outputs.py",
+        called="logprob_token_ids logprobs sampled_token_ranks",
+        fields="cu_num_generated_tokens",
+        calls={"_replace": "logprob_token_ids= logprobs= sampled_token_ranks="},
+    ),
+    Touched(
+        "vllm.v1.outputs:LogprobsTensors",
+        by="outputs.py",
+        called="logprob_token_ids logprobs selected_token_ranks",
+    ),
+)
+
+_SCHEDULER = (
+    Touched(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        by="vllm_patches/scheduler.py",
+        fields="requests kv_cache_manager kv_cache_config grammar_compile_error_reqs",
+        calls={"reset_prefix_cache": "reset_running_requests="},
+        methods={
+            "update_from_output": "scheduler_output model_runner_output",
+            "_get_new_block_ids_to_zero": "",
+        },
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        by="vllm_patches/scheduler.py",
+        fields="block_pool",
+        calls={"get_block_ids": "request_id", "evict_blocks": "block_ids"},
+    ),
+    Touched(
+        "vllm.v1.core.block_pool:BlockPool",
+        by="vllm_patches/scheduler.py",
+        fields="blocks",
+        calls={"get_cached_block": "block_hash kv_cache_group_ids"},
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+        by="vllm_patches/scheduler.py",
+        fields="block_id ref_cnt",
+    ),
+    Touched("vllm.v1.request:Request", by="vllm_patches/scheduler.py", fields="block_hashes"),
+    Touched("vllm.v1.engine:EngineCoreOutputs", by="vllm_patches/scheduler.py", fields="outputs"),
+    Touched(
+        "vllm.v1.engine:EngineCoreOutput",
+        by="vllm_patches/scheduler.py",
+        fields="request_id stop_reason num_nans_in_logits",
+    ),
+)
+
+_KV_CACHE = (
+    *(
+        Touched(
+            f"{module}:{name}",
+            by="vllm_patches/kv_cache_planning.py",
+            called=args,
+            releases=(release,),
+        )
+        for release, module in (
+            ("0.32", "vllm.v1.core.kv_cache_utils"),
+            ("0.33", "vllm.v1.core.kv_cache_planning"),
+        )
+        for name, args in (
+            ("get_kv_cache_groups", "vllm_config kv_cache_spec"),
+            ("get_kv_cache_config_from_groups", "vllm_config kv_cache_groups available_memory"),
+        )
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_utils:get_max_concurrency_for_kv_cache_config",
+        by="vllm_patches/kv_cache_planning.py",
+        called="vllm_config kv_cache_config",
+    ),
+    *(
+        Touched(
+            f"vllm.v1.kv_cache_interface:{name}",
+            by="kv_cache/specs.py memory.py",
+            called="block_size= num_kv_heads= head_size= dtype= kv_quant_mode= "
+            f"state_content_bytes={window}",
+            fields=fields,
+        )
+        for name, window, fields in (
+            ("FullAttentionSpec", "", ""),
+            ("SlidingWindowSpec", " sliding_window=", "extra_retained_tokens"),
+        )
+    ),
+    Touched("vllm.v1.kv_cache_interface:KVCacheSpec", by="worker.py memory.py kv_cache/specs.py"),
+    Touched(
+        "vllm.v1.kv_cache_interface:KVQuantMode",
+        by="kv_cache/specs.py",
+        fields="NONE FP8_PER_TOKEN_HEAD INT8_PER_TOKEN_HEAD",
+    ),
+    Touched(
+        "vllm.v1.kv_cache_interface:KVCacheConfig",
+        by="worker.py memory.py kv_cache/specs.py",
+        fields="num_blocks kv_cache_tensors kv_cache_groups",
+    ),
+    Touched(
+        "vllm.v1.kv_cache_interface:KVCacheTensor",
+        by="memory.py kv_cache/specs.py",
+        fields="size layers offset layer_stride",
+    ),
+    Touched("vllm.v1.kv_cache_interface:KVCacheGroupSpec", by="worker.py", fields="layer_names"),
+)
+
+_SAMPLING = (
+    Touched(
+        "vllm.sampling_params:SamplingParams",
+        by="sample requests.py runner.py platform.py models/profile.py",
+        called="top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
+        fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
+        "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "
+        "allowed_token_ids logit_bias bad_words_token_ids logprob_token_ids structured_outputs "
+        "extra_args thinking_token_budget watermarking prompt_logprob_token_ids "
+        "prompt_logprob_start trace_decode_token_ids",
+    ),
+    Touched("vllm:SamplingParams", by="sample models/profile.py"),
+    Touched(
+        "vllm.exceptions:VLLMValidationError", by="sample/validate.py", called="message parameter="
+    ),
+    Touched(
+        "vllm.v1.sample.logits_processor:LogitsProcessor",
+        by="sample/custom.py",
+        called="vllm_config device is_pin_memory",
+        calls={"apply": "logits", "update_state": "batch_update"},
+    ),
+    Touched(
+        "vllm.v1.sample.logits_processor:LogitsProcessors",
+        by="sample/custom.py",
+        called="logitsprocs",
+        fields="all argmax_invariant non_argmax_invariant",
+    ),
+    Touched(
+        "vllm.v1.sample.logits_processor:BatchUpdateBuilder",
+        by="sample/custom.py",
+        called="",
+        fields="added moved",
+        calls={
+            "pop_removed": "",
+            "peek_removed": "",
+            "removed_append": "index",
+            "get_and_reset": "batch_size",
+        },
+    ),
+    Touched(
+        "vllm.v1.sample.logits_processor:MoveDirectionality",
+        by="sample/custom.py",
+        fields="UNIDIRECTIONAL",
+    ),
+    Touched(
+        "vllm.v1.sample.logits_processor:cached_load_custom_logitsprocs",
+        by="sample/custom.py",
+        called="logits_processors",
+    ),
+    Touched(
+        "vllm.v1.sample.logits_processor:STR_SPEC_DEC_REJECTS_LOGITSPROCS", by="sample/custom.py"
+    ),
+)
+
+ENGINE = (*_WORKER, *_STEP, *_SCHEDULER, *_KV_CACHE, *_SAMPLING)
