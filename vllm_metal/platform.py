@@ -34,7 +34,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     mlp_speculators,
     probe,
     processes,
-    sampling_params,
+    refusals,
     shutdown,
     speculation,
     torch_accelerator,
@@ -166,7 +166,7 @@ class MetalPlatform(Platform):
         speculation.allow_lookup_methods()
         speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         mlp_speculators.allow_mlp_speculators()
-        sampling_params.allow_min_p_and_logit_bias()
+        refusals.allow_min_p_and_logit_bias()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

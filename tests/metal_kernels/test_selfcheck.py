@@ -13,8 +13,19 @@ import numpy as np
 import pytest
 
 from metal_kernels import interpreter, kernel
-from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import KERNELS, Case, Outcome, check, check_kernel, in_use, timings
+from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.selfcheck import (
+    KERNELS,
+    Case,
+    Check,
+    Outcome,
+    check,
+    check_kernel,
+    checks,
+    in_use,
+    timings,
+    usable,
+)
 from metal_kernels.selfcheck.__main__ import main
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
@@ -47,7 +58,7 @@ def wrapped(around):
 def test_kernels_that_are_right_pass(case):
     with kernel.using(interpreter.metal_kernel):
         outcomes = check(case, STEPS)
-    assert [outcome.kernel for outcome in outcomes] == in_use(case)
+    assert [outcome.check for outcome in outcomes] == checks(case)
     for outcome in outcomes:
         assert outcome.ok, outcome
         assert outcome.largest_error <= outcome.tolerance
@@ -90,11 +101,30 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
 
     with kernel.using(wrapped(around)):
         failed = [outcome for outcome in check(PLAIN, STEPS) if not outcome.ok]
-    assert failed[0].kernel == wrong
+    assert {outcome.kernel for outcome in failed} == {wrong}  # and nothing that leans on it
     assert failed[0].largest_error > failed[0].tolerance
     assert "expected" in failed[0].detail
     if wrong in ("decode", "prefill", "reduce"):
         assert "head 1, element 63" in failed[0].detail
+
+
+def test_a_tile_that_is_wrong_costs_itself():
+    case = replace(PLAIN, kernels=("kv_write", "decode", "prefill", "reduce"))
+
+    def around(name, run, call):
+        out, *others = run(**call)
+        if dict(call["template"]).get("ROW_GROUPS") == 4:  # of eight rows each
+            out[..., 1, 63] += 0.01
+        return [out, *others]
+
+    with kernel.using(wrapped(around)):
+        outcomes = check(case, STEPS)
+    assert [outcome.check for outcome in outcomes if not outcome.ok] == [Check("prefill", 32)]
+    whole = Tiles.of(case.shape)
+    assert 32 in whole.prefill
+    kept = tuple(rows for rows in whole.prefill if rows != 32)
+    assert usable(case, outcomes) == Tiles(whole.decode, kept, split=True)
+    assert usable(case, []) == Tiles((), (), split=False)  # what was not checked
 
 
 def test_nothing_is_checked_after_a_write_that_is_lost():
@@ -122,7 +152,7 @@ def test_a_read_before_the_write_it_needs_shows():
         return result
 
     with kernel.using(wrapped(around)):
-        assert not check_kernel(PLAIN, "decode", STEPS).ok
+        assert not check_kernel(PLAIN, Check("decode", 2), STEPS).ok
 
 
 def test_a_write_before_the_read_it_must_wait_for_shows():
@@ -150,7 +180,7 @@ def test_a_write_before_the_read_it_must_wait_for_shows():
         return promised
 
     with kernel.using(wrapped(around)):
-        outcome = check_kernel(PLAIN, "decode", STEPS)
+        outcome = check_kernel(PLAIN, Check("decode", 2), STEPS)
     assert not outcome.ok
     assert outcome.largest_error > 100 * outcome.tolerance
 
@@ -169,7 +199,7 @@ def test_a_text_that_does_not_compile_gives_the_compilers_line():
 
 def test_a_layer_that_is_not_supported_fails_with_the_reason():
     with kernel.using(interpreter.metal_kernel):
-        outcome = check_kernel(replace(PLAIN, block_size=48), "decode", STEPS)
+        outcome = check_kernel(replace(PLAIN, block_size=48), Check("decode", 2), STEPS)
     assert not outcome.ok
     assert "48" in outcome.detail
 
@@ -180,7 +210,7 @@ def test_the_process_says_what_it_runs_and_how_it_went():
     command = [sys.executable, "-m", "metal_kernels.selfcheck", "--interpret", "--steps", "2"]
     lines = subprocess.run(
         command,
-        input=json.dumps([case.to_json() for case in cases]),
+        input=json.dumps({"cases": [case.to_json() for case in cases], "done": []}),
         capture_output=True,
         text=True,
         check=True,
@@ -188,9 +218,9 @@ def test_the_process_says_what_it_runs_and_how_it_went():
     ).stdout.splitlines()
     messages = [json.loads(line) for line in lines]
     assert messages[::2] == [
-        {"case": 0, "running": "kv_write"},
-        {"case": 0, "running": "kv_gather"},
-        {"case": 1, "running": "kv_write"},
+        {"case": 0, "running": "kv_write", "rows": None},
+        {"case": 0, "running": "kv_gather", "rows": None},
+        {"case": 1, "running": "kv_write", "rows": None},
     ]
     outcomes = [Outcome.from_json(message) for message in messages[1::2]]
     assert all(outcome.ok for outcome in outcomes)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
 #: How each begins, by the logger it comes from.
 UNHELPFUL = {
     # The engine's process checks the configuration a second time, and takes what this platform set

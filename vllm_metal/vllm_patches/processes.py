@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 

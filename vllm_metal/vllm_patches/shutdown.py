@@ -9,6 +9,8 @@ import multiprocessing
 import signal
 from typing import Any
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
 #: Seconds the engine's process may take to end, twice what it took on two busy cores: the step in
 #: flight, letting go of the model, and Python's own end. vLLM gives ROCm's as many.
 STOP_TIMEOUT = 15.0

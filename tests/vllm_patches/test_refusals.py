@@ -7,7 +7,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from vllm_metal.models.embedded import embedded_model_path
-from vllm_metal.vllm_patches import sampling_params
+from vllm_metal.vllm_patches import refusals
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_other_refusals_stay(config, monkeypatch):
             raise VLLMValidationError("not supported with speculative decoding")
 
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", refuse)
-    sampling_params.allow_min_p_and_logit_bias()
+    refusals.allow_min_p_and_logit_bias()
     verify(SamplingParams(min_p=0.1, logit_bias={5: 2.0}), config)
     with pytest.raises(VLLMValidationError, match="not supported"):
         verify(SamplingParams(min_p=0.1, presence_penalty=0.5), config)
@@ -54,5 +54,5 @@ def test_other_refusals_stay(config, monkeypatch):
 
 def test_vllm_is_changed_once():
     before = SamplingParams._validate_spec_decode
-    sampling_params.allow_min_p_and_logit_bias()
+    refusals.allow_min_p_and_logit_bias()
     assert SamplingParams._validate_spec_decode is before
