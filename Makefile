@@ -60,10 +60,12 @@ demo: $(USERS_STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU
 test: lint  ## the one test command: lint, types, tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# Under it the tests that read the platform run as they would there; Linux has no other way to.
-DARWIN_TESTS := tests/test_cpu.py tests/test_envs.py tests/test_platform.py \
-	tests/test_blas.py tests/test_cli.py tests/test_memory_pressure.py tests/test_selfcheck.py \
-	tests/test_doctor.py tests/kv_cache/test_budget.py tests/vllm_patches \
+# What reads the platform, or takes what it says from what does.
+DARWIN_TESTS := $(wildcard tests/test_doctor.py tests/doctor) tests/test_blas.py tests/test_cli.py \
+	tests/test_cpu.py tests/test_envs.py tests/test_memory.py tests/test_memory_pressure.py \
+	tests/test_platform.py tests/test_ram.py tests/test_selfcheck.py tests/test_sysctl.py \
+	tests/kv_cache/test_budget.py tests/vllm_patches/test_logs.py \
+	tests/vllm_patches/test_processes.py tests/vllm_patches/test_releases.py \
 	tests/metal_kernels/test_coverage.py tests/metal_kernels/test_selfcheck.py \
 	tests/metal_kernels/interpreter
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 #: All that is kept, each in a folder of its own: what `make distclean` removes. Others' files may
 #: lie beside them where ``VLLM_METAL_CACHE`` names a folder.
-PARTS = ("interpreter", "models", "selfcheck", "vllm-tests")
+PARTS = ("interpreter", "models", "selfcheck", "vllm-sources", "vllm-tests")
 
 
 def cache_dir() -> Path:

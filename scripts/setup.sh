@@ -105,7 +105,7 @@ counted() {
              sub(".*/", "", $2)
              print "    " $2, $3, $4
          }
-         /^Installing collected/ { print "    unpacking" }
+         /^Installing collected/ && count >= 20 { print "    unpacking" }
          { fflush() }'
 }
 

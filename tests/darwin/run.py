@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
+
 from vllm_metal import envs
 
 DOUBLE = Path(__file__).parent / "double"
@@ -80,7 +82,11 @@ def start(
         stdout: an open file for what it prints.
         stderr: likewise.
         variables: of the environment, on top of `environment()`.
+
+    On a Mac, and under the double itself, it ends the test that asks for it as skipped.
     """
+    if sys.platform != "linux":
+        pytest.skip("the double of a Mac runs on Linux only")
     with tempfile.TemporaryDirectory(prefix="darwin-") as folder:
         tmpdir = Path(folder, "t" * max(1, _TMPDIR_LENGTH - len(folder) - 1))
         tmpdir.mkdir()

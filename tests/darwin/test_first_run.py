@@ -20,6 +20,8 @@ from vllm_metal.models.embedded import embedded_model_path
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 64}
+#: Its KV pool is what is left of this; bytes.
+SMALL_MAC = {"DARWIN_DOUBLE_TOTAL": str(6 << 30), "DARWIN_DOUBLE_AVAILABLE": str(4 << 30)}
 #: What may stand in a line of stderr.
 RECOGNISED = (
     re.compile(r"\d+%\|.*\|.*\[.*\]?$|\d+(it|B) \[.*\]$"),  # tqdm's bars
@@ -69,7 +71,7 @@ def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> 
     assert "__main__" not in snippet
     script = tmp_path / "snippet.py"
     script.write_text(snippet.replace(name, model))
-    pasted = run([script], timeout=240)
+    pasted = run([script], timeout=240, **SMALL_MAC)
     assert_runs_clean(pasted)
     assert len(pasted.stdout.splitlines()[-1]) > 0
 

@@ -233,7 +233,7 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
     monkeypatch.setattr(mx, "set_default_device", chosen.append)
     monkeypatch.setattr(kernel, "use", lambda compiler: None)
     monkeypatch.setattr(sys, "argv", ["selfcheck", "--interpret"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("[]"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"cases": [], "done": []})))
     main()
     assert chosen == [mx.cpu]
 

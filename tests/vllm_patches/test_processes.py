@@ -22,6 +22,7 @@ def test_macos_spawns_unless_told_otherwise(variables: dict[str, str], method: s
     assert told.stdout.splitlines()[-1] == method, told.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it is about Linux's own choice, fork")
 def test_linux_is_left_alone() -> None:
     told = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True)
     assert told.stdout.splitlines()[-1] == "fork"
