@@ -78,6 +78,7 @@ def serve(model, monkeypatch):
             **options,
         )
         config, gpu = args.create_engine_config(), Gpu()
+        config.cache_config.kv_cache_layout = "LBNHC"  # the worker's word on it
         specs = kv_cache_specs(LAYERS, 16, mx.bfloat16)
         with monkeypatch.context() as patches:
             gpu.take_over(patches)
