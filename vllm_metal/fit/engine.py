@@ -27,16 +27,16 @@ def config(
     max_model_len: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
-    gpu_memory_utilization: float,
+    gpu_memory_utilization: float | None = None,
 ) -> VllmConfig:
     """An engine's, with vLLM's defaults for all else; made without asking it for the model."""
     made: VllmConfig = object.__new__(VllmConfig)
+    cache = CacheConfig(block_size=block_size, cache_dtype=formats.canonical(cache_dtype))
+    cache.kv_cache_layout = "LBNHC"  # the worker's word on it
+    if gpu_memory_utilization is not None:
+        cache.gpu_memory_utilization = gpu_memory_utilization
     fields = {
-        "cache_config": CacheConfig(
-            block_size=block_size,
-            cache_dtype=formats.canonical(cache_dtype),
-            gpu_memory_utilization=gpu_memory_utilization,
-        ),
+        "cache_config": cache,
         "scheduler_config": SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -62,7 +62,6 @@ def config(
     }
     for name, value in fields.items():
         object.__setattr__(made, name, value)
-    made.cache_config.kv_cache_layout = "LBNHC"  # the worker's word on it
     return made
 
 
@@ -89,8 +88,13 @@ def dtype_of(content: dict, kind: envs.Device, asked: str = "auto") -> torch.dty
 
 def longest_text(content: dict) -> int | None:
     """Tokens that the model of a config.json is made for; None where it does not say."""
-    found = (part.get(key) for part in _parts(content) for key in _LENGTHS)
-    return next((int(length) for length in found if length), None)
+    for part in _parts(content):
+        for key in _LENGTHS:
+            if part.get(key):
+                scaling = part.get("rope_scaling") or {}
+                scaled = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
+                return int(part[key] * scaling.get("factor", 1)) if scaled else int(part[key])
+    return None
 
 
 def _parts(content: dict) -> list[dict]:
