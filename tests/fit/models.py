@@ -48,6 +48,16 @@ MODELS = {
     "qwen3_moe, 4 bits": ("qwen3_moe", GROUPED | TIED | EXPERTS, 4),
     "starcoder2": ("starcoder2", GROUPED | TIED | {"norm_epsilon": 1e-5}, None),
 }
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
 #: A checkpoint may hold more than is loaded: this the families above drop.
 DROPPED = {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(16)}
 
@@ -55,7 +65,9 @@ DROPPED = {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(16)}
 def write(folder, name):
     """The folder, with random weights."""
     model_type, changes, bits = MODELS[name]
-    config = BASE | changes | {"model_type": model_type}
+    config = (
+        BASE | changes | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    )
     folder.mkdir(parents=True, exist_ok=True)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     mx.random.seed(1)

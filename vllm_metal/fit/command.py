@@ -9,6 +9,7 @@ from argparse import Namespace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from vllm_metal import platform  # first: it loads a BLAS before anything imports MLX
 from vllm_metal.fit import engine, report
@@ -81,16 +82,16 @@ def _check(args: Namespace, cache_offered: bool) -> None:
         )
 
 
-def _context(args: Namespace, content: dict) -> int:
+def _context(args: Namespace, content: dict[str, Any]) -> int:
     """Tokens of the longest request."""
-    most = engine.longest_text(content)
-    if args.context is None and most is None:
+    most, asked = engine.longest_text(content), args.context
+    if (length := asked or most) is None:
         raise ValueError("config.json does not say how long a text may be: say --context 32k")
-    if args.context is not None and most is not None and args.context > most:
+    if most is not None and length > most:
         raise ValueError(
-            f"--context {args.context} is longer than the {most} tokens that the model is made for"
+            f"--context {asked} is longer than the {most} tokens that the model is made for"
         )
-    return int(args.context or most)
+    return int(length)
 
 
 def _judged(

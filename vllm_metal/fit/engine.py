@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import AttentionConfig, CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -12,6 +13,9 @@ from vllm.config.model import _is_valid_dtype
 from vllm_metal import envs
 from vllm_metal.kv_cache import formats
 from vllm_metal.models.loader import MLX_DTYPES
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in MLX_DTYPES}
 #: Where config.json says how long a text may be; the first that is there counts.
@@ -31,7 +35,8 @@ def config(
 ) -> VllmConfig:
     """An engine's, with vLLM's defaults for all else; made without asking it for the model."""
     made: VllmConfig = object.__new__(VllmConfig)
-    cache = CacheConfig(block_size=block_size, cache_dtype=formats.canonical(cache_dtype))
+    cache = CacheConfig(block_size=block_size)
+    cache.cache_dtype = cast("CacheDType", formats.canonical(cache_dtype))
     cache.kv_cache_layout = "LBNHC"  # the worker's word on it
     if gpu_memory_utilization is not None:
         cache.gpu_memory_utilization = gpu_memory_utilization
@@ -65,7 +70,7 @@ def config(
     return made
 
 
-def dtype_of(content: dict, kind: envs.Device, asked: str = "auto") -> torch.dtype:
+def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:
     """What --dtype comes to; vLLM's rule for `auto` is to halve float32 where that is served.
 
     Args:
@@ -78,7 +83,12 @@ def dtype_of(content: dict, kind: envs.Device, asked: str = "auto") -> torch.dty
     if kind == "cpu":
         return torch.float32
     name = next(
-        (part[key] for part in _parts(content) for key in ("dtype", "torch_dtype") if part.get(key)),
+        (
+            part[key]
+            for part in _parts(content)
+            for key in ("dtype", "torch_dtype")
+            if part.get(key)
+        ),
         "float32",
     )
     dtype = DTYPES.get(str(name).removeprefix("torch."), torch.float32)
@@ -86,7 +96,7 @@ def dtype_of(content: dict, kind: envs.Device, asked: str = "auto") -> torch.dty
     return dtype if valid and dtype != torch.float32 else torch.bfloat16
 
 
-def longest_text(content: dict) -> int | None:
+def longest_text(content: dict[str, Any]) -> int | None:
     """Tokens that the model of a config.json is made for; None where it does not say."""
     for part in _parts(content):
         for key in _LENGTHS:
@@ -97,5 +107,5 @@ def longest_text(content: dict) -> int | None:
     return None
 
 
-def _parts(content: dict) -> list[dict]:
+def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in (content, content.get("text_config")) if part]

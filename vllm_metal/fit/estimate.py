@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +20,6 @@ from mlx.utils import tree_flatten
 
 from metal_kernels import paged_attention
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
-from vllm_metal.fit import engine
 from vllm_metal.fit.machine import Machine
 from vllm_metal.fit.step import step_peak
 from vllm_metal.kv_cache import budget, formats
@@ -61,7 +60,8 @@ class Model:
             NotImplementedError: the engine does not serve it.
         """
         network = lazy_model(folder, MLX_DTYPES[dtype])
-        weights = sum(array.nbytes for _, array in tree_flatten(network.parameters()))
+        parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
+        weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)
         return Model(model_type, dtype, weights, network, SelectedRows(network), layers)
 
@@ -130,9 +130,7 @@ def estimate(
     settings = settings_of(config, machine.kind, needs.block_bytes)
     quantised = quantised_share(model.layers, pool_dtype)
     region_type = _region_type(model, machine, block_size)
-    step = step_peak(
-        model.network, model.rows, model.layers, config, region_type, machine.kind
-    )
+    step = step_peak(model.network, model.rows, model.layers, config, region_type, machine.kind)
     measured = at_work(
         _at_rest(model, machine),
         settings,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -64,7 +64,9 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
     seen: list[dict[str, Any]] = []
     mx.export_function(seen.append, build, *inputs)
     parts = {entry["type"]: entry for entry in seen if entry["type"] != "primitive"}
-    arrays, operations, known = {}, [], set()
+    arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
+    operations: list[Operation] = []
+    known: set[str] = set()
     for entry in (parts["inputs"]["inputs"], parts["outputs"]["outputs"]):
         arrays |= {name: (tuple(shape), dtype) for name, shape, dtype in entry}
     for name, array in parts["constants"]["constants"]:
@@ -109,7 +111,9 @@ def recordable(metal: bool) -> Iterator[None]:
 
 def _opaque_told(operations: Sequence[Operation]) -> Iterator[Operation]:
     """The operations, those that `_opaque` made as such; they read no zeros."""
-    zeros = {name for operation in operations if operation.kind == "Full" for name in operation.outputs}
+    zeros = {
+        name for operation in operations if operation.kind == "Full" for name in operation.outputs
+    }
     for operation in operations:
         count = len(operation.outputs)
         if operation.kind == "Depends" and zeros.issuperset(operation.inputs[:count]):
@@ -129,9 +133,9 @@ def _whole(function: Any) -> Callable[..., Any]:
     @wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
-        reads = [array for _, array in tree_flatten([args, kwargs])]
-        like = [array for _, array in tree_flatten([out])]
-        made = iter(_opaque([(array.shape, array.dtype) for array in like], reads))
+        reads = [read for _, read in cast(list[tuple[str, Any]], tree_flatten([args, kwargs]))]
+        like = cast(list[tuple[str, mx.array]], tree_flatten([out]))
+        made = iter(_opaque([(array.shape, array.dtype) for _, array in like], reads))
         return tree_map(lambda _: next(made), out)
 
     return call

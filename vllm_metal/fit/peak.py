@@ -25,12 +25,13 @@ _VIEWS = {"Broadcast", "BroadcastAxes", "Copy", "Slice", "Split", "StopGradient"
 #: What may put its output into the memory of its first input.
 _UPDATES = {"DynamicSliceUpdate", "MaskedScatter", "Scatter", "ScatterAxis", "SliceUpdate"}
 #: What may put it into the memory of any.
-_ELEMENTWISE = set(
-    "Abs Add AsType Ceil Contiguous Cos Divide Equal Erf Exp Expm1 Floor Greater GreaterEqual Less "
-    "LessEqual Log Log1p LogAddExp LogicalAnd LogicalNot LogicalOr Maximum Minimum Multiply "
-    "NaNEqual Negative NotEqual Power Remainder Round Rsqrt Select Sigmoid Sign Sin Softmax Sqrt "
-    "Square Subtract Tan Tanh".split()
-)
+_ELEMENTWISE_NAMES = """
+    Abs Add AsType Ceil Contiguous Cos Divide Equal Erf Exp Expm1 Floor Greater GreaterEqual Less
+    LessEqual Log Log1p LogAddExp LogicalAnd LogicalNot LogicalOr Maximum Minimum Multiply NaNEqual
+    Negative NotEqual Power Remainder Round Rsqrt Select Sigmoid Sign Sin Softmax Sqrt Square
+    Subtract Tan Tanh
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _PRODUCTS = {"AddMM", "GatherMM", "Matmul"}
 _BFS_WIDTH = int(os.environ.get("MLX_BFS_MAX_WIDTH", 20))  # as MLX reads it
 _SPARE = 16384  # bytes by which memory that is taken over may be too large (`is_donatable`)
@@ -131,9 +132,7 @@ class _Run:
     def step(self, operation: Operation) -> None:
         """Runs an operation."""
         inputs = [self.there[name] for name in operation.inputs]
-        placed = [
-            self._output(operation, index, inputs) for index in range(len(operation.outputs))
-        ]
+        placed = [self._output(operation, index, inputs) for index in range(len(operation.outputs))]
         for name, output in zip(operation.outputs, placed, strict=True):
             self._enter(name, output)
         copies = 0

@@ -94,15 +94,19 @@ def _fetch(model: str, out: Path) -> None:
             write_hollow(out / name, header)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ModelLoadError(f"{model} has no safetensors files to read: {error}") from error
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+    except (LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
         raise ModelLoadError(
-            f"no folder {model!r}, and the hub does not give such a model: {error}"
+            f"no folder {model!r}, and the hub cannot be asked for it: without a network, give the "
+            f"folder of a model that is here ({_first_line(error)})"
         ) from error
-    except (httpx.HTTPError, OSError) as error:
+    except (HFValidationError, HfHubHTTPError) as error:
         raise ModelLoadError(
-            f"no folder {model!r}, and the hub cannot be asked for it ({error}); where there is "
-            "no network, give the folder of a model that is already here"
+            f"no folder {model!r}, and the hub gives no such model: {_first_line(error)}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
 
 
 def write_hollow(path: Path, header: SafetensorsFileMetadata) -> None:
