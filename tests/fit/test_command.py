@@ -74,7 +74,10 @@ def test_llama3_8b_takes_128_kib_a_token_and_16_gb_of_weights(llama3_8b, capsys)
     auto = found["kv_cache"]["auto"]
     assert auto["requests"] == auto["pool"] // (16 * 128 * 1024) // (8192 // 16)
     assert sum(auto["memory"].values()) == auto["pool"]
-    assert auto["step_peak"] > 2048 * 128 * 1024  # of which the K/V of its rows are a part
+    # By hand, of 2048 rows in 16 bits: K/V, and in a layer two states, and what the MLP's gate and
+    # its other half give. Rounded up as the engine rounds.
+    by_hand = 2048 * (128 * 1024 + 2 * (2 * 4096 + 2 * 14336))
+    assert 0 <= auto["step_peak"] - by_hand <= 16 * 2**20
 
 
 def test_a_smaller_mac_has_less_room_and_more_memory_more(llama3_8b, capsys):

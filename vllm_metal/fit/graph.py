@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
-from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +25,8 @@ from metal_kernels import kernel
 #: Operations that MLX's CPU backend makes of several, and Metal of one (mlx.core.fast). All give
 #: an array like their first input.
 _FAST = ("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention")
+#: Operations that `mx.export_function` does not know.
+_UNKNOWN = ("from_fp8", "to_fp8")
 _COMPILED = type(nn.silu)  # what mx.compile returns
 
 
@@ -91,7 +92,7 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
 
 @contextmanager
 def recordable(metal: bool) -> Iterator[None]:
-    """Has compiled functions recorded whole; with `metal`, also what only Metal has."""
+    """Has what MLX does not show recorded whole; with `metal`, also what only Metal has."""
     device = mx.default_device()
     with ExitStack() as stack:
         mx.set_default_device(mx.Device(mx.cpu))
@@ -100,13 +101,25 @@ def recordable(metal: bool) -> Iterator[None]:
             if name.startswith(("mlx.", "mlx_lm.")):
                 for attribute, value in list(vars(module).items()):
                     if type(value) is _COMPILED:
-                        stack.enter_context(patch.object(module, attribute, _whole(value)))
+                        stack.enter_context(_replaced(module, attribute, _whole(value)))
+        for attribute in _UNKNOWN:
+            stack.enter_context(_replaced(mx, attribute, _whole(getattr(mx, attribute))))
         if metal:
             stack.enter_context(kernel.using(_stand_in_kernel))
             for attribute in _FAST:
                 function = getattr(mx.fast, attribute)
-                stack.enter_context(patch.object(mx.fast, attribute, _like_first(function)))
+                stack.enter_context(_replaced(mx.fast, attribute, _like_first(function)))
         yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _opaque_told(operations: Sequence[Operation]) -> Iterator[Operation]:

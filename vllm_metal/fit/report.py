@@ -71,7 +71,9 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
         lines += [f"  * {change}" for change in answer.changes]
         if not answer.changes:
             lines += ["No one setting makes it fit: take a smaller model, or more memory."]
-    return [*lines, *(f"\n  {command}" for command in answer.commands)]
+    if answer.commands:
+        lines += ["", "To serve it so:"]
+    return [*lines, *(f"  {command}" for command in answer.commands)]
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
