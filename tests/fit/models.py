@@ -3,10 +3,14 @@
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
+from vllm_metal.fit import engine
+from vllm_metal.fit.estimate import Model
 
 BASE = {
     "hidden_size": 128,
@@ -89,3 +93,28 @@ def token_bytes(name, element_bytes, scale_bytes=0):
     config = BASE | MODELS[name][1]
     row = config["head_dim"] * element_bytes + scale_bytes
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * row
+
+
+def settings(folder, dtype, **changes):
+    """vLLM's configuration, and where the loader finds the model."""
+    content = json.loads((folder / "config.json").read_text())
+    options = {
+        "model_type": content["model_type"],
+        "dtype": dtype,
+        "cache_dtype": "auto",
+        "block_size": 16,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+    }
+    config = engine.config(**(options | changes))
+    config.model_config.model = str(folder)
+    config.model_config.revision = None
+    config.model_config.trust_remote_code = False
+    object.__setattr__(config, "load_config", SimpleNamespace(download_dir=None))
+    return config
+
+
+def read(folder, dtype):
+    content = json.loads((folder / "config.json").read_text())
+    return Model.read(folder, content["model_type"], dtype)

@@ -4,7 +4,7 @@
 MLX shows them to `mx.export_function`, with shapes and dtypes. There compiled functions come apart
 into what they were compiled from, and a kernel of our own, or an operation of MLX that only Metal
 has, cannot be there at all: each is recorded as one *opaque* operation, `mx.depends` of new zeros
-on whatever it reads.
+on whatever it reads. What is computed twice from the same arrays is recorded once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array])
         ValueError: it uses an operation that MLX does not show.
     """
     seen: list[dict[str, Any]] = []
-    mx.export_function(seen.append, build, *inputs)
+    try:
+        mx.export_function(seen.append, build, *inputs)
+    except ValueError as error:
+        if "export_function" not in str(error):
+            raise
+        raise ValueError(f"what a step of this model takes cannot be estimated: {error}") from error
     parts = {entry["type"]: entry for entry in seen if entry["type"] != "primitive"}
     arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
     operations: list[Operation] = []
