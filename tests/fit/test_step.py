@@ -26,8 +26,9 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
         profile.profile_step(network, rows, layers, config, ScatterRegion)
 
     run()  # what only a first one takes
-    # MLX may give memory back an operation late, so the least of some runs is what counts.
-    measured = min(memory.peak_of(run) for _ in range(3))
+    # On a CPU, MLX counts only every tenth task that it waits for, so that memory may come back
+    # some operations late: the least of some runs is what counts.
+    measured = min(memory.peak_of(run) for _ in range(8))
     model = read(folder(name), dtype)
     found = step_peak(model.network, model.rows, layers, config, ScatterRegion, "cpu")
     assert found.nbytes == pytest.approx(measured, rel=0.15)

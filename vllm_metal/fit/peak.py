@@ -5,7 +5,7 @@ The order of operations, and what becomes of an array's memory, are MLX's (`eval
 mlx/transforms.cpp; `set_unary_output_data`, `set_binary_op_output_data` and `set_copy_output_data`
 in mlx/backend/common): an operation's output is allocated when it runs, or lies in the memory of an
 input that nobody else needs, and inputs are given back once it has run. That is so where MLX waits
-for each operation.
+for each operation; where it is ahead of the device, it holds what it is ahead by as well.
 """
 
 from __future__ import annotations
