@@ -83,11 +83,8 @@ def test_the_dtype_on_a_mac(content, dtype):
     assert engine.dtype_of(content, "metal", "float16") == torch.float16
 
 
-@pytest.mark.parametrize(
-    ("name", "cache_dtype"), [("gemma3, windows", "auto"), ("llama, grouped, tied", "int8")]
-)
-def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, name, cache_dtype):
-    path, measured = folder(name), []
+def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch):
+    path, measured, cache_dtype = folder("gemma3, windows"), [], "int8"
     at_work = memory.at_work
 
     def noted(*args):

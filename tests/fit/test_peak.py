@@ -65,6 +65,7 @@ CASES = {
     "rows in another order": lambda x, w: (x @ w)[mx.arange(255, -1, -1)] * 2,
     "transposed": lambda x, w: (x @ w).T.reshape(-1) + 1,
     "a scatter": lambda x, w: mx.zeros((512, 1024)).at[mx.arange(256)].add(x @ w) * 2,
+    "breadth first": lambda x, w: mx.exp(x).sum() + mx.sin(x).sum(),
     "a norm": lambda x, w: mx.fast.rms_norm(x @ w, None, 1e-5),
     "batches": lambda x, w: (x @ w).reshape(4, 64, 16, 64).swapaxes(1, 2) @ mx.ones((64, 64)),
 }
