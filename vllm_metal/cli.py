@@ -2,11 +2,14 @@
 """The `vllm-metal` command."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+
+from vllm_metal.fit import units
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
+    _add_fit(commands.add_parser("fit", help="say what a model needs, and whether it fits a Mac"))
     _add_doctor(commands.add_parser("doctor", help="check every Metal kernel on this machine"))
     return parser
 
@@ -92,6 +96,42 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_model)
 
 
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say what a model needs and what there is room for, from its config.json and the headers "
+        "of its weight files; nothing is loaded. The exit status is 0 if the requests fit and 1 "
+        "if they do not."
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
+    parser.add_argument(
+        "--memory",
+        type=units.memory,
+        metavar="SIZE",
+        help="of the Mac to serve on, as 24GB; default: this machine, as it is now",
+    )
+    parser.add_argument(
+        "--context",
+        type=units.tokens,
+        metavar="TOKENS",
+        help="of a request, prompt and answer, as 32k; default: the most the model is made for",
+    )
+    parser.add_argument(
+        "--requests",
+        type=units.count,
+        metavar="N",
+        help="that are to fit at once, each of --context tokens; default: 1",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    served = parser.add_argument_group("options of `vllm serve`, with its defaults")
+    served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
+    served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
+    served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
+    served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
+    served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
+    served.add_argument("--block-size", type=int, metavar="16|32")
+    parser.set_defaults(run=_fit)
+
+
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run every Metal kernel against its reference, over all dtypes, head sizes, block sizes "
@@ -131,6 +171,13 @@ def _model(args: argparse.Namespace) -> int:
 
     print(embedded_model_path(dequantize=args.dequantize))
     return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # nothing of its start matters here
+    from vllm_metal.fit import command
+
+    return command.run(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

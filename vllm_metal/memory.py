@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -22,7 +23,9 @@ from vllm_metal import device
 from vllm_metal.envs import Device
 from vllm_metal.kv_cache import budget
 from vllm_metal.kv_cache.budget import AskedPool, Measured, Request, Settings
-from vllm_metal.kv_cache.region import row_bytes
+from vllm_metal.kv_cache.region import Region, row_bytes
+from vllm_metal.models.loader import mlx_dtype
+from vllm_metal.models.profile import most_sampled, profile_attention, profile_sampling
 from vllm_metal.sample import rows_at_once
 from vllm_metal.vllm_patches.kv_cache_planning import (
     get_kv_cache_config_from_groups,
@@ -61,15 +64,39 @@ SOURCES: dict[Device, str] = {
 
 
 @dataclass(frozen=True)
-class Workload:
-    """The largest things a device is asked for, run to be measured."""
+class Beside:
+    """What a device is asked for at most beside a forward pass, run to be measured."""
 
-    forward: Callable[[], None]
-    attention: Callable[[int], None] | None  # over a context of so many tokens; None: see `forward`
+    attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
     sampling: Callable[[int], None]  # of so many rows
     vocab_size: int
     most_sampled: int  # rows of a step
     logit_bytes: int  # of one
+
+    @staticmethod
+    def of(
+        config: VllmConfig,
+        layers: Sequence[AttentionLayer],
+        region_type: type[Region],
+        vocab_size: int,
+    ) -> Beside:
+        """That of an engine."""
+        attention = partial(profile_attention, layers, config, region_type)
+        return Beside(
+            attention if region_type.gathers else None,
+            partial(profile_sampling, config, vocab_size),
+            vocab_size,
+            most_sampled(config),
+            mlx_dtype(config).size,
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest things a device is asked for, run to be measured."""
+
+    forward: Callable[[], None]
+    beside: Beside
 
 
 class Memory:
@@ -77,9 +104,7 @@ class Memory:
 
     def __init__(self, kind: Device) -> None:
         self._kind = kind
-        self._cache = int(device.total_memory(kind) * METAL_CACHE_SHARE)
-        if kind == "cpu":
-            self._cache = CPU_CACHE
+        self._cache = cache_limit(kind, device.total_memory(kind))
         # Others have what they have now: once the model is loaded, macOS counts its pages as wired
         # or not as the GPU's work goes, and no figure says which.
         self._before = device.memory(kind)
@@ -107,8 +132,8 @@ class Memory:
         Raises:
             BudgetError: it would not hold one request of max_model_len.
         """
-        needs = _needs(config, specs)
-        settings = _settings(config, self._kind, needs.block_bytes)
+        needs = Needs.of(config, specs)
+        settings = settings_of(config, self._kind, needs.block_bytes)
         request = Request(needs, quantised)
         measured = self._at_rest(draft_weights)
         if settings.asked is not None:
@@ -116,7 +141,9 @@ class Memory:
             self._warn_of_much(measured, settings)
             self._hold_to(measured.total - budget.margin(measured.total))
             return settings.asked.nbytes
-        measured = self._at_work(measured, settings, request, workload)
+        # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
+        forward = peak_of(workload.forward, waiting=self._kind == "metal")
+        measured = at_work(measured, settings, request, workload.beside, forward)
         found = budget.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
         self._hold_to(self._held + budget.room(measured, settings))
@@ -141,47 +168,6 @@ class Memory:
             counts=0,
             cache=self._cache,
         )
-
-    def _at_work(
-        self, measured: Measured, settings: Settings, request: Request, workload: Workload
-    ) -> Measured:
-        at_once = min(rows_at_once(workload.vocab_size), workload.most_sampled)
-        rows = min(SAMPLED_ROWS, at_once)
-        sampling = self._peak(lambda: workload.sampling(rows))
-        measured = replace(
-            measured,
-            # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
-            forward=_rounded(self._peak(workload.forward, waiting=self._kind == "metal")),
-            sampling=_rounded(-(-sampling * at_once // rows)),
-            logits=workload.most_sampled * workload.vocab_size * workload.logit_bytes,
-            counts=settings.max_num_seqs * workload.vocab_size * COUNT_BYTES,
-        )
-        if (attention := workload.attention) is None:
-            return measured
-        # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
-        context = max(budget.longest(measured, settings, request), 1)
-        return replace(measured, attention=_rounded(self._peak(lambda: attention(context))))
-
-    def _peak(self, run: Callable[[], None], waiting: bool = True) -> int:
-        """What `run` takes above what there is, cached buffers aside.
-
-        Args:
-            run: to be measured.
-            waiting: whether MLX waits for each operation. It may be hundreds of them ahead of the
-                device, with the memory of all their outputs, and waits only where its limit is
-                reached (`_hold_to`). So the least it can do with is what counts.
-        """
-        mx.synchronize()
-        before = mx.get_active_memory()
-        limit = mx.set_memory_limit(0) if waiting else None
-        mx.reset_peak_memory()
-        try:
-            run()
-        finally:
-            if limit is not None:
-                mx.set_memory_limit(limit)
-        mx.clear_cache()
-        return max(mx.get_peak_memory() - before, 0)
 
     def _hold_to(self, nbytes: int) -> None:
         """Has MLX wait for the device, and give buffers back, rather than hold more than this."""
@@ -208,45 +194,104 @@ class Memory:
         mx.clear_cache()
 
 
+def cache_limit(kind: Device, total: int) -> int:
+    """Bytes of freed buffers that MLX may keep, of `total` that the device may use."""
+    return CPU_CACHE if kind == "cpu" else int(total * METAL_CACHE_SHARE)
+
+
+def at_work(
+    measured: Measured, settings: Settings, request: Request, beside: Beside, forward: int
+) -> Measured:
+    """`measured` at rest, and what steps take.
+
+    Args:
+        measured: a device with the networks on it, at rest.
+        settings, request: of the engine.
+        beside: is run and measured here.
+        forward: bytes that the largest forward pass takes.
+    """
+    at_once = min(rows_at_once(beside.vocab_size), beside.most_sampled)
+    rows = min(SAMPLED_ROWS, at_once)
+    sampling = peak_of(lambda: beside.sampling(rows))
+    measured = replace(
+        measured,
+        forward=_rounded(forward),
+        sampling=_rounded(-(-sampling * at_once // rows)),
+        logits=beside.most_sampled * beside.vocab_size * beside.logit_bytes,
+        counts=settings.max_num_seqs * beside.vocab_size * COUNT_BYTES,
+    )
+    if (attention := beside.attention) is None:
+        return measured
+    # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
+    context = max(budget.longest(measured, settings, request), 1)
+    return replace(measured, attention=_rounded(peak_of(lambda: attention(context))))
+
+
+def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
+    """What `run` takes above what there is, in bytes, cached buffers aside.
+
+    Args:
+        run: to be measured.
+        waiting: whether MLX waits for each operation. It may be hundreds of them ahead of the
+            device, with the memory of all their outputs, and waits only where its limit is
+            reached (`Memory._hold_to`). So the least it can do with is what counts.
+    """
+    mx.synchronize()
+    before = mx.get_active_memory()
+    limit = mx.set_memory_limit(0) if waiting else None
+    mx.reset_peak_memory()
+    try:
+        run()
+    finally:
+        if limit is not None:
+            mx.set_memory_limit(limit)
+    mx.clear_cache()
+    return max(mx.get_peak_memory() - before, 0)
+
+
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // ROUNDING) * ROUNDING
 
 
 @dataclass(frozen=True)
-class _Needs:
-    """Bytes of a pool that holds one request, by vLLM's own reckoning."""
+class Needs:
+    """Bytes of a pool that holds requests of one length, by vLLM's own reckoning."""
 
     block_bytes: int
-    blocks: Callable[[int], int]  # by tokens
+    blocks: Callable[[int], int]  # of one request, by its tokens
+    requests: int = 1
 
     def __call__(self, tokens: int) -> int:
-        return (self.blocks(tokens) + 1) * self.block_bytes  # vLLM keeps one block for itself
+        blocks = self.requests * self.blocks(tokens) + 1  # vLLM keeps one block for itself
+        return blocks * self.block_bytes
+
+    @staticmethod
+    def of(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Needs:
+        """What one request needs over layers of these specs."""
+        retained = max(0, config.num_prefill_lookahead_tokens - 1)
+        specs = {
+            name: replace(spec, extra_retained_tokens=retained)
+            if isinstance(spec, SlidingWindowSpec)
+            else spec
+            for name, spec in specs.items()
+        }
+        groups = get_kv_cache_groups(config, dict(specs))
+        placed = get_kv_cache_config_from_groups(config, groups, 2**50)
+
+        def blocks(tokens: int) -> int:
+            model, before = config.model_config, config.model_config.max_model_len
+            model.max_model_len = tokens
+            try:
+                at_once = get_max_concurrency_for_kv_cache_config(config, placed)
+            finally:
+                model.max_model_len = before
+            return round(placed.num_blocks / at_once)
+
+        return Needs(placed.kv_cache_tensors[0].size // placed.num_blocks, blocks)
 
 
-def _needs(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> _Needs:
-    retained = max(0, config.num_prefill_lookahead_tokens - 1)
-    specs = {
-        name: replace(spec, extra_retained_tokens=retained)
-        if isinstance(spec, SlidingWindowSpec)
-        else spec
-        for name, spec in specs.items()
-    }
-    groups = get_kv_cache_groups(config, dict(specs))
-    placed = get_kv_cache_config_from_groups(config, groups, 2**50)
-
-    def blocks(tokens: int) -> int:
-        model, before = config.model_config, config.model_config.max_model_len
-        model.max_model_len = tokens
-        try:
-            at_once = get_max_concurrency_for_kv_cache_config(config, placed)
-        finally:
-            model.max_model_len = before
-        return round(placed.num_blocks / at_once)
-
-    return _Needs(placed.kv_cache_tensors[0].size // placed.num_blocks, blocks)
-
-
-def _settings(config: VllmConfig, kind: Device, block_bytes: int) -> Settings:
+def settings_of(config: VllmConfig, kind: Device, block_bytes: int) -> Settings:
+    """What of vLLM's settings the sum depends on."""
     cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
     asked = None
     if cache.num_gpu_blocks_override is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -19,16 +18,11 @@ from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.guard import GuardedSteps
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
-from vllm_metal.memory import Memory, Workload, quantised_share
+from vllm_metal.memory import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory_pressure import MemoryPressure
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.profile import (
-    most_sampled,
-    profile_attention,
-    profile_sampling,
-    profile_step,
-)
+from vllm_metal.models.profile import profile_step
 from vllm_metal.requests import BlockTables, Requests
 from vllm_metal.runner import ModelRunner
 from vllm_metal.sample import CustomProcessors, Sampler
@@ -132,14 +126,7 @@ class MetalWorker(WorkerBase):
             self.get_kv_cache_spec(),
             self.networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
-            Workload(
-                self._largest_step,
-                partial(profile_attention, layers, config, region) if region.gathers else None,
-                partial(profile_sampling, config, self.vocab_size),
-                self.vocab_size,
-                most_sampled(config),
-                loader.mlx_dtype(config).size,
-            ),
+            Workload(self._largest_step, Beside.of(config, layers, region, self.vocab_size)),
         )
 
     def _largest_step(self) -> None:

@@ -28,7 +28,7 @@ class PagedCache(AttendingCache):
     """
 
     def __init__(self, region: Region) -> None:
-        self._region = region
+        self.region = region
         self._metadata: AttentionMetadata | None = None
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -49,7 +49,7 @@ class PagedCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes this step's K/V, each [T, Hkv, 1, D], and returns them as the pool holds them."""
-        k, v = self._region.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
+        k, v = self.region.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
         return mx.expand_dims(k, 2), mx.expand_dims(v, 2)
 
     def attend(
@@ -61,7 +61,7 @@ class PagedCache(AttendingCache):
         sinks: mx.array | None,
     ) -> mx.array:
         """[T, H, 1, D] queries over the request's whole context; same shape back."""
-        out = self._region.attend(
+        out = self.region.attend(
             self.metadata.plan, queries[:, :, 0], keys[:, :, 0], values[:, :, 0], scale, sinks
         )
         return out[:, :, None]

@@ -58,15 +58,25 @@ def load_draft(config: VllmConfig) -> nn.Module:
 
 def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     path = _model_folder(model_config, config)
+    model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code)
+    _materialise(model, path)
+    return model
+
+
+def lazy_model(path: Path, dtype: mx.Dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a folder as `load` gives it, but that its weights are read when they are used.
+
+    Raises:
+        ModelLoadError: see `load`.
+    """
     check_weight_files(path)
     seam.install()
     try:
-        model, _ = load_mlx_model(path, lazy=True, trust_remote_code=model_config.trust_remote_code)
+        model, _ = load_mlx_model(path, lazy=True, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists what is missing line by line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     seam.install()  # the family's module was imported just now
-    dtype = mlx_dtype(config)
     floating = (mx.float16, mx.bfloat16, mx.float32)
     # Some families keep a few parameters as they are, such as the biases that choose experts.
     may_cast = getattr(model, "cast_predicate", lambda name: True)
@@ -77,7 +87,6 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
         )
     )
     model.eval()
-    _materialise(model, path)
     return model
 
 

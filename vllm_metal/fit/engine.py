@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's configuration, as far as the engine's own arithmetic of memory reads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.config import AttentionConfig, CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config.model import _is_valid_dtype
+
+from vllm_metal import envs
+from vllm_metal.kv_cache import formats
+from vllm_metal.models.loader import MLX_DTYPES
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in MLX_DTYPES}
+#: Where config.json says how long a text may be; the first that is there counts.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+def config(
+    *,
+    model_type: str,
+    dtype: torch.dtype,
+    cache_dtype: str,
+    block_size: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    gpu_memory_utilization: float | None = None,
+) -> VllmConfig:
+    """An engine's, with vLLM's defaults for all else; made without asking it for the model."""
+    made: VllmConfig = object.__new__(VllmConfig)
+    cache = CacheConfig(block_size=block_size)
+    cache.cache_dtype = cast("CacheDType", formats.canonical(cache_dtype))
+    cache.kv_cache_layout = "LBNHC"  # the worker's word on it
+    if gpu_memory_utilization is not None:
+        cache.gpu_memory_utilization = gpu_memory_utilization
+    fields = {
+        "cache_config": cache,
+        "scheduler_config": SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            is_encoder_decoder=False,
+            async_scheduling=True,  # as vLLM settles on here
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        "parallel_config": ParallelConfig(),
+        "attention_config": AttentionConfig(),
+        "model_config": SimpleNamespace(
+            max_model_len=max_model_len,
+            original_max_model_len=max_model_len,
+            dtype=dtype,
+            max_logprobs=20,  # vLLM's defaults from here on
+            logprobs_mode="raw_logprobs",
+            seed=0,
+            hf_config=SimpleNamespace(model_type=model_type),
+        ),
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "lora_config": None,
+    }
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:
+    """What --dtype comes to; vLLM's rule for `auto` is to halve float32 where that is served.
+
+    Args:
+        content: of config.json.
+        kind: of device; a CPU is given float32 (MetalPlatform.supported_dtypes).
+        asked: the option.
+    """
+    if asked != "auto":
+        return DTYPES[asked]
+    if kind == "cpu":
+        return torch.float32
+    name = next(
+        (
+            part[key]
+            for part in _parts(content)
+            for key in ("dtype", "torch_dtype")
+            if part.get(key)
+        ),
+        "float32",
+    )
+    dtype = DTYPES.get(str(name).removeprefix("torch."), torch.float32)
+    valid = _is_valid_dtype(str(content.get("model_type")), dtype)
+    return dtype if valid and dtype != torch.float32 else torch.bfloat16
+
+
+def longest_text(content: dict[str, Any]) -> int | None:
+    """Tokens that the model of a config.json is made for; None where it does not say."""
+    for part in _parts(content):
+        for key in _LENGTHS:
+            if part.get(key):
+                scaling = part.get("rope_scaling") or {}
+                scaled = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
+                return int(part[key] * scaling.get("factor", 1)) if scaled else int(part[key])
+    return None
+
+
+def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in (content, content.get("text_config")) if part]

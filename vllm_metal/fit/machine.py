@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that a model is to fit on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_metal import device, envs
+from vllm_metal.memory import SOURCES, cache_limit
+
+GIB = 2**30
+#: Metal's recommended working set, as a share of the memory. llama.cpp's users have logged 10922.67
+#: MiB of 16 GB, 21845.34 of 32 (ggml-org/llama.cpp #2011, ollama/ollama #434) and 73728 of 96
+#: (ggml-org/llama.cpp #3213). macOS 26 offers more, 107.52 GiB of 128 (antirez/ds4 #893); which of
+#: the two a Mac has is not known from its size, so the smaller is reckoned with.
+_SHARE_OF_SMALL, _SHARE_OF_LARGE = 2 / 3, 3 / 4
+_LARGEST_SMALL = 32 * GIB
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its memory, in bytes."""
+
+    name: str
+    kind: envs.Device
+    source: str  # of `total`, in words
+    total: int  # what the device may use at all
+    taken: int  # of that, by other programs
+
+    @property
+    def cache(self) -> int:
+        """Buffers that MLX may keep for reuse."""
+        return cache_limit(self.kind, self.total)
+
+    @staticmethod
+    def mac(memory: int) -> Machine:
+        """A Mac with so much memory, on which nothing else of size runs."""
+        share = _SHARE_OF_SMALL if memory <= _LARGEST_SMALL else _SHARE_OF_LARGE
+        name = f"a Mac of {memory / GIB:g} GB"
+        return Machine(name, "metal", f"{SOURCES['metal']} for {name}", int(memory * share), 0)
+
+    @staticmethod
+    def this() -> Machine:
+        """The one this runs on, as it is now.
+
+        Raises:
+            ValueError: it is no Mac, and not meant to serve by its CPU.
+        """
+        kind = envs.requested_device()
+        if kind is None:
+            raise ValueError("this machine has no Metal device: say which Mac, as --memory 24GB")
+        device.select(kind)
+        figures = device.memory(kind)
+        taken = max(figures.total - figures.available - figures.active, 0)
+        name = "this machine's CPU" if kind == "cpu" else f"this Mac, {device.name(kind)}"
+        return Machine(name, kind, SOURCES[kind], figures.total, taken)

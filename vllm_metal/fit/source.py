@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's configuration and the headers of its weight files, wherever the model is.
+
+Of a model on the hub only those are fetched: the weight files of the folder that is given out have
+the published headers and sizes, and nothing in them. mlx-lm builds the model from it, lazily.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import SafetensorsFileMetadata
+
+_WEIGHTS = "model*.safetensors"
+#: Beside config.json, what mlx-lm looks for when it builds a model.
+_OTHERS = ("generation_config.json", "hf_quant_config.json", "model.safetensors.index.json")
+
+
+@contextmanager
+def folder(model: str) -> Iterator[Path]:
+    """A folder to build `model` from for the length of a `with` block.
+
+    Args:
+        model: a folder, or a name on the hub: then what the hub's cache holds whole, or what the
+            hub says.
+
+    Raises:
+        ModelLoadError: there is no such model, the hub cannot be asked, or it is a GGUF file.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        raise ModelLoadError(
+            f"{path}: what a GGUF file needs depends on how it is converted; run "
+            f"`vllm-metal convert {path} {path.stem}`, then `vllm-metal fit {path.stem}`"
+        )
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"{path / 'config.json'} is missing: this is no model's folder")
+        yield path
+    elif (cached := _cached(model)) is not None:
+        yield cached
+    else:
+        with TemporaryDirectory(prefix="vllm-metal-fit-") as scratch:
+            _fetch(model, Path(scratch))
+            yield Path(scratch)
+
+
+def _cached(model: str) -> Path | None:
+    """The model in the hub's cache, if it is there with all its weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(
+            model, local_files_only=True, allow_patterns=["config.json", _WEIGHTS]
+        )
+        check_weight_files(Path(path))
+    except (HFValidationError, LocalEntryNotFoundError, ModelLoadError):
+        return None
+    return Path(path) if (Path(path) / "config.json").is_file() else None
+
+
+def _fetch(model: str, out: Path) -> None:
+    import httpx
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
+
+    try:
+        shutil.copy(hf_hub_download(model, "config.json"), out)
+        for name in _OTHERS:
+            try:
+                shutil.copy(hf_hub_download(model, name), out)
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                continue
+        for name, header in get_safetensors_metadata(model).files_metadata.items():
+            write_hollow(out / name, header)
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise ModelLoadError(f"{model} has no safetensors files to read: {error}") from error
+    except (LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
+        raise ModelLoadError(
+            f"no folder {model!r}, and the hub cannot be asked for it: without a network, give the "
+            f"folder of a model that is here ({_first_line(error)})"
+        ) from error
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise ModelLoadError(
+            f"no folder {model!r}, and the hub gives no such model: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def write_hollow(path: Path, header: SafetensorsFileMetadata) -> None:
+    """A safetensors file with this header and a hole where its tensors would be."""
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": list(tensor.data_offsets),
+        }
+        for name, tensor in header.tensors.items()
+    }
+    text = json.dumps(tensors).encode()
+    size = max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
