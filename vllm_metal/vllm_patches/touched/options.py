@@ -8,9 +8,10 @@ from vllm_metal.vllm_patches.touched.entry import Touched
 _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
-        by="platform.py worker.py memory.py models spec_decode sample/custom.py",
+        by="platform.py worker.py memory.py models spec_decode sample/custom.py fit",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
-        "load_config lora_config kv_transfer_config compilation_config additional_config "
+        "load_config lora_config kv_transfer_config compilation_config attention_config "
+        "additional_config "
         "use_v2_model_runner num_prefill_lookahead_tokens",
     ),
     Touched(
@@ -23,19 +24,23 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:CacheConfig",
-        by="platform.py worker.py memory.py models/profile.py spec_decode",
+        by="platform.py worker.py memory.py models/profile.py spec_decode fit/engine.py",
+        called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
-        "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes",
+        "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout",
     ),
     Touched(
         "vllm.config:ParallelConfig",
-        by="platform.py",
+        by="platform.py fit/engine.py",
+        called="",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size decode_context_parallel_size",
     ),
     Touched(
         "vllm.config:SchedulerConfig",
-        by="worker.py memory.py models/profile.py spec_decode",
+        by="worker.py memory.py models/profile.py spec_decode fit/engine.py",
+        called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
+        "async_scheduling= disable_hybrid_kv_cache_manager=",
         fields="max_num_seqs max_num_batched_tokens",
     ),
     Touched(
@@ -48,6 +53,8 @@ _CONFIGURATION = (
         "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob",
         calls={"use_multi_module_mtp": ""},
     ),
+    Touched("vllm.config:AttentionConfig", by="fit/engine.py", called=""),
+    Touched("vllm.config.model:_is_valid_dtype", by="fit/engine.py", called="model_type dtype"),
     Touched("vllm.config:LoadConfig", by="models/loader.py", fields="download_dir"),
     Touched("vllm.config:CompilationConfig", by="platform.py", fields="mode cudagraph_mode"),
     Touched("vllm.config:CompilationMode", by="platform.py", fields="NONE"),
