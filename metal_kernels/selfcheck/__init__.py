@@ -3,7 +3,7 @@
 
 from metal_kernels.selfcheck.case import KERNELS, Case, Outcome, dtype_name
 from metal_kernels.selfcheck.checks import STEPS, check, check_kernel, in_use
-from metal_kernels.selfcheck.timing import Timing, copy_bandwidth, timings
+from metal_kernels.selfcheck.timing import Timing, Work, copy_bandwidth, works
 
 __all__ = [
     "KERNELS",
@@ -11,10 +11,11 @@ __all__ = [
     "Case",
     "Outcome",
     "Timing",
+    "Work",
     "check",
     "check_kernel",
     "copy_bandwidth",
     "dtype_name",
     "in_use",
-    "timings",
+    "works",
 ]

@@ -65,6 +65,7 @@ class Outcome:
     largest_error: float | None = None  # of the element nearest to its tolerance, or furthest past
     tolerance: float | None = None  # that element's; both None where nothing was computed
     seconds: float = 0.0  # compiling included
+    log: str = ""  # all of a message whose one line `detail` is, such as a compiler's
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "case": self.case.to_json()}

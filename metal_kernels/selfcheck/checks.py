@@ -49,7 +49,7 @@ def check_kernel(case: Case, kernel: str, num_steps: int = STEPS) -> Outcome:
         worst = max(findings(case, kernel, num_steps), key=lambda finding: finding.share)
     except Exception as error:  # whatever a compiler or a driver raises is this check's result
         seconds = round(time.perf_counter() - start, 3)
-        return Outcome(kernel, case, False, _first_error(error), seconds=seconds)
+        return Outcome(kernel, case, False, _first_error(error), seconds=seconds, log=str(error))
     ok = worst.share <= 1
     detail = "" if ok else worst.detail
     seconds = round(time.perf_counter() - start, 3)

@@ -13,7 +13,7 @@ import pytest
 
 from metal_kernels import interpreter, kernel
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import KERNELS, Case, Outcome, check, check_kernel, in_use, timings
+from metal_kernels.selfcheck import KERNELS, Case, Outcome, check, check_kernel, in_use, works
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
