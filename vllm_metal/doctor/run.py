@@ -51,11 +51,9 @@ def run(
 
 @contextmanager
 def _guarded(found: Report, name: str) -> Iterator[None]:
-    """What a check itself raises is a failure among others; not so a report that is not written."""
+    """What a check itself raises is a failure among others."""
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:
         seen = f"the check itself failed: {type(error).__name__}: {error}"
         lines = tuple(traceback.format_exc().splitlines())
@@ -67,15 +65,16 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
     """Returns what MLX says of it."""
     found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
     system = machine.this_system()
-    checks: list[Callable[[], Finding]] = [
-        packages.check_versions,
-        machine.check_settings,
-        lambda: machine.check_processor(system),
-        lambda: machine.check_release(system),
-        lambda: machine.check_disk(envs.cache_dir()),
-    ]
-    for check in checks:
-        found.add(check())
+    checks: dict[str, Callable[[], Finding]] = {
+        "versions": packages.check_versions,
+        "settings": machine.check_settings,
+        "processor": lambda: machine.check_processor(system),
+        "system": lambda: machine.check_release(system),
+        "disk": lambda: machine.check_disk(envs.cache_dir()),
+    }
+    for name, check in checks.items():
+        with _guarded(found, name):
+            found.add(check())
     looked = machine.look_at_device(found.progress)
     found.add(machine.check_device(looked, _requested()))
     if looked.ok:
@@ -100,6 +99,7 @@ def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | Non
         seen = "not tried: here the plugin leaves vLLM to its own platforms"
         found.add(Finding("engine", "warning", seen, packages.advice_to_try()))
         return
+    found.announce("asking vLLM which platform it chooses (some seconds)")
     asked = packages.ask_vllm(found.progress)
     found.add(packages.check_platform(asked))
     if (touched := packages.check_touched(asked)) is not None:
