@@ -9,7 +9,12 @@ from typing import Literal, cast, get_args
 
 Device = Literal["metal", "cpu"]
 Kernels = Literal["auto", "metal", "interpret", "mlx"]
-NAMES = ("VLLM_METAL_DEVICE", "VLLM_METAL_KERNELS", "VLLM_METAL_CACHE")
+NAMES = (
+    "VLLM_METAL_DEVICE",
+    "VLLM_METAL_KERNELS",
+    "VLLM_METAL_CACHE",
+    "VLLM_METAL_ALLOW_UNTESTED",
+)
 
 
 def requested_device() -> Device | None:
@@ -45,6 +50,18 @@ def kernels() -> Kernels:
     if value not in get_args(Kernels):
         raise ValueError(f"VLLM_METAL_KERNELS={value!r}: choose auto, metal, mlx or interpret")
     return cast(Kernels, value)
+
+
+def allow_untested() -> bool:
+    """Whether to go on with a vLLM this plugin is not tested with: ``VLLM_METAL_ALLOW_UNTESTED``.
+
+    Raises:
+        ValueError: the variable holds anything but 0 and 1.
+    """
+    value = os.environ.get("VLLM_METAL_ALLOW_UNTESTED") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"VLLM_METAL_ALLOW_UNTESTED={value!r}: choose 0 or 1")
+    return value == "1"
 
 
 def cache_dir() -> Path:

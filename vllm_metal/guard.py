@@ -13,6 +13,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from vllm_metal import device
 from vllm_metal.failures import StepResult
 from vllm_metal.runner import ModelRunner
+from vllm_metal.vllm_patches.async_output import AsyncOutput
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -161,7 +162,7 @@ class GuardedSteps:
         device.give_back()
 
 
-class _GuardedOutput(AsyncModelRunnerOutput):
+class _GuardedOutput(AsyncOutput):
     """A step's results on their way, which may yet fail to come."""
 
     def __init__(self, steps: GuardedSteps, output: StepOutput, pool: int) -> None:
@@ -171,7 +172,7 @@ class _GuardedOutput(AsyncModelRunnerOutput):
         return self._steps.result(self._output, self._pool)
 
 
-class FailedStep(AsyncModelRunnerOutput):
+class FailedStep(AsyncOutput):
     """Stands for a step without results."""
 
     def __init__(self, steps: GuardedSteps, req_ids: list[str], reason: str | None) -> None:

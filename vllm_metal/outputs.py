@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors
 
 from vllm_metal.failures import NOT_A_NUMBER, StepResult
 from vllm_metal.inputs import InputBatch
 from vllm_metal.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
+from vllm_metal.vllm_patches.async_output import AsyncOutput
 
 
-class StepOutput(AsyncModelRunnerOutput):
+class StepOutput(AsyncOutput):
     """The tokens of one step, still on the device; vLLM asks for them a step later."""
 
     def __init__(

@@ -30,6 +30,8 @@ from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.spec_decode import checkpoint  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
+    mlp_speculators,
+    probe,
     speculation,
     torch_accelerator,
 )
@@ -149,10 +151,12 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Puts this platform's defaults in place of those vLLM picks by memory size."""
+        probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
         speculation.allow_lookup_methods()
-        speculation.allow_mlp_speculators()
+        speculation.refuse_missing_methods(SPECULATIVE_METHODS)
+        mlp_speculators.allow_mlp_speculators()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 import torch
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 #: For messages: what serves every model. A model's own dtype may also be given by its name.
 OFFERED = ("auto", "fp8", "int8")
@@ -28,6 +27,9 @@ def offered(cache_dtype: str, model_dtype: torch.dtype) -> bool:
 
     A pool of values has the dtype of the queries, as the kernels load both alike.
     """
+    # The platform imports this module; vLLM's asks for the platform as it is imported (0.33).
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
     return (
         cache_dtype == "auto"
         or canonical(cache_dtype) in _CODES

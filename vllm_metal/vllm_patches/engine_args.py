@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Sets the defaults of the two flags, which vLLM picks by memory size for GPUs of its own."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
 
 
 def end_failed_requests() -> None:
@@ -43,7 +46,7 @@ def end_failed_requests() -> None:
             self.reset_prefix_cache(reset_running_requests=True)
         failed = result.failures.keys() & self.requests.keys()
         held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
-        self.grammar_compile_error_reqs |= failed  # ended in the call that follows
+        _end_in_next_update(self, failed)
         outputs = update(self, scheduler_output, result)
         pool = self.kv_cache_manager.block_pool
         free = [block for block in held if pool.blocks[block].ref_cnt == 0]
@@ -62,6 +65,14 @@ def end_failed_requests() -> None:
 
     Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
     Scheduler._get_new_block_ids_to_zero = _get_new_block_ids_to_zero  # type: ignore[method-assign]
+
+
+def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
+    """Has the scheduler end requests as if their grammars had not compiled."""
+    ended = scheduler.grammar_compile_error_reqs
+    # A set in 0.32. Since 0.33 by id the error sent along, of which None makes 0.32's answer: with
+    # one a server would tell the client less than the outputs do, and count nothing.
+    ended.update(req_ids if isinstance(ended, set) else dict.fromkeys(req_ids))
 
 
 def _forget_blocks(scheduler: Any, req_id: str) -> set[int]:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
 
 def forget_tokenizers() -> None:
     """Lets go of closed engines' tokenizers: vLLM remembers 128 functions that hold copies of them.

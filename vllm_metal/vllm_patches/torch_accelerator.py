@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
 
 def answer_for_torch_accelerator() -> None:
     """Makes vLLM's clean-up pass on machines where torch itself has no accelerator.
