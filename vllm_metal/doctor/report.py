@@ -102,7 +102,7 @@ class Report:
         width = max(shutil.get_terminal_size((100, 24)).columns, 60)
         text = self._without_names(text)
         # A command keeps its line, to be copied.
-        if " -m pip install " in text:
+        if " pip install " in text:
             print(text)
             return
         options: Any = {"break_long_words": False, "break_on_hyphens": False}

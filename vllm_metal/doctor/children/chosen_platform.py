@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells which platform vLLM chooses, and what of vLLM is not as this plugin knows it."""
 
-import importlib.util
 from importlib.metadata import entry_points
 
 from vllm_metal.doctor.messages import say
@@ -15,14 +14,9 @@ def main() -> None:
     chosen = type(current_platform)
     say(platform=f"{chosen.__module__}.{chosen.__qualname__}")
     say(stage="looking for what the plugin uses of vLLM")
-    say(changed=_changed())
+    from vllm_metal.vllm_patches.probe import probe
 
-
-def _changed() -> list[str]:
-    if importlib.util.find_spec("vllm_metal.vllm_patches.probe") is None:
-        return []
-    probe = importlib.import_module("vllm_metal.vllm_patches.probe")
-    return [str(line) for line in probe.probe()]
+    say(changed=[str(finding) for finding in probe()])
 
 
 if __name__ == "__main__":
