@@ -43,7 +43,7 @@ def test_a_signal_is_named_with_what_was_going_on(script):
 
 def test_an_exit_status_comes_with_the_error_that_caused_it():
     lines = (
-        "(EngineCore pid=7) ValueError: too little memory",
+        "(EngineCore pid=7) some.module.ValueError: too little memory",
         "RuntimeError: Engine core initialization failed. See root cause above.",
     )
     found = ended(1, lines, stage="loading the model")

@@ -24,8 +24,7 @@ def test_the_matrix_is_of_kernels_that_exist():
 
 def test_the_quickest_come_first():
     elements = [case.shape.num_heads * case.shape.head_size for case in kernels.all_cases()]
-    assert elements[0] == min(elements)
-    assert elements[: len(elements) // 2] < elements[len(elements) // 2 :]
+    assert elements == sorted(elements)
 
 
 def test_failures_are_named_and_shown_beside_what_works():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from darwin.run import run as run_as_mac
 
 from metal_kernels.selfcheck import KERNELS
 from vllm_metal.cli import main
@@ -144,20 +143,3 @@ def test_a_bad_setting_is_named_and_no_engine_is_tried(tmp_path: Path):
     assert result.returncode == 1
     assert report["failed"] == ["settings"]
     assert "not tried" in by_name(report)["engine"]["seen"]
-
-
-def test_the_first_releases_of_macos_26_are_warned_of_and_rosetta_fails(tmp_path: Path):
-    report = tmp_path / "report.json"
-    command = ["-m", "vllm_metal.cli", "doctor", "--only", "machine", "--report", str(report)]
-    result = run_as_mac(command, timeout=120, DARWIN_DOUBLE_RELEASE="26.1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = by_name(json.loads(report.read_text()))
-    assert found["system"]["status"] == "warning" and "26.1" in found["system"]["seen"]
-    assert "macosx_15_0_arm64" in result.stdout
-    result = run_as_mac(
-        command, timeout=120, DARWIN_DOUBLE_ROSETTA="1", DARWIN_DOUBLE_AVAILABLE="1000000000"
-    )
-    assert result.returncode == 1
-    found = by_name(json.loads(report.read_text()))
-    assert "Rosetta" in found["processor"]["seen"]
-    assert found["memory"]["status"] == "warning"

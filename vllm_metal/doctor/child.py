@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-import vllm_metal
 from vllm_metal.doctor import messages
 
 #: Lines of a process's output that are kept for the report.
@@ -35,9 +33,8 @@ LIMITS: Mapping[str, float] = MappingProxyType(
 )
 #: Of the doctor's children: nothing is sent to anybody.
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-_ROOT = str(Path(vllm_metal.__file__).parents[1])
 _POLL = 0.2  # seconds
-_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception)\b: \S.*")
+_ERROR = re.compile(r"\b(?:\w+\.)*(\w*(?:Error|Exception)\b: \S.*)")  # without its module
 _OTHERS_FAULT = "Engine core initialization failed"  # of a process whose own error came before
 
 Progress = Callable[[str], None]
@@ -74,7 +71,7 @@ class Ended:
     @property
     def error(self) -> str:
         """The last error it named, or else its last line; empty: it printed nothing."""
-        found = [match.group() for line in self.lines if (match := _ERROR.search(line))]
+        found = [match[1] for line in self.lines if (match := _ERROR.search(line))]
         causes = [error for error in found if _OTHERS_FAULT not in error]
         return (causes or found or self.lines or ("",))[-1]
 
@@ -94,7 +91,7 @@ class Child:
         self._lines: list[str] = []
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.told: dict[str, Any] = {}
-        changed = os.environ | _QUIET | {"PYTHONPATH": _python_path()} | dict(environment or {})
+        changed = os.environ | _QUIET | dict(environment or {})
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -205,14 +202,11 @@ def run(
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs one of our modules with this interpreter."""
-    return (sys.executable, "-m", module, *arguments)
+    """The command that runs a module with this interpreter.
 
-
-def _python_path() -> str:
-    """Finds our packages where this process found them."""
-    inherited = os.environ.get("PYTHONPATH")
-    return f"{_ROOT}{os.pathsep}{inherited}" if inherited else _ROOT
+    As the commands that users type, it imports nothing from the folder that it is started in.
+    """
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def _signal_name(number: int) -> str:

@@ -22,6 +22,8 @@ from vllm_metal.doctor.finding import Finding
 #: Lines of a process's output that are printed where it failed; all that are kept are in the file.
 SHOWN_LINES = 15
 _INDENT = " " * 9
+#: In a network; this machine's own names for itself tell nothing.
+_ADDRESS = re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
 class Report:
@@ -150,7 +152,8 @@ def _private_words() -> list[tuple[re.Pattern[str], str]]:
     home, host = Path.home(), platform.node()
     # Both, for macOS's own paths are behind links; the longer first.
     homes = sorted({str(home), os.path.realpath(home)}, key=len, reverse=True)
-    words = [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]
+    words = [(_ADDRESS, "ADDRESS")]
+    words += [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]
     if user := home.name:
         words.append((re.compile(rf"(?<=/){re.escape(user)}(?=/|\b)"), "USER"))
     for name in {host, host.partition(".")[0]}:
