@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check in a process of its own: what it survives, and what it remembers."""
 
+import json
 import os
 import sys
 import time
@@ -9,23 +10,19 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import Case
+from metal_kernels.selfcheck import Case, in_use
 from vllm_metal import selfcheck
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.kv_cache import choice
-from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.scatter import ScatterRegion
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
     for block_size in (16, 32)
 ]
-START = "import json, os, sys, time\ncases = json.load(sys.stdin)\n"
-RUNNING = 'print(json.dumps({"case": 1, "running": "decode"}), flush=True)\n'
+START = "import json, os, sys, time\nrequest = json.load(sys.stdin)\n"
+RUNNING = 'print(json.dumps({"case": 1, "running": "decode", "rows": 4}), flush=True)\n'
 GOOD = (
-    "for case in cases:\n"
+    "for case in request['cases']:\n"
     '    print(json.dumps({"kernel": "kv_write", "case": case, "ok": True}), flush=True)\n'
 )
 LAYERS = [
@@ -52,7 +49,7 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
     start = time.monotonic()
     (failure,) = selfcheck.failures(CASES, command, time_limit=1.0, folder=tmp_path)
     assert time.monotonic() - start < 10
-    assert failure.startswith("decode (4/2 heads of 64, float16, float16 cache in blocks of 32)")
+    assert failure.startswith("decode of 4 rows (4/2 heads of 64, float16, float16 cache in blocks")
     assert "did not end within 1 s" in failure
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
@@ -64,7 +61,7 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
 )
 def test_a_kernel_that_kills_its_process_is_named(tmp_path: Path, end: str, said: str):
     (failure,) = selfcheck.failures(CASES, child(RUNNING, end), folder=tmp_path)
-    assert failure.startswith("decode (")
+    assert failure.startswith("decode of 4 rows (")
     assert said in failure
 
 
@@ -82,7 +79,7 @@ def counting(tmp_path: Path, *lines: str):
     return child(note, *lines), lambda: len(runs.read_text())
 
 
-@pytest.mark.parametrize("lines", [(GOOD,), (RUNNING, "os.abort()\n")], ids=["pass", "fail"])
+@pytest.mark.parametrize("lines", [(GOOD,), (GOOD, RUNNING, "os.abort()\n")], ids=["pass", "fail"])
 def test_results_are_kept_until_something_changes(tmp_path: Path, lines: tuple[str, ...]):
     command, runs = counting(tmp_path, *lines)
     folder = tmp_path / "results"
@@ -119,23 +116,52 @@ def test_a_models_layers_make_a_case_of_each_kind():
         assert kinds == {(mx.bfloat16, pool_dtype)}
 
 
-@pytest.mark.parametrize(
-    ("failed", "region"), [([], KernelRegion), (["decode (…): wrong"], ScatterRegion)]
+REST = (
+    "done = request['done']\n"
+    "for check in ['kv_write', 'decode', 'prefill']:\n"
+    "    if any(outcome['kernel'] == check for outcome in done): continue\n"
+    "    rows = None if check == 'kv_write' else 8\n"
+    "    print(json.dumps({'case': 0, 'running': check, 'rows': rows}), flush=True)\n"
+    "    if check == 'decode': os.abort()\n"
+    "    outcome = {'kernel': check, 'case': request['cases'][0], 'ok': True, 'rows': rows}\n"
+    "    print(json.dumps(outcome), flush=True)\n"
 )
-def test_a_server_takes_the_kernels_that_pass(
-    monkeypatch: pytest.MonkeyPatch, failed: list[str], region: type
-):
-    monkeypatch.delenv("VLLM_METAL_KERNELS", raising=False)
-    monkeypatch.setattr(selfcheck, "failures", lambda cases: failed)
-    with kernel.using(mx.fast.metal_kernel):
-        assert choice.region_type("metal", LAYERS, mx.bfloat16, mx.bfloat16, 16) is region
 
 
-def test_kernels_asked_for_by_name_must_pass(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
-    monkeypatch.setattr(selfcheck, "failures", lambda cases: ["decode (…): wrong"])
-    with (
-        kernel.using(mx.fast.metal_kernel),
-        pytest.raises(ValueError, match=r"decode.*vllm-metal doctor"),
-    ):
-        choice.region_type("metal", LAYERS, mx.bfloat16, mx.bfloat16, 16)
+def test_what_a_crash_left_is_checked_in_another_process(tmp_path: Path):
+    shape = AttentionShape(8, 1, 64, 64)  # its tiles: 8 rows to decode, 16, 32 and 64 to prefill
+    case = Case(shape, mx.float16, mx.float16, 16, window=100, kernels=selfcheck.SERVING)
+    command, runs = counting(tmp_path, REST)
+    found = list(selfcheck.outcomes([case], command))
+    assert [(str(outcome.check), outcome.ok) for outcome in found] == [
+        ("kv_write", True),
+        ("decode of 8 rows", False),
+        ("prefill of 8 rows", True),
+    ]
+    assert runs() == 2
+
+
+def test_processes_that_go_on_dying_are_given_up(tmp_path: Path):
+    command, runs = counting(tmp_path, RUNNING, "os.abort()\n")
+    found = list(selfcheck.outcomes(CASES, command))
+    assert runs() == len(found) == 4
+    assert not any(outcome.ok for outcome in found)
+
+
+def test_results_of_another_format_are_not_read(tmp_path: Path):
+    command, runs = counting(tmp_path, GOOD)
+    folder = tmp_path / "results"
+    selfcheck.results(CASES, command, folder=folder)
+    (path,) = folder.iterdir()
+    kept = json.loads(path.read_text())
+    for other in (kept["outcomes"], kept | {"format": kept["format"] - 1}):
+        before = runs()
+        path.write_text(json.dumps(other))
+        assert selfcheck.remembered(folder) == []
+        selfcheck.results(CASES, command, folder=folder)
+        assert runs() == before + 1
+
+
+def test_a_server_checks_all_that_it_launches():
+    case, _ = selfcheck.cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
+    assert in_use(case) == ["kv_write", "kv_blocks", "decode", "prefill", "reduce"]

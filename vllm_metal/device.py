@@ -22,7 +22,8 @@ class MemoryFigures:
 
 #: MLX ends a command buffer once the arrays bound in it hold this many Mi elements, 40 or 50 by
 #: default. A KV pool counts whole, so that each layer would end two; the limit on the number of
-#: dispatches stays. MLX reads the variable when it first uses the GPU.
+#: dispatches stays, and steps of much work end theirs themselves (metal_kernels/pace.py). MLX reads
+#: the variable when it first uses the GPU.
 _BOUND_PER_COMMAND_BUFFER = ("MLX_MAX_MB_PER_BUFFER", str(2**20))
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,18 +21,23 @@ from typing import IO, TYPE_CHECKING, Any
 import mlx.core as mx
 
 import metal_kernels
-from metal_kernels.selfcheck import Case, Outcome
+from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
 from vllm_metal import device, envs
 
 if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer
 
 #: The kernels a server launches.
-SERVING = ("kv_write", "decode", "prefill", "reduce")
+SERVING = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
-#: Seconds for one kernel of one case. It compiles up to eight variants, of well under a second
-#: each, and then runs for less; only a hang takes this long.
+#: Seconds for one check. It compiles a few variants, of well under a second each, and then runs for
+#: less; only a hang takes this long.
 TIME_LIMIT = 60.0
+#: Processes that one check after the other may hang or kill before the rest is given up.
+_PROCESSES = 4
+_SAID_LINES = 200  # of a process that dies, for reports
+#: Changes with what results on disk look like.
+_FORMAT = 2
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
@@ -46,18 +52,20 @@ def cases(
     ]
 
 
-def failures(
+def results(
     wanted: Sequence[Case],
     command: Sequence[str] = COMMAND,
     time_limit: float = TIME_LIMIT,
     folder: Path | None = None,
-) -> list[str]:
-    """A line for each way in which kernels fail; checked once a machine and state of the kernels.
+) -> list[Outcome]:
+    """How the cases' kernels fare; checked once a machine and state of the kernels.
+
+    What has no outcome could not be checked, and must not be used.
 
     Args:
         wanted: what to check.
         command: of the checking process; it reads cases and prints as metal_kernels.selfcheck does.
-        time_limit: seconds for each kernel.
+        time_limit: seconds for each check.
         folder: where results are kept; default: of the user's cache folder.
     """
     folder = folder or results_folder()
@@ -66,15 +74,30 @@ def failures(
     if found is None:
         found = list(outcomes(wanted, command, time_limit))
         _write(path, found)
-    failed: dict[str, Outcome] = {}
+    return found
+
+
+def failures(
+    wanted: Sequence[Case],
+    command: Sequence[str] = COMMAND,
+    time_limit: float = TIME_LIMIT,
+    folder: Path | None = None,
+) -> list[str]:
+    """A line for each way in which kernels fail; else as `results`."""
+    return said_of(results(wanted, command, time_limit, folder))
+
+
+def said_of(found: Sequence[Outcome]) -> list[str]:
+    """A line for each way in which kernels fail: which, in the first case of it, and how."""
+    failed: dict[Check, Outcome] = {}
     for outcome in found:
         if not outcome.ok:
-            failed.setdefault(outcome.kernel, outcome)
+            failed.setdefault(outcome.check, outcome)
     reasons: dict[str, list[Outcome]] = {}  # a text that does not compile fails all that need it
     for outcome in failed.values():
         reasons.setdefault(outcome.detail, []).append(outcome)
     return [
-        f"{', '.join(outcome.kernel for outcome in alike)} ({alike[0].case}): {detail}"
+        f"{', '.join(str(outcome.check) for outcome in alike)} ({alike[0].case}): {detail}"
         for detail, alike in reasons.items()
     ]
 
@@ -82,43 +105,88 @@ def failures(
 def outcomes(
     wanted: Sequence[Case], command: Sequence[str] = COMMAND, time_limit: float = TIME_LIMIT
 ) -> Iterator[Outcome]:
-    """Checks the cases in a process of its own, up to the first kernel that hangs or kills it.
+    """Checks the cases in a process of its own, and in another one what a hang or crash left.
 
-    That kernel's outcome is then the last. A process that fails outside a kernel is put down to
-    the first kernel.
+    Whatever hung or killed its process has failed. A process that fails outside a check is put
+    down to the first kernel, and no other is started.
     """
-    if not wanted:
-        return
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": _python_path()},
-    )
-    assert process.stdin is not None and process.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-    running, said = (wanted[0], wanted[0].kernels[0]), ""
-    try:
-        _send(process.stdin, json.dumps([case.to_json() for case in wanted]))
-        while (line := lines.get(timeout=time_limit)) is not None:
-            message = _parsed(line)
-            if message is None:
-                said = line.strip() or said
-            elif "running" in message:
-                running = (wanted[message["case"]], message["running"])
-            else:
-                yield Outcome.from_json(message)
-        if status := process.wait():
-            ended = f"signal {-status}" if status < 0 else f"status {status}"
-            yield _stopped(*running, f"ended its process with {ended}: {said}")
-    except queue.Empty:
-        yield _stopped(*running, f"did not end within {time_limit:g} s")
-    finally:
-        process.kill()
-        process.wait()
+    found: list[Outcome] = []
+    for _ in range(_PROCESSES):
+        if all(next_check(case, found) is None for case in wanted):
+            return
+        child = _Child(wanted, found, command)
+        for outcome in child.outcomes(time_limit):
+            found.append(outcome)
+            yield outcome
+        if child.blamed is None:
+            return
+        case, check = child.blamed
+        log = "\n".join(child.said)
+        stopped = Outcome(check.kernel, case, False, child.end, rows=check.rows, log=log)
+        found.append(stopped)
+        yield stopped
+        if not child.began:
+            return
+
+
+class _Child:
+    """A checking process.
+
+    Attributes:
+        began: whether it came as far as a check.
+        blamed: what it was at when it hung or died; None: it ended well.
+        end: how it ended then.
+        said: the last lines it printed, without outcomes.
+    """
+
+    def __init__(
+        self, wanted: Sequence[Case], done: Sequence[Outcome], command: Sequence[str]
+    ) -> None:
+        self._wanted = wanted
+        self._running = (wanted[0], checks(wanted[0])[0])
+        self.began = False
+        self.blamed: tuple[Case, Check] | None = None
+        self.end = ""
+        self.said: deque[str] = deque(maxlen=_SAID_LINES)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": _python_path()},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        pump = threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True)
+        pump.start()
+        request = {
+            "cases": [case.to_json() for case in wanted],
+            "done": [outcome.to_json() for outcome in done],
+        }
+        _send(self._process.stdin, json.dumps(request))
+
+    def outcomes(self, time_limit: float) -> Iterator[Outcome]:
+        """As they come, each within `time_limit` seconds; ends the process."""
+        try:
+            while (line := self._lines.get(timeout=time_limit)) is not None:
+                message = _parsed(line)
+                if message is None:
+                    self.said.extend(filter(None, [line.rstrip()]))
+                elif "running" in message:
+                    case, check = self._wanted[message["case"]], message["running"]
+                    self._running, self.began = (case, Check(check, message.get("rows"))), True
+                else:
+                    yield Outcome.from_json(message)
+            if status := self._process.wait():
+                ended = f"signal {-status}" if status < 0 else f"status {status}"
+                last = self.said[-1].strip() if self.said else ""
+                self.blamed, self.end = self._running, f"ended its process with {ended}: {last}"
+        except queue.Empty:
+            self.blamed, self.end = self._running, f"did not end within {time_limit:g} s"
+        finally:
+            self._process.kill()
+            self._process.wait()
 
 
 def results_folder() -> Path:
@@ -135,10 +203,6 @@ def forget(folder: Path | None = None) -> None:
     """Makes every next start check anew."""
     for path in (folder or results_folder()).glob("*.json"):
         path.unlink(missing_ok=True)
-
-
-def _stopped(case: Case, kernel: str, detail: str) -> Outcome:
-    return Outcome(kernel, case, ok=False, detail=detail)
 
 
 def _python_path() -> str:
@@ -179,6 +243,7 @@ def _key(wanted: Sequence[Case]) -> str:
         if path.suffix in (".metal", ".py") and name.parts[0] != "interpreter":
             sources.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     facts = {
+        "format": _FORMAT,
         "chip": device.name("metal" if mx.metal.is_available() else "cpu"),
         "system": platform.platform(),
         "mlx": version("mlx"),
@@ -191,14 +256,18 @@ def _key(wanted: Sequence[Case]) -> str:
 def _read(path: Path) -> list[Outcome] | None:
     """None where there is no file, or one that is cut off or of another version."""
     try:
-        return [Outcome.from_json(fields) for fields in json.loads(path.read_text())]
+        kept = json.loads(path.read_text())
+        if kept["format"] != _FORMAT:
+            return None
+        return [Outcome.from_json(fields) for fields in kept["outcomes"]]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def _write(path: Path, found: Sequence[Outcome]) -> None:
     """Whole or not at all; without it the next start checks again."""
-    text = json.dumps([outcome.to_json() for outcome in found], indent=1)
+    kept = {"format": _FORMAT, "outcomes": [outcome.to_json() for outcome in found]}
+    text = json.dumps(kept, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

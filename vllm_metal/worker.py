@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_metal import device
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.guard import GuardedSteps
-from vllm_metal.kv_cache import choice, formats
+from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
 from vllm_metal.memory import Memory, Workload, quantised_share
 from vllm_metal.memory_pressure import MemoryPressure
@@ -191,8 +191,17 @@ class MetalWorker(WorkerBase):
         return ModelRunner(executor, requests, sampler, max_num_reqs, speculator)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        started = time.perf_counter()
+        warm_up.compile_kernels(
+            self._region_type,
+            self.networks.all_layers,
+            loader.mlx_dtype(self.vllm_config),
+            self._pool_dtype,
+            self.cache_config.block_size,
+        )
+        seconds = time.perf_counter() - started
         set_random_seed(self.model_config.seed)
-        return CompilationTimes(language_model=0.0, encoder=0.0)
+        return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

@@ -3,6 +3,15 @@
 
 from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.op import run, unsupported
-from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, plan
+from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Tiles, plan, trials
 
-__all__ = ["AttentionPlan", "AttentionShape", "plan", "reference", "run", "unsupported"]
+__all__ = [
+    "AttentionPlan",
+    "AttentionShape",
+    "Tiles",
+    "plan",
+    "reference",
+    "run",
+    "trials",
+    "unsupported",
+]

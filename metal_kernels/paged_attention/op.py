@@ -21,6 +21,7 @@ from metal_kernels.arguments import (
     padded,
 )
 from metal_kernels.kernel import load
+from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Dispatch
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
@@ -63,6 +64,7 @@ def run(
     sinks: mx.array | None = None,
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
+    pace: Pace | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
     """Attention of one layer, whose K/V of this step the pool holds already.
 
@@ -77,6 +79,7 @@ def run(
         sinks: [H], a learned logit per head that takes part in the softmax only.
         key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
+        pace: ends command buffers between dispatches that take long; None: none does.
 
     Returns:
         [T, H, DV], the dtype of `queries`, and a token of each dispatch that reads the pool.
@@ -93,8 +96,11 @@ def run(
         NO_SCALES if key_scales is None else key_scales,
         NO_SCALES if value_scales is None else value_scales,
     ]
-    outputs, tokens = [], []
+    outputs: list[mx.array] = []
+    tokens: list[mx.array] = []
     for dispatch in plan.dispatches:
+        if pace is not None:
+            pace.before(dispatch.work, *tokens[-1:], *outputs[-1:])
         buffers = [
             queries,
             *pools,
@@ -168,7 +174,10 @@ def _launch(
 
 
 def _parts(head_size: int) -> int:
-    """Simdgroups that share a row's head: 128 elements of it, or a little more, fit registers."""
+    """Simdgroups that share a row's head: 128 elements of it, or a little more, fit registers.
+
+    With tile_rows of the shape a threadgroup has 256 threads at most.
+    """
     return 1 if head_size <= 128 else 2 if head_size <= 256 else 4
 
 

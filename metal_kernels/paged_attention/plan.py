@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+
+from metal_kernels.pace import MOST_WORK
 
 # Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
 # context worth a threadgroup of its own: below it the reduction costs more than it saves.
@@ -14,6 +18,10 @@ _BUSY = 128
 _SHORTEST_SPLIT = 256
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
+
+#: Fewer rows of a tile count as so many: they wait for K and V. In float16 MOST_WORK is 17 GB of
+#: them then, 0.4 s at 40 GB/s of an M1's 68.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,51 @@ class AttentionShape:
 
     @property
     def tile_rows(self) -> int:
-        """Packed rows of the prefill kernel's largest tile."""
-        return 64 if self.head_size <= 256 else 32
+        """Packed rows of the prefill kernel's largest tile.
+
+        Its threadgroup then has 256 threads, for any head size (op.py): a pipeline takes 384 at
+        least, however many registers a thread needs (Mesa, agx_performance.c), and 512 not always.
+        """
+        return 64 if self.head_size <= 128 else 32 if self.head_size <= 256 else 16
+
+    def work(self, rows: int, keys: int) -> int:
+        """FLOPs of tiles of `rows` packed rows over `keys` positions in all, of all K/V heads."""
+        products = 2 * (self.head_size + self.value_size)  # with a key, and with its value
+        return max(rows, _LEAST_ROWS) * keys * self.num_kv_heads * products
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of tiles that a plan may choose from, in packed rows, ascending.
+
+    The one list of what is launched: plans choose from it, the self-check tries each of it, and
+    each of it is compiled before a model serves.
+    """
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    split: bool  # whether contexts may be split
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def of(shape: AttentionShape, window: int | None = None) -> Tiles:
+        """All that rows of such layers may need."""
+        decode, prefill = set(), set()
+        for packed in range(
+            shape.group, shape.decode_rows + shape.tile_rows + shape.group, shape.group
+        ):
+            rows = _power_of_two(packed)
+            if packed <= shape.decode_rows:
+                decode.add(rows)
+            else:
+                prefill.add(min(shape.tile_rows, max(8, rows)))
+        longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # that a tile may see
+        split = longest > _SHORTEST_SPLIT and shape.num_kv_heads <= _BUSY // 2
+        return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), split)
+
+    def only(self, decode: bool, rows: int) -> Tiles:
+        """One of them, which then serves all rows."""
+        return Tiles((rows,) if decode else (), () if decode else (rows,), self.split)
 
 
 @dataclass(frozen=True)
@@ -58,6 +109,7 @@ class Dispatch:
     tiles: mx.array  # [N, 8] int32, Tile
     bounds: mx.array  # [8] int32, Bounds
     splits: mx.array | None  # [max(n, 8)] int32, of each output row; None: none is split
+    work: int  # FLOPs; MOST_WORK at most, unless a single tile or query row takes more
 
 
 @dataclass(frozen=True)
@@ -70,6 +122,11 @@ class AttentionPlan:
     block_tables: mx.array  # [R, at least 8] int32
     order: mx.array | None  # [T] int32, place of row t in the dispatches' outputs; None: as it is
 
+    @property
+    def work(self) -> int:
+        """FLOPs of a layer."""
+        return sum(dispatch.work for dispatch in self.dispatches)
+
 
 def plan(
     query_start_loc: np.ndarray,
@@ -77,6 +134,8 @@ def plan(
     block_tables: np.ndarray,
     shape: AttentionShape,
     window: int | None = None,
+    tiles: Tiles | None = None,
+    most_work: int = MOST_WORK,
 ) -> AttentionPlan:
     """Cuts R requests' rows into tiles.
 
@@ -86,23 +145,25 @@ def plan(
         block_tables: [R, W] int32, pool blocks of each request in order.
         shape: of the layers' attention.
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
+        tiles: to choose from, one of a kind at least; None: all.
+        most_work: FLOPs of a dispatch; tiles that take more are spread over several.
     """
-    query_lens = np.diff(query_start_loc)
-    packed = query_lens * shape.group
-    decodes = packed <= shape.decode_rows
-    if packed.max() <= shape.tile_rows and not decodes.all():
-        decodes[:] = False  # one dispatch for a step of verify windows, whatever their lengths
+    tiles = tiles or Tiles.of(shape, window)
+    step = _Step(query_start_loc, seq_lens, shape, window or _NO_WINDOW)
+    packed = step.query_lens * shape.group
+    decodes = _decoded(packed, tiles)
     dispatches, outputs = [], []
-    for decode in (True, False):
+    for decode, sizes in ((True, tiles.decode), (False, tiles.prefill)):
         members = np.flatnonzero(decodes == decode)
         if not len(members):
             continue
-        dispatches.append(
-            _dispatch(decode, members, query_start_loc, seq_lens, shape, window or _NO_WINDOW)
-        )
-        lens = query_lens[members]
-        before = np.repeat(query_start_loc[members] - _starts(lens), lens)
-        outputs.append(before + np.arange(len(before)))
+        most = int(packed[members].max())
+        rows = next((size for size in sizes if size >= most), sizes[-1])
+        for pieces in step.pieces(members, rows, most_work):
+            dispatches.append(_dispatch(decode, rows, step, pieces, tiles.split))
+            lens = pieces.num_rows
+            before = query_start_loc[pieces.request] + pieces.first_row - _starts(lens)
+            outputs.append(np.repeat(before, lens) + np.arange(lens.sum()))
     written = np.concatenate(outputs)  # batch row of each output row
     natural = bool((written == np.arange(len(written))).all())
     table = np.zeros((len(seq_lens), max(block_tables.shape[1], 8)), np.int32)
@@ -116,46 +177,139 @@ def plan(
     )
 
 
+def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[AttentionPlan]:
+    """Small plans that launch, between them, every pipeline a plan over `tiles` may launch.
+
+    All are of one request, of up to tiles.prefill[-1] rows, over block 0 alone.
+    """
+    kinds = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
+    for decode, rows in kinds:
+        query = max(1, rows // shape.group)  # what one tile holds
+        # A window's first key is rounded down to a strip, so that one of four contexts is longest.
+        lengths = [query] + (
+            [2 * _SHORTEST_SPLIT + k for k in range(_STRIP)] if tiles.split else []
+        )
+        made = {
+            trial.dispatches[0].num_splits > 1: trial
+            for trial in (
+                plan(
+                    np.array([0, query], np.int32),
+                    np.array([query + length], np.int32),
+                    np.zeros((1, -(-(query + length) // 16)), np.int32),
+                    shape,
+                    window,
+                    tiles.only(decode, rows),
+                )
+                for length in lengths
+            )
+        }
+        yield from made.values()
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is not less."""
+    return 1 << (count - 1).bit_length()
+
+
+def _decoded(packed: np.ndarray, tiles: Tiles) -> np.ndarray:
+    """[R] bool, requests that the decode kernel serves; `packed` has the rows of each."""
+    if not tiles.decode or not tiles.prefill:
+        return np.full(len(packed), bool(tiles.decode))
+    decodes = packed <= tiles.decode[-1]
+    if packed.max() <= tiles.prefill[-1] and not decodes.all():
+        decodes[:] = False  # one dispatch for a step of verify windows, whatever their lengths
+    return decodes
+
+
 def _starts(counts: np.ndarray) -> np.ndarray:
     """Where each of consecutive runs of such lengths begins."""
     return np.cumsum(counts) - counts
 
 
-def _dispatch(
-    decode: bool,
-    members: np.ndarray,
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    shape: AttentionShape,
-    window: int,
-) -> Dispatch:
-    """The launch that serves the requests `members`."""
-    query_lens = np.diff(query_start_loc)[members]
-    packed = query_lens * shape.group
-    num_rows = int(query_lens.sum())
-    most = shape.decode_rows if decode else shape.tile_rows
-    rows = min(most, max(1 if decode else 8, 1 << int(packed.max() - 1).bit_length()))
-    # Tiles hold whole query rows where they can, so that they end on a row's last visible key.
-    step = rows // shape.group * shape.group or rows
+@dataclass(frozen=True)
+class _Pieces:
+    """Rows of P requests, or parts of them, in the order of the output; each begins a tile."""
 
-    per_request = -(-packed // step)
-    owner = np.repeat(np.arange(len(members)), per_request)
-    begin_packed = (np.arange(len(owner)) - _starts(per_request)[owner]) * step
-    count = np.minimum(step, packed[owner] - begin_packed)
-    first = (seq_lens[members] - query_lens)[owner]  # position of the request's first row
-    oldest = first + begin_packed // shape.group - window + 1
+    request: np.ndarray  # [P]
+    first_row: np.ndarray  # [P] of the request's rows in this step
+    num_rows: np.ndarray  # [P]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's requests."""
+
+    query_start_loc: np.ndarray  # [R + 1]
+    seq_lens: np.ndarray  # [R]
+    shape: AttentionShape
+    window: int
+
+    @functools.cached_property
+    def query_lens(self) -> np.ndarray:
+        return np.diff(self.query_start_loc)
+
+    def packed_step(self, rows: int) -> int:
+        """Packed rows from one tile to the next: whole query rows where a tile can hold one, so
+        that it ends on a row's last visible key."""
+        return rows // self.shape.group * self.shape.group or rows
+
+    def pieces(self, members: np.ndarray, rows: int, most_work: int) -> Iterator[_Pieces]:
+        """The requests `members`, in tiles of `rows`: by dispatches of at most `most_work`."""
+        group, step = self.shape.group, self.packed_step(rows)
+        lens = self.query_lens[members]
+        # Of a tile, at most: it spans step / group query rows, or two, and begins at a strip.
+        seen = self.window + max(step // group, 2) + _STRIP - 2
+        keys = np.minimum(self.seq_lens[members].astype(np.int64), seen)
+        of_tile = keys * self.shape.work(rows, 1)
+        if int((-(-lens * group // step) * of_tile).sum()) <= most_work:
+            yield _Pieces(members, np.zeros_like(members), lens)
+            return
+        at_once = np.maximum(np.maximum(most_work // of_tile, 1) * step // group, 1)  # query rows
+        counts = -(-lens // at_once)
+        owner = np.repeat(np.arange(len(members)), counts)
+        first = (np.arange(len(owner)) - _starts(counts)[owner]) * at_once[owner]
+        num_rows = np.minimum(at_once[owner], lens[owner] - first)
+        work = -(-num_rows * group // step) * of_tile[owner]
+        for piece in _in_order(work, most_work):
+            yield _Pieces(members[owner[piece]], first[piece], num_rows[piece])
+
+
+def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
+    """Runs of neighbours whose work adds up to `most` at most; one that has more is alone."""
+    ends, start = np.cumsum(work), 0
+    while start < len(work):
+        before = ends[start] - work[start]
+        stop = max(int(np.searchsorted(ends, before + most, side="right")), start + 1)
+        yield slice(start, stop)
+        start = stop
+
+
+def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: bool) -> Dispatch:
+    """The launch that serves `pieces`, by tiles of `rows`."""
+    shape, group, stride = step.shape, step.shape.group, step.packed_step(rows)
+    packed = pieces.num_rows * group
+    num_rows = int(pieces.num_rows.sum())
+    before = (step.seq_lens - step.query_lens)[pieces.request]  # positions before the step's rows
+
+    per_piece = -(-packed // stride)
+    owner = np.repeat(np.arange(len(packed)), per_piece)
+    in_piece = (np.arange(len(owner)) - _starts(per_piece)[owner]) * stride
+    count = np.minimum(stride, packed[owner] - in_piece)
+    begin_packed = pieces.first_row[owner] * group + in_piece
+    first = before[owner]
+    oldest = first + begin_packed // group - step.window + 1
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
-    end = first + (begin_packed + count - 1) // shape.group + 1
+    end = first + (begin_packed + count - 1) // group + 1
 
-    length = _split_length(end - begin, shape.num_kv_heads)
-    of_request = np.zeros(len(members), np.int64)
-    np.maximum.at(of_request, owner, -(-(end - begin) // length))
-    num_splits = int(of_request.max())
-    tile = np.repeat(np.arange(len(owner)), of_request[owner])
-    split = np.arange(len(tile)) - _starts(of_request[owner])[tile]
+    length = _split_length(end - begin, shape.num_kv_heads, may_split)
+    of_piece = np.zeros(len(packed), np.int64)
+    np.maximum.at(of_piece, owner, -(-(end - begin) // length))
+    num_splits = int(of_piece.max())
+    tile = np.repeat(np.arange(len(owner)), of_piece[owner])
+    split = np.arange(len(tile)) - _starts(of_piece[owner])[tile]
     split_begin = begin[tile] + split * length
     tiles = np.zeros((len(tile), 8), np.int32)
-    tiles[:, 0] = members[owner[tile]]
+    tiles[:, 0] = pieces.request[owner[tile]]
     tiles[:, 1] = begin_packed[tile]
     tiles[:, 2] = count[tile]
     tiles[:, 3] = split_begin
@@ -164,14 +318,15 @@ def _dispatch(
     # The longest first: what is started last then ends soonest.
     tiles = tiles[np.argsort(tiles[:, 3] - tiles[:, 4], kind="stable")]
 
-    requests = np.zeros((max(len(seq_lens), 2), 4), np.int32)
-    requests[members, 0] = query_start_loc[members]
-    requests[members, 1] = _starts(query_lens)
-    requests[members, 2] = seq_lens[members] - query_lens
+    requests = np.zeros((max(len(step.seq_lens), 2), 4), np.int32)
+    requests[pieces.request, 0] = step.query_start_loc[pieces.request]
+    # Of the request's first row, which may belong to a dispatch before: less than zero then.
+    requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
+    requests[pieces.request, 2] = before
     bounds = np.zeros(8, np.int32)
-    bounds[:2] = window, num_rows
+    bounds[:2] = step.window, num_rows
     splits = np.ones(max(num_rows, 8), np.int32)
-    splits[:num_rows] = np.repeat(of_request, query_lens)
+    splits[:num_rows] = np.repeat(of_piece, pieces.num_rows)
     return Dispatch(
         decode=decode,
         rows=rows,
@@ -182,11 +337,12 @@ def _dispatch(
         tiles=mx.array(tiles),
         bounds=mx.array(bounds),
         splits=mx.array(splits) if num_splits > 1 else None,
+        work=shape.work(rows, int((end - begin).sum())),
     )
 
 
-def _split_length(lengths: np.ndarray, num_kv_heads: int) -> int:
+def _split_length(lengths: np.ndarray, num_kv_heads: int, may_split: bool) -> int:
     """Keys of a part: the context is split only as far as threadgroups are lacking."""
-    wanted = max(1, _BUSY // (len(lengths) * num_kv_heads))
+    wanted = max(1, _BUSY // (len(lengths) * num_kv_heads)) if may_split else 1
     length = -(-int(lengths.max()) // wanted)
     return max(_SHORTEST_SPLIT, -(-length // 64) * 64)

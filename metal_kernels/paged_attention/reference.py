@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.kv_gather.reference import decode
+from metal_kernels.pace import Pace
 
 _LOG2_E = math.log2(math.e)
 
@@ -39,6 +40,10 @@ class Bucket:
     fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
     sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
     mask: mx.array  # [n, 1, Q, S] bool, True where a query may look
+
+    def work(self, num_heads: int, sizes: int) -> int:
+        """FLOPs; `sizes` is that of a key and of a value together."""
+        return 2 * self.num_requests * self.query_len * self.context_len * num_heads * sizes
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,7 @@ def run(
     fused: bool | None = None,
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
+    pace: Pace | None = None,
 ) -> mx.array:
     """Attention of one layer.
 
@@ -232,6 +238,7 @@ def run(
             fused one has no cap.
         key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
+        pace: ends command buffers between calls that take long; None: none does.
 
     Returns:
         [T, H, DV], the dtype of `queries`.
@@ -242,8 +249,11 @@ def run(
         attend = _attend_fused
     else:
         attend = functools.partial(_attend_grouped, softcap=softcap)
-    outputs = []
+    outputs: list[mx.array] = []
+    num_heads, sizes = queries.shape[1], queries.shape[2] + value_pool.shape[3]
     for bucket in plan.buckets:
+        if pace is not None:
+            pace.before(bucket.work(num_heads, sizes), *outputs[-1:])
         picked = queries if bucket.rows is None else queries[bucket.rows]
         picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
         k = _context(bucket, keys, key_pool, key_scales, queries.dtype)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks cases in a process of their own, which may hang or die without harm to another.
 
-    python -m metal_kernels.selfcheck < cases.json
+    python -m metal_kernels.selfcheck < request.json
 
-Reads a list of cases. Prints a JSON object a line: {"case": index, "running": kernel} before each
-check, so that whoever has to end this process knows why, and its outcome after it.
+Reads {"cases": [...], "done": [...]}, where `done` has the outcomes of processes before this one.
+Prints a JSON object a line: {"case": index, "running": kernel, "rows": of a tile or null} before
+each check, so that whoever has to end this process knows why, and its outcome after it.
 """
 
 import argparse
@@ -12,8 +13,8 @@ import json
 import sys
 
 from metal_kernels import kernel
-from metal_kernels.selfcheck.case import Case
-from metal_kernels.selfcheck.checks import STEPS, check_kernel, in_use
+from metal_kernels.selfcheck.case import Case, Outcome
+from metal_kernels.selfcheck.checks import STEPS, check_kernel, next_check, usable
 
 
 def main() -> None:
@@ -25,14 +26,15 @@ def main() -> None:
         from metal_kernels import interpreter
 
         kernel.use(interpreter.metal_kernel)
-    for index, fields in enumerate(json.load(sys.stdin)):
+    request = json.load(sys.stdin)
+    outcomes = [Outcome.from_json(fields) for fields in request["done"]]
+    for index, fields in enumerate(request["cases"]):
         case = Case.from_json(fields)
-        for name in in_use(case):
-            print(json.dumps({"case": index, "running": name}), flush=True)
-            outcome = check_kernel(case, name, args.steps)
-            print(json.dumps(outcome.to_json()), flush=True)
-            if name == "kv_write" and not outcome.ok:
-                break
+        while (check := next_check(case, outcomes)) is not None:
+            running = {"case": index, "running": check.kernel, "rows": check.rows}
+            print(json.dumps(running), flush=True)
+            outcomes.append(check_kernel(case, check, args.steps, usable(case, outcomes)))
+            print(json.dumps(outcomes[-1].to_json()), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -54,9 +54,19 @@ class Case:
         return ", ".join(parts)
 
 
+class Check(NamedTuple):
+    """One kernel of a case; of those that work in tiles, one size."""
+
+    kernel: str  # of KERNELS
+    rows: int | None = None  # packed rows of a tile; None: the kernel has none
+
+    def __str__(self) -> str:
+        return self.kernel if self.rows is None else f"{self.kernel} of {self.rows} rows"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How one kernel fared in one case."""
+    """How one kernel, or one size of its tiles, fared in one case."""
 
     kernel: str
     case: Case
@@ -65,7 +75,12 @@ class Outcome:
     largest_error: float | None = None  # of the element nearest to its tolerance, or furthest past
     tolerance: float | None = None  # that element's; both None where nothing was computed
     seconds: float = 0.0  # compiling included
+    rows: int | None = None  # packed rows of the tile that was checked; None: the kernel has none
     log: str = ""  # all of a message whose one line `detail` is, such as a compiler's
+
+    @property
+    def check(self) -> Check:
+        return Check(self.kernel, self.rows)
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "case": self.case.to_json()}

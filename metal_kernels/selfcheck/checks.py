@@ -1,59 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels of a case to check, and how each fared."""
+"""What to check of a case, how it fared, and what may serve after that."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-from metal_kernels.selfcheck.case import KERNELS, Case, Outcome
+from metal_kernels.paged_attention import Tiles
+from metal_kernels.selfcheck.case import KERNELS, Case, Check, Outcome
 from metal_kernels.selfcheck.findings import findings
-from metal_kernels.selfcheck.play import plan
-from metal_kernels.selfcheck.steps import layouts
 
 #: Of one layer each; two layers make an engine's step.
 STEPS = 40
 
 
 def check(case: Case, num_steps: int = STEPS) -> list[Outcome]:
-    """Checks the case's kernels by the current compiler, on MLX's default device.
-
-    Nothing after a kv_write that failed: all else would fail for its sake.
-    """
+    """Checks the case's kernels by the current compiler, on MLX's default device."""
     outcomes: list[Outcome] = []
-    for kernel in in_use(case):
-        outcomes.append(check_kernel(case, kernel, num_steps))
-        if kernel == "kv_write" and not outcomes[-1].ok:
-            break
+    while (following := next_check(case, outcomes)) is not None:
+        outcomes.append(check_kernel(case, following, num_steps, usable(case, outcomes)))
     return outcomes
+
+
+def checks(case: Case) -> list[Check]:
+    """What there is to check, in order: a kernel leans on those before it."""
+    sizes = Tiles.of(case.shape, case.window)
+    found = []
+    for kernel in KERNELS:
+        if kernel not in case.kernels:
+            continue
+        if kernel in ("decode", "prefill"):
+            found += [Check(kernel, rows) for rows in getattr(sizes, kernel)]
+        elif kernel != "reduce" or sizes.split:
+            found.append(Check(kernel))
+    return found
 
 
 def in_use(case: Case) -> list[str]:
     """Kernels that the case asks for and that attention of its shape launches at all."""
-    return [kernel for kernel in KERNELS if kernel in case.kernels and _launched(case, kernel)]
+    return list(dict.fromkeys(check.kernel for check in checks(case)))
 
 
-def _launched(case: Case, kernel: str) -> bool:
-    if kernel not in ("decode", "prefill", "reduce"):
-        return True
-    plans = [plan(case, layout) for layout in layouts(case, kernel, count=4)]
-    launches = [launch for plan in plans for launch in plan.dispatches]
-    if kernel == "reduce":
-        return any(launch.num_splits > 1 for launch in launches)
-    return any(launch.decode == (kernel == "decode") for launch in launches)
+def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
+    """The first that has no outcome yet; None: there is no more to learn.
+
+    Nothing comes after a kv_write that failed: all else would fail for its sake. `reduce` joins
+    what other kernels leave, so it waits for one that works.
+    """
+    ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
+    if ours.get(Check("kv_write"), True) is False:
+        return None
+    for check in checks(case):
+        if check in ours:
+            continue
+        tiles = usable(case, outcomes)
+        if check.kernel != "reduce" or tiles.decode or tiles.prefill:
+            return check
+    return None
 
 
-def check_kernel(case: Case, kernel: str, num_steps: int = STEPS) -> Outcome:
-    """Checks one kernel of KERNELS; kv_write is taken to be right."""
+def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
+    """Tiles that passed; contexts may be split if `reduce` passed, too."""
+    passed = {outcome.check for outcome in outcomes if outcome.case == case and outcome.ok}
+    sizes = Tiles.of(case.shape, case.window)
+    return Tiles(
+        tuple(rows for rows in sizes.decode if Check("decode", rows) in passed),
+        tuple(rows for rows in sizes.prefill if Check("prefill", rows) in passed),
+        Check("reduce") in passed,
+    )
+
+
+def check_kernel(
+    case: Case, check: Check, num_steps: int = STEPS, tiles: Tiles | None = None
+) -> Outcome:
+    """One check; kv_write is taken to be right.
+
+    Args:
+        case: of the layer.
+        check: of checks(case).
+        num_steps: how many are played.
+        tiles: that `reduce` may lean on; None: all.
+    """
     start = time.perf_counter()
+    tiles = tiles or Tiles.of(case.shape, case.window)
+    error = tolerance = None
+    log = ""
     try:
-        worst = max(findings(case, kernel, num_steps), key=lambda finding: finding.share)
-    except Exception as error:  # whatever a compiler or a driver raises is this check's result
-        seconds = round(time.perf_counter() - start, 3)
-        return Outcome(kernel, case, False, _first_error(error), seconds=seconds, log=str(error))
-    ok = worst.share <= 1
-    detail = "" if ok else worst.detail
+        worst = max(findings(case, check, num_steps, tiles), key=lambda finding: finding.share)
+        error, tolerance = worst.error, worst.tolerance
+        detail = "" if worst.share <= 1 else worst.detail
+    except Exception as failure:  # whatever a compiler or a driver raises is this check's result
+        detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
-    return Outcome(kernel, case, ok, detail, worst.error, worst.tolerance, seconds)
+    return Outcome(
+        check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log
+    )
 
 
 def _first_error(error: Exception) -> str:

@@ -14,8 +14,9 @@ from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.paged_attention import Tiles
 from metal_kernels.paged_attention import reference as attention_reference
-from metal_kernels.selfcheck.case import Case
+from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.play import LAYERS, moves, play, score_scale
 from metal_kernels.selfcheck.steps import Layout, Step, contents, steps
 
@@ -39,9 +40,10 @@ class Finding:
         return float(_share(np.array(self.error), np.array(self.tolerance)))
 
 
-def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
+def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator[Finding]:
+    kernel = check.kernel
     played = steps(case, kernel, num_steps)
-    results, pool = play(case, kernel, played)
+    results, pool = play(case, check, played, tiles)
     with mx.stream(mx.cpu):  # where MLX's own arithmetic is plain float32 on every machine
         wanted = contents(case, len(played[0].layout.blocks))
         for index, (step, found) in enumerate(zip(played, results, strict=True)):

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
-from metal_kernels.paged_attention import AttentionPlan
-from metal_kernels.selfcheck.case import Case
+from metal_kernels.paged_attention import Tiles
+from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.steps import Layout, Step, contents
 
 LAYERS = 2  # of a step; they share the pool, so that reads and writes also meet within a step
@@ -22,8 +24,9 @@ _LOAD = 1024  # rows of the matrix product beside each step, some 1 ms of a GPU
 class _Pool:
     """K/V as an engine keeps them: arrays that stay, and tokens that put their uses in order."""
 
-    def __init__(self, case: Case, num_blocks: int) -> None:
+    def __init__(self, case: Case, num_blocks: int, tiles: Iterator[Tiles]) -> None:
         self.case = case
+        self.tiles = tiles  # of each attention
         self.arrays = contents(case, num_blocks)
         self.tokens: Sequence[mx.array] = ()
 
@@ -77,8 +80,17 @@ def moves(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:
     written = pool.write(step)
     keys, values, key_scales, value_scales = pool.arrays
+    layout = step.layout
+    plan = paged_attention.plan(
+        layout.query_start_loc,
+        layout.seq_lens,
+        layout.block_tables,
+        pool.case.shape,
+        pool.case.window,
+        next(pool.tiles),
+    )
     out, pool.tokens = paged_attention.run(
-        plan(pool.case, step.layout),
+        plan,
         step.queries,
         keys,
         keys if values is None else values,
@@ -90,12 +102,6 @@ def _attend(pool: _Pool, step: Step) -> list[mx.array]:
         value_scales=key_scales if values is None else value_scales,
     )
     return [out]
-
-
-def plan(case: Case, layout: Layout) -> AttentionPlan:
-    return paged_attention.plan(
-        layout.query_start_loc, layout.seq_lens, layout.block_tables, case.shape, case.window
-    )
 
 
 def score_scale(case: Case) -> float:
@@ -112,14 +118,30 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 }
 
 
-def play(case: Case, kernel: str, played: Sequence[Step]) -> tuple[list[list[mx.array]], Pools]:
+def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
+    """One size at a time, so that each pipeline has its turn: the one checked, or for `reduce` all.
+
+    Contexts are split for `reduce` alone, so that its failure is nobody else's.
+    """
+    if check.kernel == "reduce":
+        sizes = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
+    else:
+        sizes = [(check.kernel == "decode", check.rows or 0)]
+    split = check.kernel == "reduce"
+    for decode, rows in itertools.cycle(sizes):
+        yield replace(tiles.only(decode, rows), split=split)
+
+
+def play(
+    case: Case, check: Check, played: Sequence[Step], tiles: Tiles
+) -> tuple[list[list[mx.array]], Pools]:
     """What each step reads, and the pool at the end. A step is queued while the last one runs."""
-    pool = _Pool(case, len(played[0].layout.blocks))
+    pool = _Pool(case, len(played[0].layout.blocks), _tiles(check, tiles))
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))
     results: list[list[mx.array]] = []
     waiting: list[mx.array] = []
     for first in range(0, len(played), LAYERS):
-        reads = [_USES[kernel](pool, step) for step in played[first : first + LAYERS]]
+        reads = [_USES[check.kernel](pool, step) for step in played[first : first + LAYERS]]
         load = load @ load  # keeps the device busy, so that dispatches get in each other's way
         queued = [load, *pool.tokens, *(array for read in reads for array in read)]
         mx.async_eval(queued)

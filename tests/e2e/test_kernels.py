@@ -33,10 +33,15 @@ def interpreted(monkeypatch):
     return counted.calls
 
 
-def serve_and_check(model, prompts, max_tokens, passes, **options):
-    """Serves the prompts `passes` times and checks every output; counters after each pass."""
+def serve_and_check(model, prompts, max_tokens, passes, calls, **options):
+    """Serves the prompts `passes` times and checks every output; counters after each pass.
+
+    `calls` counts what the requests launch, not the start.
+    """
     dense, seen = Dense(model), []
     with engine(model, **options) as llm:
+        assert calls["kv_write"] > 0  # compiled before any request
+        calls.clear()
         for _ in range(passes):
             outputs = generate(llm, prompts, greedy(max_tokens))
             for prompt, tokens in zip(prompts, outputs, strict=True):
@@ -52,6 +57,7 @@ def test_cold_and_warm_under_load(smollm2, interpreted):
         make_prompts(text_tokens(smollm2), 16, 90),
         max_tokens=12,
         passes=2,
+        calls=interpreted,
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=32,
@@ -66,7 +72,13 @@ def test_window_layers_past_their_window(gemma3, interpreted):
     tokens = text_tokens(gemma3)
     prompts = [tokens[:540], tokens[100:117]]
     cold, warm = serve_and_check(
-        gemma3, prompts, max_tokens=4, passes=2, max_num_batched_tokens=128, max_num_seqs=4
+        gemma3,
+        prompts,
+        max_tokens=4,
+        passes=2,
+        calls=interpreted,
+        max_num_batched_tokens=128,
+        max_num_seqs=4,
     )
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"]
     assert interpreted["reduce"] > 0  # contexts so long are split

@@ -10,6 +10,7 @@ where the drift is no more than TIE; benchmarks/cache_quality.py measures whole 
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
@@ -207,15 +208,21 @@ def test_kernels_and_scatter_give_the_same_tokens(model, cache, request, monkeyp
     }
     ((plain, _),) = serve(model, prompts, 6, **options)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
-    ran = set()
+    ran = Counter()
 
     def noting(name, **source):
-        ran.add(name)
-        return compiler(name=name, **source)
+        run = compiler(name=name, **source)
+
+        def call(**arguments):
+            ran[name] += 1
+            return run(**arguments)
+
+        return call
 
     compiler = interpreter.metal_kernel
     monkeypatch.setattr(interpreter, "metal_kernel", noting)
     cold, warm = serve(model, prompts, 6, passes=2, **options)
     assert cold[0] == warm[0] == plain
     assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"]
-    assert {"kv_write", "decode", "prefill"} <= ran
+    # More than the start launches to have it compiled: ten plans, of which four decode.
+    assert all(ran[name] > 12 for name in ("kv_write", "decode", "prefill"))

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both kinds of region hold and answer the same; the kernels' never replaces its arrays."""
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_kernels import interpreter, kernel
+from metal_kernels import interpreter, kernel, paged_attention
+from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
+from tests.metal_kernels.hazards import Logger, prove_always
+from vllm_metal.kv_cache import kernels
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.region import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterRegion
@@ -87,6 +92,46 @@ def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
     assert all(mx.array_equal(*pair) for pair in zip(ours.arrays, other.arrays, strict=True))
 
 
+def test_writes_and_reads_are_in_order_whatever_their_number():
+    """Two writes in a row, two reads of one, whole blocks between: by tokens alone."""
+    logger = Logger(interpreter.metal_kernel)
+    with kernel.using(logger.metal_kernel):
+        region = make(KernelRegion)
+        for requests, reads in ((STEPS[0], 0), (STEPS[1], 2), (STEPS[2], 0), (STEPS[3], 1)):
+            where = layout(requests)
+            plan = region.plan(where, SHAPE, None)
+            rows = [mx.ones((len(where.slot_mapping_np), heads, 64)) for heads in (4, 2, 2)]
+            fresh = region.write(plan, *rows[1:])
+            for _ in range(reads):
+                region.attend(plan, rows[0], *fresh, 0.1, None)
+        region.copy_blocks(np.array([3]), np.array([4]))
+        region.zero_blocks(np.array([5]))
+        attended(region, where, *rows)
+    assert sum(dispatch.name == "kv_write" for dispatch in logger.log) == 5
+    assert prove_always(logger.log) == []
+
+
+def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
+    """A tile a dispatch, each in a command buffer of its own."""
+    steps = [[([3, 1, 6, 7], 0, 60), ([5], 0, 9)], [([3, 1, 6, 7], 60, 1), ([5, 2], 9, 12)]]
+    ends = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))
+    together = make(KernelRegion)
+    whole = [step(together, requests, seed) for seed, requests in enumerate(steps)]
+    assert not ends
+    spread = functools.partial(paged_attention.plan, most_work=1)
+    monkeypatch.setattr(paged_attention, "plan", spread)
+    monkeypatch.setattr(kernels, "pace_of", lambda rows, work: Pace(most_work=1))
+    logger, apart = Logger(interpreter.metal_kernel), make(KernelRegion)
+    with kernel.using(logger.metal_kernel):
+        found = [step(apart, requests, seed) for seed, requests in enumerate(steps)]
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(whole), atol=1e-6)
+    reads = [dispatch for dispatch in logger.log if dispatch.name in ("decode", "prefill")]
+    # Two tiles of 32 rows and one of 9; one of one row and one of 12. The last is ended by a read.
+    assert len(reads) == len(ends) == 5
+    assert prove_always(logger.log) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("region_type", [KernelRegion, ScatterRegion])
 def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(region_type, dtype):
@@ -110,7 +155,9 @@ def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(region_type, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("region_type", [KernelRegion, ScatterRegion])
+@pytest.mark.parametrize(
+    "region_type", [KernelRegion, KernelRegion.limited({}, moves_blocks=False), ScatterRegion]
+)
 def test_blocks_are_copied_and_cleared(region_type, dtype):
     region = make(region_type, dtype)
     step(region, STEPS[0], 0)

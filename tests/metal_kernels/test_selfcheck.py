@@ -13,7 +13,17 @@ import pytest
 
 from metal_kernels import interpreter, kernel
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import KERNELS, Case, Outcome, check, check_kernel, in_use, works
+from metal_kernels.selfcheck import (
+    KERNELS,
+    Case,
+    Check,
+    Outcome,
+    check,
+    check_kernel,
+    checks,
+    in_use,
+    works,
+)
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
@@ -45,7 +55,7 @@ def wrapped(around):
 def test_kernels_that_are_right_pass(case):
     with kernel.using(interpreter.metal_kernel):
         outcomes = check(case, STEPS)
-    assert [outcome.kernel for outcome in outcomes] == in_use(case)
+    assert [outcome.check for outcome in outcomes] == checks(case)
     for outcome in outcomes:
         assert outcome.ok, outcome
         assert outcome.largest_error <= outcome.tolerance
@@ -120,7 +130,7 @@ def test_a_read_before_the_write_it_needs_shows():
         return result
 
     with kernel.using(wrapped(around)):
-        assert not check_kernel(PLAIN, "decode", STEPS).ok
+        assert not check_kernel(PLAIN, Check("decode", 2), STEPS).ok
 
 
 def test_a_write_before_the_read_it_must_wait_for_shows():
@@ -148,7 +158,7 @@ def test_a_write_before_the_read_it_must_wait_for_shows():
         return promised
 
     with kernel.using(wrapped(around)):
-        outcome = check_kernel(PLAIN, "decode", STEPS)
+        outcome = check_kernel(PLAIN, Check("decode", 2), STEPS)
     assert not outcome.ok
     assert outcome.largest_error > 100 * outcome.tolerance
 
@@ -167,7 +177,7 @@ def test_a_text_that_does_not_compile_gives_the_compilers_line():
 
 def test_a_layer_that_is_not_supported_fails_with_the_reason():
     with kernel.using(interpreter.metal_kernel):
-        outcome = check_kernel(replace(PLAIN, block_size=48), "decode", STEPS)
+        outcome = check_kernel(replace(PLAIN, block_size=48), Check("decode", 2), STEPS)
     assert not outcome.ok
     assert "48" in outcome.detail
 
@@ -178,7 +188,7 @@ def test_the_process_says_what_it_runs_and_how_it_went():
     command = [sys.executable, "-m", "metal_kernels.selfcheck", "--interpret", "--steps", "2"]
     lines = subprocess.run(
         command,
-        input=json.dumps([case.to_json() for case in cases]),
+        input=json.dumps({"cases": [case.to_json() for case in cases], "done": []}),
         capture_output=True,
         text=True,
         check=True,
@@ -186,9 +196,9 @@ def test_the_process_says_what_it_runs_and_how_it_went():
     ).stdout.splitlines()
     messages = [json.loads(line) for line in lines]
     assert messages[::2] == [
-        {"case": 0, "running": "kv_write"},
-        {"case": 0, "running": "kv_gather"},
-        {"case": 1, "running": "kv_write"},
+        {"case": 0, "running": "kv_write", "rows": None},
+        {"case": 0, "running": "kv_gather", "rows": None},
+        {"case": 1, "running": "kv_write", "rows": None},
     ]
     outcomes = [Outcome.from_json(message) for message in messages[1::2]]
     assert all(outcome.ok for outcome in outcomes)

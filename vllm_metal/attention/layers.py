@@ -23,6 +23,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_size: int
     window: int | None  # positions a query sees, itself included; None: all before it
+    sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
 
     @property
     def shape(self) -> AttentionShape:
@@ -37,6 +38,7 @@ class _Probe(AttendingCache):
         self.key_shape: tuple[int, ...] | None = None
         self.value_shape: tuple[int, ...] | None = None
         self.num_heads: int | None = None
+        self.sinks: mx.Dtype | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.key_shape, self.value_shape = keys.shape, values.shape
@@ -51,6 +53,7 @@ class _Probe(AttendingCache):
         sinks: mx.array | None,
     ) -> mx.array:
         self.num_heads = queries.shape[1]
+        self.sinks = None if sinks is None else sinks.dtype
         return queries
 
 
@@ -97,4 +100,5 @@ def _layer(name: str, probe: _Probe, window: int | None, model_type: str) -> Att
             f"model_type {model_type!r}: keys {probe.key_shape} and values {probe.value_shape} of "
             f"{name} differ in shape, which the paged path does not serve"
         )
-    return AttentionLayer(name, probe.num_heads, probe.key_shape[1], probe.key_shape[3], window)
+    _, num_kv_heads, _, head_size = probe.key_shape
+    return AttentionLayer(name, probe.num_heads, num_kv_heads, head_size, window, probe.sinks)

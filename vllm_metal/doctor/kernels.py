@@ -98,7 +98,7 @@ def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterato
         for outcome in selfcheck.outcomes(left, runner.command, runner.time_limit):
             last = outcome
             place = wanted.index(outcome.case) + 1
-            progress(f"kernels: {place} of {len(wanted)}: {outcome.case}, {outcome.kernel}")
+            progress(f"kernels: {place} of {len(wanted)}: {outcome.case}, {outcome.check}")
             yield outcome
         left = left[left.index(last.case) + 1 :] if last is not None else []
 
@@ -106,7 +106,7 @@ def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterato
 def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
     """What the outcomes come to."""
     cases = len({outcome.case for outcome in outcomes})
-    failed = sorted({outcome.kernel for outcome in outcomes if not outcome.ok})
+    failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
     of = f"{cases} kind{'s' * (cases > 1)} of layer"
     if not failed:
         return Finding("kernels", "ok", f"all agree with the references, in {of}")

@@ -26,9 +26,9 @@ OLDEST_MACOS = (14, 0)
 #: mlx.metallib in mlx-metal 0.32.4), but tags know whole releases only, so that installers give it
 #: to 26.0 and 26.1 too: https://github.com/ml-explore/mlx/issues/4525.
 WHEEL_BUILT_FOR = (26, 2)
-#: What runs beside weights and pool: a server's two processes, with torch, vLLM and MLX in each.
-#: Measured for SmolLM2-135M on Linux.
-PROCESSES_BYTES = 2 * GIB
+#: Beside the weights: a server's two processes, with torch, vLLM and MLX in each, take 0.9 GiB of
+#: their own (a model of next to no weights, on Linux), and the smallest pool tried 0.25.
+PROCESSES_BYTES = int(1.25 * GIB)
 #: For the cache folder: the embedded model as float32 is 0.54 GB, the same again while written.
 CACHE_BYTES = 1.5 * GIB
 _KNOWN = (*envs.NAMES, "VLLM_METAL_CLANG")

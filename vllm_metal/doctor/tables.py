@@ -33,7 +33,7 @@ def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield "ok: largest error as a share of what rounding explains; -: not in use, or not reached"
     for outcome in outcomes:
         if not outcome.ok:
-            yield f"\n{outcome.kernel} failed: {outcome.case}\n  {outcome.detail}"
+            yield f"\n{outcome.check} failed: {outcome.case}\n  {outcome.detail}"
 
 
 def _cell(outcomes: Sequence[Outcome]) -> str:

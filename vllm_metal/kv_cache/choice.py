@@ -10,6 +10,8 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel, paged_attention
+from metal_kernels.paged_attention import Tiles
+from metal_kernels.selfcheck import Case, Outcome, usable
 from vllm_metal import envs, selfcheck
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.region import Region
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer
 
 logger = init_logger(__name__)
+
+_ADVICE = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
 
 
 def region_type(
@@ -56,10 +60,18 @@ def region_type(
         kernel.use(metal_kernel)
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
+        cases = selfcheck.cases(layers, dtype, pool_dtype, block_size)
         logger.info("Checking the Metal kernels; the result is kept for the next start")
-        if failed := selfcheck.failures(selfcheck.cases(layers, dtype, pool_dtype, block_size)):
-            advice = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
-            reasons = {f"they fail their self-check: {'; '.join(failed)}. {advice}"}
+        found = selfcheck.results(cases)
+        chosen = _of_what_works(cases, found)
+        failed = selfcheck.said_of(found)
+        if chosen is not None:
+            if failed:
+                logger.warning(
+                    "Some Metal kernels are not used: %s. %s", "; ".join(failed), _ADVICE
+                )
+            return chosen
+        reasons = {f"they fail their self-check: {'; '.join(failed)}. {_ADVICE}"}
     if not reasons:
         return KernelRegion
     reason = "; ".join(sorted(str(reason) for reason in reasons))
@@ -67,3 +79,21 @@ def region_type(
         raise ValueError(f"VLLM_METAL_KERNELS={wanted}: {reason}")
     logger.warning("Attention runs by MLX's own operations, not by Metal kernels: %s", reason)
     return ScatterRegion
+
+
+def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelRegion] | None:
+    """Regions that use what passed its check; None where a layer cannot be written or attend.
+
+    Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
+    contexts are not split, and without `kv_blocks` MLX moves blocks.
+    """
+    passed = {(outcome.case, outcome.kernel) for outcome in found if outcome.ok}
+    tiles = {(case.shape, case.window): usable(case, found) for case in cases}
+    if not all((case, "kv_write") in passed for case in cases):
+        return None
+    if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
+        return None
+    moves_blocks = all((case, "kv_blocks") in passed for case in cases)
+    if moves_blocks and all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items()):
+        return KernelRegion
+    return KernelRegion.limited(tiles, moves_blocks)

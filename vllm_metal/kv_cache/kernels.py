@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_write, paged_attention
-from metal_kernels.paged_attention import AttentionPlan, AttentionShape
+from metal_kernels.pace import Pace, pace_of
+from metal_kernels.paged_attention import AttentionPlan, AttentionShape, Tiles
 from vllm_metal.kv_cache.region import Region, StepLayout
+
+#: A kind of layer: its shape and window.
+Kind = tuple[AttentionShape, int | None]
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,16 @@ class KernelPlan:
 
     slot_mapping: mx.array  # [max(T, 8)] int32
     attention: AttentionPlan
+    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+
+    @property
+    def num_tokens(self) -> int:
+        return self.attention.num_tokens
+
+    @property
+    def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
+        """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
+        return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
 
 
 class KernelRegion(Region):
@@ -32,29 +47,60 @@ class KernelRegion(Region):
 
     pipelined = True
     gathers = False
+    #: Tiles that attention may use, by kind of layer; all, for one that is not here.
+    tiles: ClassVar[Mapping[Kind, Tiles]] = {}
+    #: Whether whole blocks are moved by the kernel; else by MLX's operations.
+    moves_blocks: ClassVar[bool] = True
+
+    @classmethod
+    def limited(cls, tiles: Mapping[Kind, Tiles], moves_blocks: bool) -> type[KernelRegion]:
+        """Regions that keep to what works on this machine."""
+        return type(cls.__name__, (cls,), {"tiles": tiles, "moves_blocks": moves_blocks})
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
         self._written: mx.array | None = None  # token of the last write
-        self._read: Sequence[mx.array] = ()  # tokens of what the next write must come after
+        self._since: list[mx.array] = []  # tokens of what the next write must come after
 
-    @staticmethod
-    def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> KernelPlan:
+    @classmethod
+    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> KernelPlan:
         attention = paged_attention.plan(
-            layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np, shape, window
+            layout.query_start_loc_np,
+            layout.seq_lens_np,
+            layout.block_tables_np,
+            shape,
+            window,
+            cls._tiles_of(shape, window),
         )
-        slots = layout.slot_mapping_np
-        # Padded once a step here: a kernel takes fewer than eight by another signature.
-        padded = np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1)
-        return KernelPlan(mx.array(padded), attention)
+        pace = pace_of(attention.num_tokens, attention.work)
+        return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
+
+    @classmethod
+    def trials(cls, shape: AttentionShape, window: int | None) -> Iterator[KernelPlan]:
+        for trial in paged_attention.trials(shape, window, cls._tiles_of(shape, window)):
+            yield KernelPlan(_padded(np.arange(trial.num_tokens, dtype=np.int32)), trial, None)
+
+    @classmethod
+    def _tiles_of(cls, shape: AttentionShape, window: int | None) -> Tiles:
+        return cls.tiles.get((shape, window)) or Tiles.of(shape, window)
 
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        self._read = [kv_blocks.copy(self.arrays, sources, targets, after=self._read)]
+        if self.moves_blocks:
+            self._since = [kv_blocks.copy(self.arrays, sources, targets, after=self._since)]
+            return
+        mx.eval(self._since)  # MLX knows nothing of kernels in flight
+        super().copy_blocks(sources, targets)
+        mx.eval(self.arrays)  # nor kernels of it
 
     def zero_blocks(self, blocks: np.ndarray) -> None:
-        self._read = [kv_blocks.zero(self.arrays, blocks, after=self._read)]
+        if self.moves_blocks:
+            self._since = [kv_blocks.zero(self.arrays, blocks, after=self._since)]
+            return
+        mx.eval(self._since)
+        super().zero_blocks(blocks)
+        mx.eval(self.arrays)
 
     def write(
         self, plan: KernelPlan, keys: mx.array, values: mx.array
@@ -65,10 +111,11 @@ class KernelRegion(Region):
             plan.slot_mapping,
             self.keys.elements,
             self.values.elements,
-            after=self._read,
+            after=self._since,
             key_scales=self.keys.scales,
             value_scales=self.values.scales,
         )
+        self._since = [self._written]
         return keys, values
 
     def attend(
@@ -80,16 +127,27 @@ class KernelRegion(Region):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        assert self._written is not None  # a layer writes its K/V before it attends
-        out, self._read = paged_attention.run(
+        written = self._written
+        assert written is not None  # a layer writes its K/V before it attends
+        if plan.pace is not None:
+            plan.pace.end(written)  # the layers before
+        out, read = paged_attention.run(
             plan.attention,
             queries,
             self.keys.elements,
             self.values.elements,
-            self._written,
+            written,
             scale,
             sinks=sinks,
             key_scales=self.keys.scales,
             value_scales=self.values.scales,
+            pace=plan.pace,
         )
+        # A reader comes after the write, and stands for it; several readers stand side by side.
+        self._since = [*(token for token in self._since if token is not written), *read]
         return out
+
+
+def _padded(slots: np.ndarray) -> mx.array:
+    """Once a step: a kernel takes fewer than eight by another signature."""
+    return mx.array(np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1))

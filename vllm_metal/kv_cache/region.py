@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,22 +86,37 @@ class Region(ABC):
         """All that the region holds, as it stands."""
         return [*self.keys.arrays, *self.values.arrays]
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> Any:
+    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> Any:
         """What `write` and `attend` need of a step, for layers of one group, shape and window."""
+
+    @classmethod
+    def trials(cls, shape: AttentionShape, window: int | None) -> Iterable[Any]:
+        """Small plans that launch, between them, every pipeline such layers may ever launch.
+
+        Each has `num_tokens` rows, for the first slots of the pool, and a `pipeline`, which says
+        what it launches; none where there are no kernels.
+        """
+        return ()
 
     def begin_step(self) -> None:
         """Called once before a step's first write."""
         return
 
-    @abstractmethod
     def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copies whole blocks; after `begin_step`, before the step's first write."""
+        copied = [array[:, mx.array(sources)] for array in self.arrays]
+        mx.eval(copied)  # a queued read would have the whole pool copied
+        self._put(targets, copied)
 
-    @abstractmethod
     def zero_blocks(self, blocks: np.ndarray) -> None:
         """Clears whole blocks; likewise."""
+        self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
+
+    def _put(self, blocks: np.ndarray, contents: Sequence[mx.array]) -> None:
+        for array, content in zip(self.arrays, contents, strict=True):
+            array[:, mx.array(blocks)] = content
 
     @abstractmethod
     def write(self, plan: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

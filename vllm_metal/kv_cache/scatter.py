@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from metal_kernels.arguments import CODE_DTYPES
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
+from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape, reference
 from vllm_metal.kv_cache.region import Region, StepLayout
 
@@ -22,6 +22,7 @@ class ScatterPlan:
 
     slot_mapping: mx.array  # [T] int32
     attention: reference.AttentionPlan
+    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
 
 class ScatterRegion(Region):
@@ -43,8 +44,8 @@ class ScatterRegion(Region):
         # Slots, and what goes there in the arrays of keys and of values.
         self._pending: list[tuple[mx.array, list[mx.array], list[mx.array]]] = []
 
-    @staticmethod
-    def plan(layout: StepLayout, shape: AttentionShape, window: int | None) -> ScatterPlan:
+    @classmethod
+    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> ScatterPlan:
         attention = reference.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
@@ -53,7 +54,11 @@ class ScatterRegion(Region):
             layout.block_size,
             window,
         )
-        return ScatterPlan(mx.array(layout.slot_mapping_np), attention)
+        sizes = shape.head_size + shape.value_size
+        work = sum(bucket.work(shape.num_heads, sizes) for bucket in attention.buckets)
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        pace = pace_of(attention.num_tokens, work) if on_gpu else None
+        return ScatterPlan(mx.array(layout.slot_mapping_np), attention, pace)
 
     def begin_step(self) -> None:
         if not self._pending:
@@ -66,18 +71,6 @@ class ScatterRegion(Region):
                 _scatter(array, slots, _joined(parts))
                 for array, *parts in zip(pool.arrays, *rows, strict=True)
             ]
-
-    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        copied = [array[:, mx.array(sources)] for array in self.arrays]
-        mx.eval(copied)  # a queued read would have the whole pool copied
-        self._put(targets, copied)
-
-    def zero_blocks(self, blocks: np.ndarray) -> None:
-        self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
-
-    def _put(self, blocks: np.ndarray, contents: Sequence[mx.array]) -> None:
-        for array, content in zip(self.arrays, contents, strict=True):
-            array[:, mx.array(blocks)] = content
 
     def write(
         self, plan: ScatterPlan, keys: mx.array, values: mx.array
@@ -99,6 +92,8 @@ class ScatterRegion(Region):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
+        if plan.pace is not None:
+            plan.pace.end(queries)  # the layers before
         return reference.run(
             plan.attention,
             queries,
@@ -110,6 +105,7 @@ class ScatterRegion(Region):
             sinks,
             key_scales=self.keys.scales,
             value_scales=self.values.scales,
+            pace=plan.pace,
         )
 
 

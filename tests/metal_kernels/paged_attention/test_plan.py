@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan's tiles cover every query row, and all of its visible context, once."""
 
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_kernels.paged_attention import AttentionShape, plan
+from metal_kernels.pace import MOST_WORK
+from metal_kernels.paged_attention import AttentionShape, Tiles, plan
 from metal_kernels.paged_attention.op import HEAD_SIZES
 
 shapes = st.builds(
@@ -15,6 +19,22 @@ shapes = st.builds(
     st.sampled_from(HEAD_SIZES),
 ) | st.builds(lambda heads: AttentionShape(heads, 1, 576, 512), st.sampled_from([16, 40, 128]))
 request = st.tuples(st.integers(0, 5000), st.integers(1, 8) | st.integers(1, 200))
+LLAMA = AttentionShape(32, 8, 128, 128)
+
+
+def work_of(dispatch, shape):
+    """FLOPs by the tiles' own count: rows of a tile, or 16 where it waits for K and V."""
+    keys = sum(max(0, end - begin) for _, _, _, begin, end, *_ in np.array(dispatch.tiles).tolist())
+    pair = 2 * (shape.head_size + shape.value_size)
+    return max(16, dispatch.rows) * keys * shape.num_kv_heads * pair
+
+
+def check_work(made, bound):
+    for dispatch in made.dispatches:
+        assert dispatch.work == work_of(dispatch, made.shape)
+        # A tile is the least that a dispatch can do, and so is a row of more than one.
+        if dispatch.num_rows > max(1, dispatch.rows // made.shape.group):
+            assert dispatch.work <= bound
 
 
 @settings(max_examples=60, deadline=None)
@@ -22,13 +42,18 @@ request = st.tuples(st.integers(0, 5000), st.integers(1, 8) | st.integers(1, 200
     requests=st.lists(request, min_size=1, max_size=8),
     shape=shapes,
     window=st.sampled_from([None, 1, 5, 64, 512]),
+    share=st.sampled_from([1.0, 0.7, 0.2, 0.01]),
 )
-def test_every_row_sees_its_context_once(requests, shape, window):
+def test_every_row_sees_its_context_once(requests, shape, window, share):
+    """Whether one dispatch takes them or, with a share of its work as the bound, several."""
     counts = np.array([rows for _, rows in requests], np.int32)
     seq_lens = counts + np.array([before for before, _ in requests], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     tables = np.zeros((len(requests), 400), np.int32)
-    made = plan(starts, seq_lens, tables, shape, window)
+    whole = plan(starts, seq_lens, tables, shape, window)
+    bound = MOST_WORK if share == 1.0 else int(share * whole.work)
+    made = plan(starts, seq_lens, tables, shape, window, most_work=bound)
+    check_work(made, bound)
 
     row_of_output = []
     seen = {}  # (batch row, head of the group) -> visible positions, in the order of the splits
@@ -85,3 +110,76 @@ def test_verify_windows_of_any_length_share_one_dispatch():
     starts, seq_lens = np.array([0, 1, 6, 9], np.int32), np.array([40, 60, 33], np.int32)
     (dispatch,) = plan(starts, seq_lens, np.zeros((3, 4), np.int32), shape).dispatches
     assert not dispatch.decode and dispatch.num_tiles == 3  # K/V of a request are read once
+
+
+WIDE = 131072  # positions
+
+LONG_STEPS = {
+    "the largest step": ([(WIDE - 2048, 2048)], 16),
+    "a chunk among decodes": ([(WIDE - 512, 512)] + [(WIDE - 1, 1)] * 200, None),
+    "decodes": ([(WIDE - 1, 1)] * 256, 8),
+    "verify windows": ([(WIDE - 5, 5)] * 200, None),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_STEPS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LLAMA,
+        AttentionShape(32, 32, 64, 64),
+        AttentionShape(8, 1, 256, 256),
+        AttentionShape(128, 1, 576, 512),
+    ],
+    ids=str,
+)
+def test_no_dispatch_of_long_contexts_exceeds_the_bound(kind, shape):
+    requests, expected = LONG_STEPS[kind]
+    counts = np.array([rows for _, rows in requests], np.int32)
+    seq_lens = counts + np.array([before for before, _ in requests], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    made = plan(starts, seq_lens, np.zeros((len(requests), WIDE // 16), np.int32), shape)
+    check_work(made, MOST_WORK)
+    assert sum(dispatch.num_rows for dispatch in made.dispatches) == starts[-1]
+    # None could take in the next one, so that there are few.
+    both = [x.work + y.work for x, y in pairwise(made.dispatches) if x.decode == y.decode]
+    assert all(work > 0.95 * MOST_WORK for work in both)
+    if shape == LLAMA and expected:
+        assert len(made.dispatches) == expected
+
+
+def test_steps_of_usual_contexts_stay_one_dispatch():
+    for requests in ([(0, 2048)], [(2048, 2048)], [(8191, 1)] * 64):
+        counts = np.array([rows for _, rows in requests], np.int32)
+        seq_lens = counts + np.array([before for before, _ in requests], np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        tables = np.zeros((len(requests), 512), np.int32)
+        assert len(plan(starts, seq_lens, tables, LLAMA).dispatches) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    rows=st.lists(st.integers(1, 9) | st.integers(1, 99), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_a_plan_keeps_to_the_tiles_it_is_given(shape, rows, data):
+    sizes = Tiles.of(shape)
+    kept = data.draw(st.sets(st.sampled_from([*sizes.decode, *sizes.prefill]), min_size=1))
+    given_tiles = Tiles(
+        tuple(size for size in sizes.decode if size in kept),
+        tuple(size for size in sizes.prefill if size in kept),
+        split=data.draw(st.booleans()),
+    )
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    seq_lens = np.diff(starts) + 700
+    tables = np.zeros((len(rows), 100), np.int32)
+    whole, made = (
+        plan(starts, seq_lens, tables, shape, tiles=tiles) for tiles in (None, given_tiles)
+    )
+    assert all(x.rows in (sizes.decode if x.decode else sizes.prefill) for x in whole.dispatches)
+    for dispatch in made.dispatches:
+        allowed = given_tiles.decode if dispatch.decode else given_tiles.prefill
+        assert dispatch.rows in allowed
+        assert given_tiles.split or dispatch.num_splits == 1
+    assert sum(dispatch.num_rows for dispatch in made.dispatches) == starts[-1]

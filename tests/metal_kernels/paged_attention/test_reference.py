@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape, reference
 from tests.metal_kernels.paged_attention.batches import expected as formula
 from tests.metal_kernels.paged_attention.batches import make_batch
@@ -183,3 +184,15 @@ def test_pools_of_codes_equal_the_formula(cache_dtype, fused):
         value_scales=mx.nan_to_num(batch.value_scales),
     )
     np.testing.assert_allclose(np.array(found), formula(batch, 0.2, window=30), atol=1e-4)
+
+
+def test_work_between_the_ends_of_command_buffers_answers_the_same(monkeypatch):
+    shape = AttentionShape(4, 2, 64, 64)
+    batch = make_batch(np.random.default_rng(4), [(37, 1), (0, 20), (300, 5)], shape, mx.float32)
+    nowhere, ends = np.full(len(batch.queries), -1), []
+    plan = reference.plan(batch.starts, batch.seq_lens, batch.tables, nowhere, 16)
+    pools = [mx.nan_to_num(pool) for pool in (batch.key_pool, batch.value_pool)]
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))
+    found = reference.run(plan, batch.queries, None, None, *pools, 0.2, pace=Pace(most_work=1))
+    np.testing.assert_allclose(np.array(found), formula(batch, 0.2), atol=1e-4)
+    assert len(ends) == len(plan.buckets) - 1 == 2

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What serves a model follows from what its self-check found, kernel by kernel, tile by tile."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_kernels import interpreter, kernel
+from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.selfcheck import Case, Check, Outcome, check, checks
+from tests.metal_kernels.doubles import Refusing
+from vllm_metal import selfcheck
+from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.kv_cache import choice
+from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.region import Region, StepLayout
+from vllm_metal.kv_cache.scatter import ScatterRegion
+
+LAYERS = [
+    AttentionLayer("layers.0", 8, 2, 128, None),
+    AttentionLayer("layers.1", 8, 2, 128, 512),
+    AttentionLayer("layers.2", 8, 2, 128, None),
+]
+SHAPE = LAYERS[0].shape
+REASON = "ValueError: Thread group size (512) is greater than  the maximum"
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_mac(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_METAL_KERNELS", raising=False)
+    with kernel.using(mx.fast.metal_kernel):
+        yield
+
+
+def region_type(layers=LAYERS, dtype=mx.bfloat16) -> type[Region]:
+    return choice.region_type("metal", layers, dtype, dtype, 16)
+
+
+def found_where(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Case, Check], bool]) -> None:
+    """Has the self-check find so."""
+
+    def results(cases):
+        return [
+            Outcome(one.kernel, case, not bad, REASON if bad else "", rows=one.rows)
+            for case in cases
+            for one in checks(case)
+            for bad in [fails(case, one)]
+        ]
+
+    monkeypatch.setattr(selfcheck, "results", results)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(choice.logger, "warning", lambda text, *values: said.append(text % values))
+    return said
+
+
+def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
+    found_where(monkeypatch, lambda case, one: False)
+    assert region_type() is KernelRegion
+    assert not warned
+
+
+@pytest.mark.parametrize("failed", ["kv_write", "decode and prefill"])
+@pytest.mark.parametrize("window", [None, 512])
+def test_without_a_write_or_any_attention_mlx_serves(monkeypatch, warned, failed, window):
+    found_where(monkeypatch, lambda case, one: case.window == window and one.kernel in failed)
+    assert region_type() is ScatterRegion
+    (line,) = warned
+    assert "not by Metal kernels" in line and REASON in line and "vllm-metal doctor" in line
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
+    with pytest.raises(ValueError, match=r"self-check.*vllm-metal doctor"):
+        region_type()
+
+
+def test_what_was_not_checked_is_not_used(monkeypatch):
+    monkeypatch.setattr(selfcheck, "results", lambda cases: [])
+    assert region_type() is ScatterRegion
+
+
+WHOLE = Tiles.of(SHAPE)
+FALLBACKS = {
+    "one tile": (Check("prefill", 64), Tiles(WHOLE.decode, WHOLE.prefill[:-1], True), True),
+    "decode": (Check("decode"), Tiles((), WHOLE.prefill, True), True),
+    "prefill": (Check("prefill"), Tiles(WHOLE.decode, (), True), True),
+    "reduce": (Check("reduce"), Tiles(WHOLE.decode, WHOLE.prefill, False), True),
+    "kv_blocks": (Check("kv_blocks"), WHOLE, False),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_what_fails_costs_itself_only(monkeypatch, warned, name):
+    failing, tiles, moves_blocks = FALLBACKS[name]
+
+    def fails(case: Case, one: Check) -> bool:
+        return one.kernel == failing.kernel and failing.rows in (None, one.rows)
+
+    found_where(monkeypatch, fails)
+    chosen = region_type()
+    assert issubclass(chosen, KernelRegion)
+    assert set(chosen.tiles.values()) == {tiles}
+    assert set(chosen.tiles) == {(SHAPE, None), (SHAPE, 512)}
+    assert chosen.moves_blocks == moves_blocks
+    (line,) = warned
+    assert failing.kernel in line and REASON in line and "vllm-metal doctor" in line
+    with kernel.using(interpreter.metal_kernel):
+        assert_right(chosen, SHAPE)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
+    assert issubclass(region_type(), KernelRegion)
+
+
+TABLES = np.array([range(40), [40, 41] * 20], np.int32)  # of two requests
+STEPS = [  # (positions before, rows) of each
+    [(0, 30), (0, 12)],
+    [(30, 1), (12, 3)],
+    [(31, 1), (15, 1)],
+    [(600, 1), (16, 1)],  # in parts
+]
+
+
+def layout(requests: list[tuple[int, int]]) -> StepLayout:
+    before, rows = np.array(requests, np.int32).T
+    request = np.repeat(np.arange(2), rows)
+    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    positions = before[request] + np.arange(starts[-1]) - starts[request]
+    slots = TABLES[request, positions // 16] * 16 + positions % 16
+    return StepLayout(starts, before + rows, TABLES, slots.astype(np.int32), 16)
+
+
+def assert_right(chosen: type[Region], shape: AttentionShape) -> None:
+    """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
+    made = (48, 16, shape.num_kv_heads, shape.head_size, mx.float32)
+    regions = [kind(*made) for kind in (chosen, ScatterRegion)]
+    rng = np.random.default_rng(0)
+    for requests in STEPS:
+        where, heads = layout(requests), (shape.num_heads, *[shape.num_kv_heads] * 2)
+        num_rows = int(where.query_start_loc_np[-1])
+        queries, keys, values = (
+            mx.array(rng.normal(size=(num_rows, num, shape.head_size)).astype(np.float32))
+            for num in heads
+        )
+        answers = []
+        for region in regions:
+            region.begin_step()
+            region.copy_blocks(np.array([0, 40]), np.array([46, 47]))
+            region.zero_blocks(np.array([44, 39]))
+            plan = region.plan(where, shape, None)
+            out = region.attend(plan, queries, *region.write(plan, keys, values), 0.1, None)
+            mx.eval(out)
+            answers.append(np.array(out))
+        np.testing.assert_allclose(*answers, atol=1e-5)
+    for region in regions:
+        region.begin_step()
+    pairs = zip(*(region.arrays for region in regions), strict=True)
+    assert all(mx.array_equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "tile_rows", "most", "lost"),
+    [
+        (192, None, 384, ()),  # as it is, no pipeline asks for so many
+        (64, None, 384, ()),
+        (192, 64, 384, (64,)),  # twice the rows that a tile of this size has: 512 threads
+        (64, None, 192, None),  # a write takes 256, too
+    ],
+)
+def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
+    monkeypatch, warned, head_size, tile_rows, most, lost
+):
+    if tile_rows is not None:
+        monkeypatch.setattr(AttentionShape, "tile_rows", tile_rows)
+    Tiles.of.cache_clear()
+    layers = [AttentionLayer("layers.0", 4, 1, head_size, None)]
+    double = Refusing(interpreter.metal_kernel, most)
+
+    def results(cases):
+        with kernel.using(double.metal_kernel), double.evaluating():
+            return [outcome for case in cases for outcome in check(case, 8)]
+
+    monkeypatch.setattr(selfcheck, "results", results)
+    try:
+        chosen = region_type(layers, mx.float32)
+        whole = Tiles.of(layers[0].shape)
+        if lost is None:
+            assert chosen is ScatterRegion
+        elif not lost:
+            assert chosen is KernelRegion and not warned
+        else:
+            (tiles,) = chosen.tiles.values()
+            kept = tuple(rows for rows in whole.prefill if rows not in lost)
+            assert tiles == Tiles(whole.decode, kept, True)
+            assert "Thread group size (512) is greater than  the maximum" in warned[0]
+            assert "prefill of 64 rows" in warned[0]
+        double.launched.clear()
+        with kernel.using(double.metal_kernel), double.evaluating():
+            assert_right(chosen, layers[0].shape)
+        if lost is not None:
+            kernels = {name for name, _ in double.launched}
+            assert {"kv_write", "kv_blocks", "decode", "prefill", "reduce"} == kernels
+    finally:
+        Tiles.of.cache_clear()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compiled at start is all that any step asks for."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal_kernels import kernel
+from metal_kernels.paged_attention import Tiles
+from tests.metal_kernels.doubles import Recorder
+from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.warm_up import compile_kernels
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 70
+MOST = NUM_BLOCKS * BLOCK_SIZE - 300  # positions before a step's rows
+shapes = st.builds(
+    lambda group, heads, size: (group * heads, heads, size),
+    st.sampled_from([1, 3, 4, 8]),
+    st.sampled_from([1, 8]),
+    st.sampled_from([64, 128, 192, 512]),
+) | st.sampled_from([(71, 1, 64), (64, 64, 64), (65, 65, 64)])
+windows = st.sampled_from([None, 40, 192, 253, 512])
+kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]))
+request = st.tuples(st.integers(0, MOST), st.integers(1, 9) | st.integers(1, 100))
+
+
+def layout(requests):
+    counts = np.array([rows for _, rows in requests], np.int32)
+    seq_lens = counts + np.array([before for before, _ in requests], np.int32)
+    tables = np.tile(np.arange(NUM_BLOCKS, dtype=np.int32), (len(requests), 1))
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    slots = np.arange(starts[-1], dtype=np.int32)
+    return StepLayout(starts, seq_lens, tables, slots, BLOCK_SIZE)
+
+
+def serve(region_type, layer, dtype, pool_dtype, steps):
+    shape = layer.shape
+    region = region_type(NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, shape.head_size, pool_dtype)
+    region.copy_blocks(np.array([3]), np.array([4]))
+    region.zero_blocks(np.array([5, 6]))
+    for requests in steps:
+        plan = region_type.plan(layout(requests), shape, layer.window)
+        fresh = mx.zeros((plan.num_tokens, shape.num_kv_heads, shape.head_size), dtype)
+        queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
+        sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
+        region.attend(plan, queries, *region.write(plan, fresh, fresh), 1.0, sinks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.lists(kinds, min_size=1, max_size=3),
+    pool_dtype=st.sampled_from([mx.float16, mx.uint8]),
+    steps=st.lists(st.lists(request, min_size=1, max_size=6), min_size=1, max_size=6),
+    fewer=st.booleans(),
+    drawn=st.data(),
+)
+def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer, drawn):
+    layers = [
+        AttentionLayer(f"layers.{index}", *shape, window, sinks)
+        for index, (shape, window, sinks) in enumerate(layers)
+    ]
+    region_type = KernelRegion
+    if fewer:  # some failed their self-check
+        tiles = {}
+        for shape, window in {(layer.shape, layer.window) for layer in layers}:
+            sizes = Tiles.of(shape, window)
+            kept = drawn.draw(st.sets(st.sampled_from([*sizes.decode, *sizes.prefill]), min_size=1))
+            tiles[shape, window] = Tiles(
+                tuple(rows for rows in sizes.decode if rows in kept),
+                tuple(rows for rows in sizes.prefill if rows in kept),
+                drawn.draw(st.booleans()) and sizes.split,
+            )
+        region_type = KernelRegion.limited(tiles, moves_blocks=True)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(region_type, layers, mx.float16, pool_dtype, BLOCK_SIZE)
+        compiled = set(recorder.pipelines)
+        for layer in layers:
+            serve(region_type, layer, mx.float16, pool_dtype, steps)
+    assert recorder.pipelines - compiled == set()
+    assert {"kv_write", "kv_blocks"} <= {pipeline.kernel for pipeline in compiled}
+    assert max(recorder.threads.values()) <= 256
+
+
+def test_nothing_is_compiled_that_no_step_asks_for():
+    """Of a common kind of layer, by steps that fill every tile."""
+    layer = AttentionLayer("layers.0", 8, 2, 128, None)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(KernelRegion, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compiled, recorder.pipelines = recorder.pipelines, set()
+        queries = (1, 2, 4, 8, 16)  # packed rows 4 to 64
+        steps = [[(before, rows)] for before in (0, MOST) for rows in queries]
+        serve(KernelRegion, layer, mx.float16, mx.float16, steps)
+    assert recorder.pipelines == compiled
+    assert len(compiled) == 2 * len(queries) + 4  # reduce, write, copy and clear
+
+
+def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):
+    layer = AttentionLayer("layers.0", 8, 2, 128, None)
+    with kernel.using(Recorder().metal_kernel):
+        compile_kernels(KernelRegion, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+    assert "Compiling Metal kernels: 100%" in (said := capsys.readouterr().err)
+    assert "10/10" in said
+
+
+def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]):
+    layer = AttentionLayer("layers.0", 8, 2, 128, None)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(ScatterRegion, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+    assert not recorder.pipelines and not capsys.readouterr().err

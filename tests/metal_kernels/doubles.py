@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilers for `kernel.using` that stand in for Metal's."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What MLX compiles anew for: a kernel's template, and the types of its buffers."""
+
+    kernel: str
+    template: tuple[tuple[str, Any], ...]
+    inputs: tuple[tuple[mx.Dtype, bool], ...]  # dtype, and whether so few elements are constants
+    outputs: tuple[mx.Dtype, ...]
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Compiles nothing: kernels return zeros, and are remembered."""
+
+    pipelines: set[Pipeline] = field(default_factory=set)
+    threads: dict[str, int] = field(default_factory=dict)  # most of a threadgroup, by kernel
+
+    def metal_kernel(self, name: str, **text: Any) -> Callable[..., list[mx.array]]:
+        def call(**call: Any) -> list[mx.array]:
+            self.pipelines.add(
+                Pipeline(
+                    name,
+                    tuple(call["template"]),
+                    tuple((array.dtype, array.size < 8) for array in call["inputs"]),
+                    tuple(call["output_dtypes"]),
+                )
+            )
+            self.threads[name] = max(self.threads.get(name, 0), math.prod(call["threadgroup"]))
+            kinds = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+            return [mx.zeros(shape, dtype) for shape, dtype in kinds]
+
+        return call
+
+
+class Refusing:
+    """Pipelines that take no more than `most` threads a threadgroup.
+
+    MLX finds out when it evaluates, so a call that asks for more returns, and the next evaluation
+    raises what MLX raises; whatever is evaluated, which MLX does not do.
+    """
+
+    def __init__(self, compiler: Callable[..., Any], most: int) -> None:
+        self._compiler, self._most = compiler, most
+        self._refusal: str | None = None
+        self.launched: set[tuple[str, int]] = set()  # kernels and the rows of their tiles
+
+    def metal_kernel(self, name: str, **text: Any) -> Callable[..., list[mx.array]]:
+        run = self._compiler(name=name, **text)
+
+        def call(**call: Any) -> list[mx.array]:
+            threads = math.prod(call["threadgroup"])
+            if threads > self._most:
+                self._refusal = (
+                    f"Thread group size ({threads}) is greater than  the maximum allowed threads "
+                    f"per threadgroup ({self._most})."
+                )
+                kinds = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+                return [mx.zeros(shape, dtype) for shape, dtype in kinds]
+            template = dict(call["template"])
+            rows = template.get("ROWS", 8 * template.get("ROW_GROUPS", 0))
+            self.launched.add((name, rows))
+            return run(**call)
+
+        return call
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has mx.eval and mx.async_eval raise what a pipeline refused."""
+
+        def raising(evaluate: Callable[..., None]) -> Callable[..., None]:
+            def wrapped(*arrays: Any) -> None:
+                refusal, self._refusal = self._refusal, None
+                if refusal is not None:
+                    raise ValueError(refusal)
+                evaluate(*arrays)
+
+            return wrapped
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("eval", "async_eval"):
+                patch.setattr(mx, name, raising(getattr(mx, name)))
+            yield

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much work lies between the ends of command buffers, by a count of what is queued."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_kernels import kernel
+from metal_kernels.pace import MOST_WORK, Pace, pace_of
+from metal_kernels.paged_attention import AttentionShape
+from tests.metal_kernels.doubles import Recorder
+from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.region import StepLayout
+
+SHAPE = AttentionShape(32, 8, 128, 128)
+LAYERS = 6
+
+
+class Queue:
+    """Counts what each command buffer holds, in layers and FLOPs, and how many are in flight."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.buffers: list[dict[str, float]] = [{"layers": 0, "work": 0}]
+        self.in_flight = self.most_in_flight = 0
+        start, wait = mx.async_eval, mx.eval
+        ended: dict[int, int] = {}  # by array, how many buffers had ended with it
+
+        def async_eval(*arrays: mx.array) -> None:
+            start(*arrays)
+            ended[id(arrays[0])] = len(self.buffers)
+            self.buffers.append({"layers": 0, "work": 0})
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+
+        def evaluate(*arrays: mx.array) -> None:
+            wait(*arrays)
+            if id(arrays[0]) in ended:
+                self.in_flight = len(self.buffers) - 1 - ended[id(arrays[0])]
+
+        monkeypatch.setattr(mx, "async_eval", async_eval)
+        monkeypatch.setattr(mx, "eval", evaluate)
+
+
+def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float]]:
+    """Buffers of a step over LAYERS layers, of (positions before, rows) for each request."""
+    counts = np.array([rows for _, rows in requests], np.int32)
+    seq_lens = counts + np.array([before for before, _ in requests], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    width = -(-int(seq_lens.max()) // 16)
+    layout = StepLayout(
+        starts,
+        seq_lens,
+        np.zeros((len(requests), width), np.int32),
+        np.arange(starts[-1], dtype=np.int32) % 16,
+        16,
+    )
+    recorder = Recorder()
+
+    def counting(name, **text):
+        run = recorder.metal_kernel(name, **text)
+
+        def call(**call):
+            if name in ("decode", "prefill"):
+                template, tiles = dict(call["template"]), np.array(call["inputs"][7])
+                rows = template.get("ROWS") or 8 * template["ROW_GROUPS"]
+                keys = int((tiles[:, 4] - tiles[:, 3]).clip(0).sum())
+                queue.buffers[-1]["work"] += max(rows, 16) * keys * 8 * 4 * 128
+            elif name == "kv_write":
+                queue.buffers[-1]["layers"] += 1
+            return run(**call)
+
+        return call
+
+    with kernel.using(counting):
+        plan = KernelRegion.plan(layout, SHAPE, None)
+        for _ in range(LAYERS):
+            region = KernelRegion(1, 16, SHAPE.num_kv_heads, SHAPE.head_size, mx.float16)
+            rows = mx.zeros((starts[-1], 8, 128), mx.float16)
+            queries = mx.zeros((starts[-1], 32, 128), mx.float16)
+            out = region.attend(plan, queries, *region.write(plan, rows, rows), 1.0, None)
+        mx.eval(out)
+    return queue.buffers
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(131072 - 2048, 2048)],
+        [(0, 2048)],
+        [(100_000, 300)] + [(60_000, 1)] * 40,
+        [(131071, 1)] * 100,
+    ],
+    ids=["128k", "prompt", "chunk and decodes", "decodes of 128k"],
+)
+def test_no_command_buffer_holds_more_than_a_layer_and_the_bound(monkeypatch, requests):
+    queue = Queue(monkeypatch)
+    buffers = serve(queue, requests)
+    assert all(buffer["layers"] <= 1 for buffer in buffers)
+    assert all(buffer["work"] <= MOST_WORK for buffer in buffers)
+    assert queue.most_in_flight <= 3
+
+
+@pytest.mark.parametrize(
+    "requests", [[(3000, 1)] * 64, [(31_000, 1)] * 3, [(200, 5)] * 40], ids=str
+)
+def test_a_step_of_little_work_is_left_to_mlx(monkeypatch, requests):
+    buffers = serve(Queue(monkeypatch), requests)
+    (buffer,) = buffers
+    assert buffer["layers"] == LAYERS
+    # 50 dispatches hold three layers at most: products, norms and so on are twelve and more.
+    assert 3 * buffer["work"] / LAYERS <= MOST_WORK
+
+
+def test_the_bound_of_work_that_is_left_to_mlx():
+    assert pace_of(1, MOST_WORK // 4) is None
+    assert pace_of(1, MOST_WORK // 4 + 1) is not None
+    assert pace_of(256, 0) is not None
+
+
+def test_pace_needs_no_more_memory():
+    """Of layers whose arrays are large beside what they keep: fewer are held, if anything."""
+
+    def peak(pace):
+        mx.synchronize()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        states = mx.ones((256, 1024))
+        weights = mx.ones((1024, 1024)) * 1e-3
+        for _ in range(20):
+            states = mx.tanh(states @ weights) + states
+            if pace is not None:
+                pace.end(states.sum())
+        mx.eval(states)
+        return mx.get_peak_memory()
+
+    assert peak(Pace()) <= 1.05 * peak(None)
