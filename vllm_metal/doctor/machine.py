@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -15,11 +14,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from vllm_metal import envs
+from vllm_metal import envs, sysctl
 from vllm_metal.doctor.child import Ended, Progress, python, run
 from vllm_metal.doctor.finding import Finding
 
 GIB = 2**30
+#: 1 where Rosetta runs a process: Apple, "About the Rosetta translation environment".
+TRANSLATED = "sysctl.proc_translated"
 #: Oldest macOS that MLX has wheels for (macosx_14_0_arm64).
 OLDEST_MACOS = (14, 0)
 #: MLX's wheel for macOS 26 is built for 26.2 (LC_BUILD_VERSION of libmlx.dylib and the target of
@@ -68,19 +69,9 @@ def this_system() -> System:
         name=sys.platform,
         machine=platform.machine(),
         release=tuple(int(number) for number in numbers if number.isdigit()),
-        translated=darwin and _is_translated(),
+        translated=darwin and sysctl.read(TRANSLATED) == 1,
         mlx_wheel=_wheel_tag("mlx-metal"),
     )
-
-
-def _is_translated() -> bool:
-    """Whether Rosetta runs this process; Apple's documentation of Rosetta has the name."""
-    command = ("sysctl", "-n", "sysctl.proc_translated")
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return said.stdout.strip() == "1"
 
 
 def _wheel_tag(package: str) -> str | None:
