@@ -42,6 +42,19 @@ def test_a_bad_device_is_named(monkeypatch):
     assert vllm_metal.register() == vllm_metal.PLATFORM  # whose own import tells the user
 
 
+@pytest.mark.parametrize(
+    ("setting", "allowed"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_an_untested_vllm_is_allowed_by_a_one(monkeypatch, setting, allowed):
+    monkeypatch.delenv("VLLM_METAL_ALLOW_UNTESTED", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("VLLM_METAL_ALLOW_UNTESTED", setting)
+    assert envs.allow_untested() is allowed
+    monkeypatch.setenv("VLLM_METAL_ALLOW_UNTESTED", "yes")
+    with pytest.raises(ValueError, match="VLLM_METAL_ALLOW_UNTESTED='yes': choose 0 or 1"):
+        envs.allow_untested()
+
+
 def test_the_cache_follows_the_platform(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("VLLM_METAL_CACHE", raising=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tests: they ship in its source archive, not in its wheel."""
+"""vLLM's source archives: of the tested release for its tests, of others for their sources."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ VERSION = "0.32.0"
 #: As the package index states it; pip refuses an archive with any other.
 SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
 
+#: Releases whose source is read and met, though they are not the tested one: version and SHA256.
+READ = {"0.33": ("0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112")}
+
 # Their settings of pytest are in pyproject.toml, and some tests run an example.
-_EXTRACTED = ("tests/", "examples/features/", "pyproject.toml")
+_OF_TESTS = ("tests/", "examples/features/", "pyproject.toml")
 # pip does not download a source archive without running its build, for the package's metadata. An
 # archive carries these already: this stands in for vLLM's build backend, and nothing gets built.
 _BACKEND = """\
@@ -50,14 +53,42 @@ def extracted() -> Path:
         raise RuntimeError(
             f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
         )
-    folder = envs.cache_dir() / "vllm-tests" / VERSION
+    return _fetched(envs.cache_dir() / "vllm-tests" / VERSION, VERSION, SHA256, _OF_TESTS)
+
+
+def sources(release: str) -> Path:
+    """Folder that, put first on Python's path, stands for a release of READ, fetched when needed.
+
+    Its compiled parts are not among its sources; this plugin needs none of them.
+
+    Raises:
+        UnavailableError: pip does not get the archive.
+    """
+    version, sha256 = READ[release]
+    folder = envs.cache_dir() / "vllm-sources" / version
+    return _fetched(folder, version, sha256, ("vllm/", "PKG-INFO"))
+
+
+def newest(folder: Path) -> None:
+    """The same of the newest release, with its requirements, whatever the index says it holds.
+
+    Raises:
+        UnavailableError: pip does not get the archive.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        archive = _download(Path(work), "vllm")
+        _extract(archive, folder, ("vllm/", "requirements/", "PKG-INFO"))
+
+
+def _fetched(folder: Path, version: str, sha256: str, wanted: tuple[str, ...]) -> Path:
+    """The folder, with what of an archive's files begins as wanted."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        archive = _download(Path(work))
+        archive = _download(Path(work), f"vllm=={version}", f"--hash=sha256:{sha256}")
         fresh = Path(work) / "extracted"
-        _extract(archive, fresh)
+        _extract(archive, fresh, wanted)
         try:
             fresh.rename(folder)
         except OSError:  # another process was first
@@ -66,16 +97,17 @@ def extracted() -> Path:
     return folder
 
 
-def _download(work: Path) -> Path:
+def _download(work: Path, requirement: str, *hashes: str) -> Path:
     """vLLM's source archive, from where pip is configured to find packages."""
     backend = work / "backend" / "setuptools"
     backend.mkdir(parents=True)
     (backend / "__init__.py").touch()
     (backend / "build_meta.py").write_text(_BACKEND)
     wanted = work / "requirements.txt"
-    wanted.write_text(f"vllm=={VERSION} --hash=sha256:{SHA256}\n")
+    wanted.write_text(" ".join([requirement, *hashes]))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1"]
-    options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--require-hashes"]
+    options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+    options += ["--require-hashes"] if hashes else []
     done = subprocess.run(
         [*pip, *options, "--dest", str(work), "--requirement", str(wanted)],
         env=os.environ | {"PYTHONPATH": str(backend.parent)},
@@ -83,23 +115,25 @@ def _download(work: Path) -> Path:
         capture_output=True,
         text=True,
     )
-    archive = work / f"vllm-{VERSION}.tar.gz"
-    if done.returncode or not archive.exists():
+    archives = list(work.glob("vllm-*.tar.gz"))
+    if done.returncode or not archives:
         errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
         raise UnavailableError(
-            f"vLLM {VERSION}'s source archive is not in {envs.cache_dir()} and pip cannot get it: "
-            + next(errors, done.stderr).removeprefix("ERROR: ")
+            f"the source archive of {requirement} is not in {envs.cache_dir()} and pip cannot get "
+            "it: " + next(errors, done.stderr).removeprefix("ERROR: ")
         )
-    return archive
+    return archives[0]
 
 
-def _extract(archive: Path, folder: Path) -> None:
-    """What the tests need of the archive."""
-    prefix = f"vllm-{VERSION}/"
+def _extract(archive: Path, folder: Path, wanted: tuple[str, ...]) -> None:
+    """What begins as wanted; PKG-INFO also where importlib.metadata looks for it."""
+    named = archive.name.removesuffix(".tar.gz")
     with tarfile.open(archive) as opened:
         for member in opened:
-            name = member.name.removeprefix(prefix)
-            if member.isfile() and name.startswith(_EXTRACTED):
+            name = member.name.removeprefix(f"{named}/")
+            if member.isfile() and name.startswith(wanted):
+                if name == "PKG-INFO":
+                    name = f"{named}.dist-info/METADATA"
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with opened.extractfile(member) as source, target.open("wb") as out:

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tested vLLM, wherever its version is written."""
+"""The tested vLLM, wherever its version is written, and what becomes of others."""
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from vllm_metal.vllm_patches import releases
+from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.vllm_patches import probe, releases
 
 ROOT = Path(__file__).parents[2]
+#: Builds what engines are made from, as `LLM` and `vllm serve` do, and does so twice.
+CONFIGURE = """
+import sys
+from vllm import EngineArgs
+for _ in range(2):
+    EngineArgs(sys.argv[1], max_model_len=64).create_engine_config()
+"""
 
 
 def test_the_installed_vllm_is_the_tested_one():
@@ -24,12 +36,80 @@ def test_another_release_is_refused_in_one_line(monkeypatch, found):
             raise PackageNotFoundError(package)
         return found
 
+    monkeypatch.delenv("VLLM_METAL_ALLOW_UNTESTED", raising=False)
     monkeypatch.setattr(releases, "version", version)
     with pytest.raises(releases.UntestedVersionError) as refusal:
         releases.require_tested_vllm()
     message = str(refusal.value)
     assert "\n" not in message and f"vLLM {releases.TESTED_VLLM}" in message
     assert (found or "no vLLM") in message
+
+
+def test_no_vllm_at_all_is_refused_whatever_is_allowed(monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_ALLOW_UNTESTED", "1")
+    monkeypatch.setattr(releases, "installed_vllm", lambda: None)
+    with pytest.raises(releases.UntestedVersionError, match="no vLLM is installed"):
+        releases.require_tested_vllm()
+
+
+def another_vllm(folder, *command, **environment):
+    """Runs Python where the installed vLLM says that it is 0.99.0."""
+    metadata = folder / "vllm-0.99.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": path, "VLLM_METAL_ALLOW_UNTESTED": "0"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-c", "from vllm import LLM; LLM('model')"),
+        ("-m", "vllm.entrypoints.cli.main", "serve", "model"),
+    ],
+    ids=["LLM", "serve"],
+)
+def test_the_refusal_is_the_one_line_that_a_user_sees(tmp_path, command):
+    done = another_vllm(tmp_path, *command)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f"vllm-metal is tested with vLLM {releases.TESTED_VLLM}.x, but vLLM 0.99.0 is installed: "
+        f"install vLLM {releases.TESTED_VLLM}, or the vllm-metal release made for yours; or try it "
+        "with VLLM_METAL_ALLOW_UNTESTED=1"
+    ]
+
+
+def test_an_allowed_one_gets_one_warning_that_names_what_it_lacks(tmp_path):
+    model = str(embedded_model_path(dequantize=True))
+    done = another_vllm(tmp_path, "-c", CONFIGURE, model, VLLM_METAL_ALLOW_UNTESTED="1")
+    assert done.returncode == 0, done.stderr
+    (warning,) = (
+        line for line in (done.stdout + done.stderr).splitlines() if "tested with" in line
+    )
+    assert "WARNING" in warning and "vLLM 0.99.0 is used" in warning
+    # The tested release lacks what the newest that was read has.
+    assert "kv_cache_planning:get_kv_cache_groups cannot be imported" in warning
+
+
+def test_the_tested_one_gets_no_warning(monkeypatch):
+    probe.warn_if_untested.cache_clear()
+    monkeypatch.setattr(probe, "probe", lambda **_: pytest.fail("there is nothing to look for"))
+    probe.warn_if_untested()
+
+
+def test_every_patch_says_for_which_releases_it_is_true():
+    apart = {"__init__", "releases", "probe"}  # which change nothing in vLLM
+    names = {path.stem for path in (ROOT / "vllm_metal" / "vllm_patches").glob("*.py")} - apart
+    for name in names:
+        module = importlib.import_module(f"vllm_metal.vllm_patches.{name}")
+        assert set(module.RELEASES) <= set(releases.KNOWN_VLLM), name
+        assert releases.TESTED_VLLM in module.RELEASES, name
 
 
 def test_every_file_that_pins_vllm_pins_the_tested_release():

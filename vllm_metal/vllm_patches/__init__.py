@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that changes vLLM, or the torch it runs on: each change with its reason."""
+"""All that changes vLLM or meets its changes: each with its reason, and the releases it is for."""

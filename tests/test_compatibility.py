@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/compatibility.md says what the pins, the sources and the scheduled job say."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from upstream import archive
+
+from vllm_metal.vllm_patches import releases
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "compatibility.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PATCHES = ROOT / "vllm_metal" / "vllm_patches"
+
+
+def rows(heading):
+    """Cells of the table under a heading, without its header."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+VERSIONS = {name: cells for name, *cells in rows("Versions")}
+
+
+def test_vllm_is_the_release_that_is_not_refused():
+    tested, read, _ = VERSIONS["vLLM"]
+    assert tested == releases.TESTED_VLLM
+    assert tuple(read.split(", ")) == releases.READ_VLLM
+    assert archive.READ.keys() == set(releases.READ_VLLM)
+    for release, (version, _) in archive.READ.items():
+        assert version.startswith(f"{release}.")
+
+
+@pytest.mark.parametrize("package", ["mlx", "mlx-lm", "transformers", "torch"])
+@pytest.mark.parametrize("lock", ["linux", "macos"])
+def test_tested_is_what_the_lock_files_pin(package, lock):
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    (pinned,) = re.findall(rf"^{package}==([\d.]+)", text, re.MULTILINE)
+    assert VERSIONS[package if package != "mlx" else "MLX"][0] == pinned
+
+
+def test_what_pip_refuses_is_what_the_wheel_asks_for():
+    asked = [spec.partition(";")[0].strip() for spec in PROJECT["dependencies"]]
+    mlx = VERSIONS["MLX"][0]
+    assert f"mlx=={mlx}" in asked and f"mlx[cpu]=={mlx}" in asked
+    for package in ("mlx-lm", "transformers"):
+        oldest, newest = re.search(
+            r"before ([\d.]+) and from ([\d.]+) on", VERSIONS[package][2]
+        ).groups()
+        assert f"{package}>={oldest},<{newest}" in asked
+    oldest, _ = VERSIONS["Python on Linux"][0].split(" to ")
+    assert PROJECT["requires-python"] == f">={oldest}"
+
+
+def test_mlx_is_pinned_to_the_release_that_the_checklist_was_read_against():
+    checklist = (ROOT / "docs" / "metal-checklist.md").read_text()
+    read = re.search(r"\*\*([\d.]+)\*\* marks what was read off that\s+release itself", checklist)
+    assert read.group(1) == VERSIONS["MLX"][0]
+
+
+def test_every_patch_has_a_row_with_its_releases():
+    listed = {row[0].strip("`"): row for row in rows("What is changed in vLLM, and why")}
+    modules = {path.stem for path in PATCHES.glob("*.py")} - {"__init__"}
+    assert listed.keys() == modules - {"releases", "probe"}
+    for name, (_, of, *said) in listed.items():
+        module = importlib.import_module(f"vllm_metal.vllm_patches.{name}")
+        assert tuple(of.split(", ")) == module.RELEASES, name
+        assert all(said), name
+
+
+@pytest.mark.parametrize("file", ["docs/compatibility.md", ".github/workflows/newest-vllm.yml"])
+def test_files_and_modules_that_are_named_exist(file):
+    text = (ROOT / file).read_text()
+    for path in re.findall(r"[\w./-]*(?:tests|vllm_metal|docs)/[\w/.-]*\w", text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"-m ((?:upstream|vllm_metal)[\w.]*)", text):
+        path = Path(*module.split(".")).with_suffix(".py")
+        assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), module

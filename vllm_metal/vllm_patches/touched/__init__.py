@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name of vLLM's that this plugin imports, extends, changes or reads: a table, for the probe.
+
+tests/vllm_patches/test_touched.py compares it with the sources.
+"""
+
+from vllm_metal.vllm_patches.touched.engine import ENGINE
+from vllm_metal.vllm_patches.touched.entry import GPU_WORKER, Touched
+from vllm_metal.vllm_patches.touched.options import OPTIONS
+
+TOUCHED = (*OPTIONS, *ENGINE)
+
+__all__ = ["GPU_WORKER", "TOUCHED", "Touched"]

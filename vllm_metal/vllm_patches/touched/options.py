@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is touched where options are read: configuration, arguments, the platform."""
+
+from __future__ import annotations
+
+from vllm_metal.vllm_patches.touched.entry import Touched
+
+_CONFIGURATION = (
+    Touched(
+        "vllm.config:VllmConfig",
+        by="platform.py worker.py memory.py models spec_decode sample/custom.py",
+        fields="model_config cache_config parallel_config scheduler_config speculative_config "
+        "load_config lora_config kv_transfer_config compilation_config additional_config "
+        "use_v2_model_runner num_prefill_lookahead_tokens",
+    ),
+    Touched(
+        "vllm.config:ModelConfig",
+        by="platform.py worker.py memory.py models spec_decode",
+        fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
+        "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
+        "multimodal_config enable_prompt_embeds is_encoder_decoder architectures",
+        calls={"get_hidden_size": ""},
+    ),
+    Touched(
+        "vllm.config:CacheConfig",
+        by="platform.py worker.py memory.py models/profile.py spec_decode",
+        fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
+        "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes",
+    ),
+    Touched(
+        "vllm.config:ParallelConfig",
+        by="platform.py",
+        fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
+        "data_parallel_size decode_context_parallel_size",
+    ),
+    Touched(
+        "vllm.config:SchedulerConfig",
+        by="worker.py memory.py models/profile.py spec_decode",
+        fields="max_num_seqs max_num_batched_tokens",
+    ),
+    Touched(
+        "vllm.config:SpeculativeConfig",
+        by="platform.py models/loader.py spec_decode",
+        fields="method model num_speculative_tokens draft_model_config rejection_sample_method "
+        "draft_sample_method kv_cache_dtype use_heterogeneous_vocab parallel_drafting "
+        "disable_padded_drafter_batch prompt_lookup_min prompt_lookup_max "
+        "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob",
+        calls={"use_multi_module_mtp": ""},
+    ),
+    Touched("vllm.config:LoadConfig", by="models/loader.py", fields="download_dir"),
+    Touched("vllm.config:CompilationConfig", by="platform.py", fields="mode cudagraph_mode"),
+    Touched("vllm.config:CompilationMode", by="platform.py", fields="NONE"),
+    Touched("vllm.config:CUDAGraphMode", by="platform.py", fields="NONE"),
+    Touched("vllm.config.cache:CacheDType", by="platform.py", fields="int8_per_token_head"),
+    Touched(
+        "vllm.config.model:LogprobsMode",
+        by="sample/sampler.py",
+        fields="raw_logits raw_logprobs processed_logits processed_logprobs",
+    ),
+    Touched("vllm.config.vllm:NgramGPUTypes", by="vllm_patches/speculation.py"),
+    Touched(
+        "vllm.config.speculative:has_arctic_inference",
+        by="vllm_patches/speculation.py",
+        replaced="",
+    ),
+    Touched(
+        "vllm.config.speculative:SpeculativeMethod",
+        by="platform.py vllm_patches/speculation.py",
+        fields="ngram ngram_gpu suffix draft_model eagle eagle3 mtp",
+    ),
+    Touched(
+        "vllm.config.speculative:SpeculativeMethod",
+        by="platform.py",
+        fields="medusa mlp_speculator",
+        releases=("0.32",),
+    ),
+    Touched(
+        "vllm.envs:environment_variables",
+        by="platform.py",
+        fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS",
+    ),
+)
+
+_ENGINE_ARGUMENTS = (
+    Touched(
+        "vllm.engine.arg_utils:EngineArgs",
+        by="vllm_patches/engine_args.py vllm_patches/speculation.py",
+        fields="speculative_config spec_method",
+        methods={
+            "get_batch_defaults": "world_size",
+            "create_speculative_config": "target_model_config target_parallel_config",
+        },
+    ),
+    Touched(
+        "vllm.engine.arg_utils:resolve_kv_cache_dtype_string",
+        by="vllm_patches/engine_args.py",
+        replaced="kv_cache_dtype model_config",
+    ),
+    Touched(
+        "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",
+        by="vllm_patches/engine_args.py",
+        called="kv_cache_dtype model_config",
+    ),
+    Touched(
+        "vllm.utils.argparse_utils:FlexibleArgumentParser",
+        by="platform.py vllm_patches/engine_args.py",
+        fields="_actions",
+    ),
+    Touched("vllm.usage.usage_lib:UsageContext", by="vllm_patches/engine_args.py"),
+    Touched(
+        "vllm.model_executor.models:ModelRegistry",
+        by="vllm_patches/mlp_speculators.py",
+        fields="models",
+        calls={"register_model": "model_arch model_cls"},
+    ),
+    Touched(
+        "vllm.model_executor.models.mlp_speculator:MLPSpeculator",
+        by="vllm_patches/mlp_speculators.py",
+        releases=("0.32",),
+    ),
+)
+
+_PLATFORM = (
+    Touched(
+        "vllm.platforms.interface:Platform",
+        by="platform.py",
+        fields="_enum device_name device_type dispatch_key dist_backend supported_dtypes",
+        methods={
+            "get_device_name": "device_id",
+            "get_device_total_memory": "device_id",
+            "get_current_memory_usage": "device",
+            "set_device": "device",
+            "manual_seed_all": "seed",
+            "inference_mode": "",
+            "is_pin_memory_available": "",
+            "is_sleep_mode_available": "",
+            "support_hybrid_kv_cache": "",
+            "verify_quantization": "quant",
+            "validate_environ": "hard_fail",
+            "pre_register_and_update": "parser",
+            "update_block_size_for_backend": "vllm_config",
+            "apply_config_platform_defaults": "vllm_config",
+            "check_and_update_config": "vllm_config",
+            "validate_request": "processed_inputs params",
+        },
+    ),
+    Touched("vllm.platforms.interface:PlatformEnum", by="platform.py", fields="OOT"),
+    Touched("vllm.platforms:current_platform", by="worker.py"),
+    Touched("vllm.pooling_params:PoolingParams", by="platform.py"),
+    Touched("vllm.envs:", by="platform.py", fields="environment_variables"),
+    Touched(
+        "vllm.logger:init_logger",
+        by="platform.py worker.py memory.py memory_pressure.py guard.py kv_cache/choice.py "
+        "spec_decode/speculator.py vllm_patches",
+        called="name",
+    ),
+)
+
+OPTIONS = (*_CONFIGURATION, *_ENGINE_ARGUMENTS, *_PLATFORM)
