@@ -86,8 +86,8 @@ def find_runner() -> Runner | None:
     if not (os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")):
         return None
     steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))
-    how = "interpreted on the CPU as this machine has no Metal device: what they compute, not how "
-    return Runner(f"{how}fast", (*selfcheck.COMMAND, *steps), time_limit=300.0)
+    how = "interpreted on the CPU, as this machine has no Metal device"
+    return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
 
 
 def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterator[Outcome]:

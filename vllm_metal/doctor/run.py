@@ -159,8 +159,8 @@ def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
         return
     on_metal = bool(looked.told["metal"])
     wanted = kernels.wanted_cases(quick)
-    found.announce(f"{len(wanted)} kinds of layer for the kernels, {runner.how}")
-    found.show([tables.header()])
+    found.announce(f"kernels, for {len(wanted)} kinds of layer")
+    found.show([f"{runner.how}:", tables.header()])
     outcomes = []
     checked = kernels.check(wanted, runner, found.progress)
     for case, alike in itertools.groupby(checked, key=lambda outcome: outcome.case):
