@@ -15,10 +15,14 @@ FUZZ ?= --requests 10000
 # Processes that share the test files; 0: none but pytest's own, for a debugger.
 PYTEST_WORKERS ?= 2
 
-# The environment is rebuilt when the content of what defines it changes, not its date.
+# The environment is rebuilt when the content of what defines it changes, not its date. It comes in
+# two parts: what users need to serve, and what tests and benchmarks need besides.
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/$(PLATFORM).txt \
 	requirements/vllm-macos.txt requirements/vllm-alias/pyproject.toml
-STAMP := .venv/.installed-$(shell cat $(SETUP_INPUTS) 2>/dev/null | cksum | cut -d ' ' -f 1)
+SUM := $(shell cat $(SETUP_INPUTS) 2>/dev/null | cksum | cut -d ' ' -f 1)
+DEV_SUM := $(shell cat $(SETUP_INPUTS) requirements/$(PLATFORM)-dev.txt | cksum | cut -d ' ' -f 1)
+USERS_STAMP := .venv/.installed-$(SUM)
+STAMP := .venv/.developers-$(DEV_SUM)
 BIN := .venv/bin
 
 # vLLM starts in half the time from bytecode; some environments ask Python not to keep any.
@@ -32,23 +36,48 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup demo test test-slow fuzz vllm-tests lint format bench lock clean distclean
+.PHONY: help setup setup-dev demo test test-slow fuzz vllm-tests lint format bench lock check-locks clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## create .venv (two minutes the first time, nothing after)
+setup: $(USERS_STAMP)  ## create .venv, all that serving takes (two minutes once, nothing after)
 
-$(STAMP):
+setup-dev: $(STAMP)  ## add what tests and benchmarks need; their targets do so by themselves
+
+$(USERS_STAMP):
 	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' VLLM_WHEEL='$(VLLM_WHEEL)' scripts/setup.sh
 	@rm -f .venv/.installed-* && touch $@
 
-demo: $(STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU backend)
+$(STAMP): $(USERS_STAMP)
+	@scripts/setup.sh --dev
+	@rm -f .venv/.developers-* && touch $@
+
+demo: $(USERS_STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU backend)
 	$(BIN)/python examples/demo.py
 
 test: lint  ## the one test command: lint, types, tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# What reads the platform, or takes what it says from what does.
+DARWIN_TESTS := $(wildcard tests/test_doctor.py tests/doctor) tests/test_blas.py tests/test_cli.py \
+	tests/test_cpu.py tests/test_envs.py tests/test_memory.py tests/test_memory_pressure.py \
+	tests/test_platform.py tests/test_ram.py tests/test_selfcheck.py tests/test_sysctl.py \
+	tests/kv_cache/test_budget.py tests/vllm_patches/test_logs.py \
+	tests/vllm_patches/test_processes.py tests/vllm_patches/test_releases.py \
+	tests/metal_kernels/test_coverage.py tests/metal_kernels/test_selfcheck.py \
+	tests/metal_kernels/interpreter
+
+.PHONY: test-small test-darwin
+
+test-small: lint  ## those that fit a machine of 7 GB, and how much memory they took
+	PYTHONPATH=tests $(BIN)/python -m pytest -p footprint -n $(PYTEST_WORKERS) --dist loadfile \
+		-m 'not slow and not heavy' $(PYTEST_ARGS)
+
+test-darwin: $(STAMP)  ## those that read the platform, under a double of macOS (Linux)
+	$(BIN)/python tests/darwin/run.py -m pytest -n $(PYTEST_WORKERS) --dist loadfile \
+		$(PYTEST_ARGS) $(DARWIN_TESTS)
 
 test-slow: $(STAMP)  ## the nightly tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m slow $(PYTEST_ARGS)
@@ -75,13 +104,16 @@ bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, write
 	$(BIN)/python benchmarks/cache_quality.py --quick
 	$(BIN)/python benchmarks/kernel_traffic.py
 
-lock:  ## resolve requirements/{linux,macos}.txt again (Linux, needs uv)
+lock:  ## resolve requirements/{linux,macos}{,-dev}.txt again (Linux, after make setup-dev)
 	scripts/lock.sh
+
+check-locks: $(STAMP)  ## whether those of macOS still hold together (Linux, asks the index)
+	scripts/lock.sh --check macos
 
 clean:  ## remove build products and caches
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find vllm_metal metal_kernels tests benchmarks examples -name __pycache__ -prune \
 		-exec rm -rf {} + 2>/dev/null || true
 
-distclean: clean  ## remove .venv as well
-	rm -rf .venv
+distclean: clean  ## remove .venv and the user's cache folder as well
+	@scripts/distclean.sh

@@ -129,7 +129,8 @@ def _wait_until_healthy(
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the server and all it started; returns once none of them runs."""
     for order in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
+        # On macOS a group of which only zombies are left may not be signalled.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, order)
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         while time.monotonic() < deadline:

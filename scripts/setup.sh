@@ -1,25 +1,42 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes .venv: vLLM, the plugin (editable), and what its tests and benchmarks need, all pinned.
-# Variables: PYTHON (interpreter to use), TORCH_INDEX (where CPU builds of torch are, Linux),
-# VLLM_WHEEL (another vLLM wheel, path or address, macOS).
+# Makes .venv: vLLM and the plugin (editable), all pinned. With --dev, adds what tests and
+# benchmarks need. Variables: PYTHON (interpreter to use), TORCH_INDEX (where CPU builds of torch
+# are, Linux), VLLM_WHEEL (another vLLM wheel, path or address, macOS).
+# It runs under bash 3.2, the one macOS has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+UV_INSTALLER=https://astral.sh/uv/install.sh
+
+say() { echo "set-up: $*"; }
 
 die() {
     echo "set-up: $*" >&2
     exit 1
 }
 
+# vLLM's macOS wheel is built for one Python version only. Sizes were measured.
 case "$(uname -s)" in
-    Linux) platform=linux candidates="python3 python3.11 python3.12 python3.13" newest=13 ;;
-    Darwin) platform=macos candidates="python3.12 python3" newest=12 ;;
+    Linux) platform=linux candidates="python3 python3.11 python3.12 python3.13" oldest=11 newest=13
+        wanted="3.11 to 3.13" specified=">=3.11,<3.14" size="0.5 GB to fetch, 1.8 GB in place" ;;
+    Darwin) platform=macos candidates="python3.12 python3 /opt/homebrew/bin/python3.12" oldest=12 newest=12
+        wanted="3.12 (arm64)" specified=3.12 size="0.4 GB to fetch, 1.2 GB in place" ;;
     *) die "only macOS on Apple silicon and Linux are supported" ;;
 esac
-# vLLM's macOS wheel is built for one Python version only.
-if [ "$platform" = macos ]; then oldest=12 wanted="3.12 (arm64)"; else oldest=11 wanted="3.11 to 3.13"; fi
+
+# macOS: sets `release`, or says why this Mac cannot run MLX.
+check_mac() {
+    if [ "$(uname -m)" != arm64 ]; then
+        [ "$(sysctl -n hw.optional.arm64 2>/dev/null || true)" = 1 ] ||
+            die "this Mac has an Intel processor; MLX needs Apple silicon"
+        die "this terminal runs under Rosetta, as for an Intel Mac. In the Finder, untick \"Open using Rosetta\" in the terminal application's Get Info and open it again; or run: arch -arm64 make setup"
+    fi
+    release=$(sw_vers -productVersion)
+    [ "${release%%.*}" -ge 14 ] || die "this is macOS $release; MLX needs 14 or newer"
+    xcode-select -p >/dev/null 2>&1 || say "git and make come with: xcode-select --install"
+}
 
 suits() {
     "$1" - "$oldest" "$newest" "$platform" 2>/dev/null <<'PY'
@@ -30,47 +47,115 @@ sys.exit(not (version_suits and (host == "linux" or platform.machine() == "arm64
 PY
 }
 
-find_python() {
+# Its installer leaves uv in ~/.local/bin, which is on the PATH of new terminals only.
+find_uv() {
+    command -v uv || command -v "$HOME/.local/bin/uv" || true
+}
+
+no_python() {
+    [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is not Python $wanted"
+    die "no Python $wanted here (tried: uv $candidates). These two commands get one and use it:
+
+    curl -LsSf $UV_INSTALLER | sh
+    make setup
+
+Or install one yourself (macOS: brew install python@3.12; Debian: apt install python3-venv) and name it: make setup PYTHON=/path/to/python"
+}
+
+make_environment() {
     local candidate
+    if [ -z "${PYTHON:-}" ] && [ -n "$uv" ]; then
+        say "making .venv with uv"
+        # Seeded with pip, for those who install more.
+        if "$uv" venv --quiet --allow-existing --seed --python "$specified" .venv; then return; fi
+        say "uv has no Python $wanted; looking for another"
+    fi
     for candidate in ${PYTHON:-$candidates}; do
         if suits "$candidate"; then
-            echo "$candidate"
+            "$candidate" -c "import ensurepip, venv" 2>/dev/null ||
+                die "$candidate has no venv module; on Debian: apt install python3-venv"
+            say "making .venv with $candidate"
+            "$candidate" -m venv .venv
             return
         fi
     done
-    die "no Python $wanted found (tried: ${PYTHON:-$candidates}); install one, or name it: make setup PYTHON=/path/to/python"
+    no_python
 }
 
-if [ ! -x .venv/bin/python ]; then
-    python=$(find_python)
-    "$python" -c "import ensurepip, venv" 2>/dev/null ||
-        die "$python has no venv module; on Debian: apt install python3-venv"
-    "$python" -m venv .venv
-fi
-suits .venv/bin/python || die ".venv is not of Python $wanted: remove it (make distclean) and try again"
-
-# --no-deps: the lock file is the whole closure. --no-compile: bytecode is made at first import,
-# for the few modules that are imported.
+# --no-deps: a lock file is the whole closure. No bytecode: it is made at first import, for the few
+# modules that are imported. On Linux pip is asked, for it may be configured to find CPU builds.
 install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile "$@"
+    if [ "$platform" = macos ] && [ -n "$uv" ]; then
+        "$uv" pip install --python .venv/bin/python --no-deps "$@"
+    elif [ -t 1 ]; then
+        pip_install "$@"
+    else
+        pip_install "$@" | counted
+    fi
 }
 
-lock=requirements/$platform.txt
-echo "set-up: installing $(grep -c == "$lock") pinned packages into .venv (about 1 GB, two minutes)"
-if [ "$platform" = linux ]; then
-    # Plain indexes carry the CUDA build, so the lock file names the CPU build. Whoever configured
-    # pip to find it is asked first, PyTorch's own CPU index second.
-    torch=$(sed -n 's|^\(torch==[^ ]*\).*|\1|p' "$lock")
-    install "$torch" 2>/dev/null || install --index-url "$TORCH_INDEX" "$torch" ||
-        die "$torch is neither where pip is configured to look nor at TORCH_INDEX=$TORCH_INDEX"
-fi
-install --requirement "$lock"
-if [ "$platform" = linux ]; then
-    install --no-build-isolation requirements/vllm-alias
-elif [ -n "${VLLM_WHEEL:-}" ]; then
-    install "$VLLM_WHEEL"
+pip_install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile "$@"
+}
+
+# Of what pip says: every twentieth package, large ones, and that it has begun to unpack.
+counted() {
+    awk '/^Collecting/ && ++count % 20 == 0 { print "    " count " packages" }
+         /^ +Downloading .* MB\)$/ && substr($3, 2) + 0 >= 10 {
+             sub(".*/", "", $2)
+             print "    " $2, $3, $4
+         }
+         /^Installing collected/ && count >= 20 { print "    unpacking" }
+         { fflush() }'
+}
+
+install_users() {
+    local lock=requirements/$platform.txt
+    if [ "$platform" = linux ]; then
+        # Plain indexes carry the CUDA build, so the lock file names the CPU build. Whoever
+        # configured pip to find it is asked first, PyTorch's own CPU index second.
+        local torch
+        torch=$(sed -n 's|^\(torch==[^ ]*\).*|\1|p' "$lock")
+        say "$torch"
+        install "$torch" 2>/dev/null || install --index-url "$TORCH_INDEX" "$torch" ||
+            die "$torch is neither where pip is configured to look nor at TORCH_INDEX=$TORCH_INDEX"
+    fi
+    say "$(grep -c == "$lock") pinned packages, $size"
+    install --requirement "$lock"
+    say "vLLM and this plugin"
+    if [ "$platform" = linux ]; then
+        install --no-build-isolation requirements/vllm-alias
+    elif [ -n "${VLLM_WHEEL:-}" ]; then
+        install "$VLLM_WHEEL"
+    else
+        install --requirement requirements/vllm-macos.txt ||
+            die "vLLM's macOS wheel is not at the address in requirements/vllm-macos.txt; name another: make setup VLLM_WHEEL=..."
+    fi
+    install --no-build-isolation --editable .
+}
+
+# MLX's wheel for macOS 26 is built for 26.2, and installers cannot tell (ml-explore/mlx#4525).
+replace_mlx() {
+    local folder pins
+    folder=$(mktemp -d)
+    say "macOS $release: MLX's wheels for macOS 15 in place of those for 26, which need 26.2"
+    pins=$(grep -E '^mlx(-metal)?==' requirements/macos.txt)
+    # shellcheck disable=SC2086 # a word each
+    .venv/bin/python -m pip download --quiet --no-deps --only-binary :all: \
+        --platform macosx_15_0_arm64 --dest "$folder" $pins
+    install --force-reinstall "$folder"/*.whl
+    rm -r "$folder"
+}
+
+uv=$(find_uv)
+if [ "$platform" = macos ]; then check_mac; fi
+[ -x .venv/bin/python ] || make_environment
+suits .venv/bin/python ||
+    die ".venv is not of Python $wanted: remove it (rm -r .venv) and try again"
+if [ "${1:-}" = --dev ]; then
+    say "what tests and benchmarks need ($(grep -c == "requirements/$platform-dev.txt") packages, 0.5 GB to fetch, 1.2 GB in place)"
+    install --requirement "requirements/$platform-dev.txt"
 else
-    install --requirement requirements/vllm-macos.txt ||
-        die "vLLM's macOS wheel is not at the address in requirements/vllm-macos.txt; name another: make setup VLLM_WHEEL=..."
+    install_users
+    case "${release:-}" in 26.0 | 26.0.* | 26.1 | 26.1.*) replace_mlx ;; esac
 fi
-install --no-build-isolation --editable .

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import psutil
 
+from vllm_metal import ram
 from vllm_metal.envs import Device
 
 
@@ -60,9 +61,10 @@ def total_memory(device: Device) -> int:
 def memory(device: Device) -> MemoryFigures:
     """Reads the device's memory figures."""
     total, active = total_memory(device), mx.get_active_memory()
-    ram = psutil.virtual_memory().available
-    # The working set is a recommendation: other programs may hold some of the same memory.
-    available = min(ram, total - active) if device == "metal" else ram
+    available = ram.available(active)
+    if device == "metal":
+        # The working set is a recommendation: other programs may hold some of the same memory.
+        available = min(available, total - active)
     return MemoryFigures(total=total, available=available, active=active)
 
 

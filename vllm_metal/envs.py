@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables; read here and nowhere else."""
+"""The plugin's environment variables; read here, and for the cache folder in metal_kernels."""
 
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Literal, cast, get_args
+
+from metal_kernels.cache import cache_dir
+
+__all__ = [
+    "NAMES",
+    "Device",
+    "Kernels",
+    "allow_untested",
+    "cache_dir",
+    "kernels",
+    "requested_device",
+]
 
 Device = Literal["metal", "cpu"]
 Kernels = Literal["auto", "metal", "interpret", "mlx"]
@@ -62,14 +73,3 @@ def allow_untested() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"VLLM_METAL_ALLOW_UNTESTED={value!r}: choose 0 or 1")
     return value == "1"
-
-
-def cache_dir() -> Path:
-    """Folder for converted models: ``VLLM_METAL_CACHE``, else the platform's cache folder."""
-    if chosen := os.environ.get("VLLM_METAL_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "vllm-metal"
-    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "vllm-metal"

@@ -80,7 +80,10 @@ class Memory:
         self._cache = int(device.total_memory(kind) * METAL_CACHE_SHARE)
         if kind == "cpu":
             self._cache = CPU_CACHE
-        self._held = mx.get_active_memory()  # by other engines of this process
+        # Others have what they have now: once the model is loaded, macOS counts its pages as wired
+        # or not as the GPU's work goes, and no figure says which.
+        self._before = device.memory(kind)
+        self._held = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
 
@@ -123,14 +126,13 @@ class Memory:
 
     def _at_rest(self, draft_weights: int) -> Measured:
         mx.clear_cache()
-        now = device.memory(self._kind)
-        own = now.active - self._held
+        total = self._before.total
         return Measured(
             source=SOURCES[self._kind],
-            total=now.total,
+            total=total,
             held=self._held,
-            taken=max(now.total - now.available - own, 0),
-            weights=own - draft_weights,
+            taken=max(total - self._before.available, 0),
+            weights=mx.get_active_memory() - self._held - draft_weights,
             draft_weights=draft_weights,
             forward=0,
             attention=0,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from collections.abc import Callable
 
 import mlx.core as mx
 from vllm.logger import init_logger
+
+from vllm_metal import sysctl
 
 logger = init_logger(__name__)
 
@@ -59,14 +60,5 @@ class MemoryPressure:
 
 
 def read_kernel_level() -> int:
-    """The kernel's level of memory pressure; NORMAL where it cannot be read. macOS only."""
-    level = ctypes.c_int(NORMAL)
-    size = ctypes.c_size_t(ctypes.sizeof(level))
-    failed = ctypes.CDLL(None).sysctlbyname(
-        b"kern.memorystatus_vm_pressure_level",
-        ctypes.byref(level),
-        ctypes.byref(size),
-        None,
-        ctypes.c_size_t(0),
-    )
-    return NORMAL if failed else level.value
+    """The level; NORMAL where it cannot be read. macOS only."""
+    return sysctl.read("kern.memorystatus_vm_pressure_level") or NORMAL

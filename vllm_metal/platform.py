@@ -30,8 +30,12 @@ from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.spec_decode import checkpoint  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
+    logs,
     mlp_speculators,
     probe,
+    processes,
+    refusals,
+    shutdown,
     speculation,
     torch_accelerator,
 )
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 torch_accelerator.answer_for_torch_accelerator()
+logs.drop_unhelpful_warnings()
+processes.spawn_on_macos()
 logger = init_logger(__name__)
 # vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
 logging.getLogger(__package__).parent = logging.getLogger("vllm")
@@ -150,13 +156,17 @@ class MetalPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Puts this platform's defaults in place of those vLLM picks by memory size."""
+        """Puts this platform's defaults in place of vLLM's, before any engine is made."""
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
+        processes.stay_in_process_on_macos()
+        shutdown.let_engines_end()
+        shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
         speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         mlp_speculators.allow_mlp_speculators()
+        refusals.allow_min_p_and_logit_bias()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

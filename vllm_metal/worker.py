@@ -35,7 +35,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.choice import make_speculator
 from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.networks import load_network
-from vllm_metal.vllm_patches import tokenizers
+from vllm_metal.vllm_patches import shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class MetalWorker(WorkerBase):
     _memory: Memory | None = None
 
     def init_device(self) -> None:
+        shutdown.leave_ctrl_c_to_the_parent()
         device.select(self.current_platform.mlx_device)
         self._memory = Memory(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()

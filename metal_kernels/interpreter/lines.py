@@ -22,7 +22,7 @@ def resolve(text: str, entry: int, library: Path) -> str:
     except ImportError:  # pyelftools is optional
         return _SITE.sub("(file and line need the package pyelftools)", text)
     except Exception:  # not ELF, or written by a compiler that says it differently
-        return _SITE.sub("", text)
+        return re.sub(f" {_SITE.pattern}", "", text)
     base = entry - entry_offset
 
     def place(match: re.Match[str]) -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from metal_kernels.cache import cache_dir
+
 _HERE = Path(__file__).parent
 _RUN_SOURCES = ("fiber.cpp", "arena.cpp", "scheduler.cpp")
 _CHECK_SOURCES = (*_RUN_SOURCES, "check.cpp", "regions.cpp", "shadow.cpp", "traffic.cpp")
@@ -29,6 +31,9 @@ _KERNEL = (
     "-std=c++17",
     "-Werror=c++20-extensions",
     "-nostdinc",
+    # macOS makes one of all inline functions of a name in a process, and those of two kernels may
+    # differ: nothing leaves a library but its entry.
+    "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fwrapv",  # an offset that overflows does so here, too, and is then out of bounds
@@ -90,10 +95,8 @@ CHECK = Mode(
 
 
 def cache_folder() -> Path:
-    """`$VLLM_METAL_CACHE/interpreter`, or else ~/.cache/vllm-metal/interpreter."""
-    root = os.environ.get("VLLM_METAL_CACHE")
-    base = Path(root) if root else Path.home() / ".cache" / "vllm-metal"
-    folder = base / "interpreter"
+    """Where compiled kernels, runtimes and the compiler's own cache are kept; made if missing."""
+    folder = cache_dir() / "interpreter"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -111,10 +114,13 @@ def compiler() -> tuple[str, ...]:
         return tuple(named.split())
     if importlib.util.find_spec("ziglang") is None:
         raise RuntimeError(
-            "Running Metal kernels on a CPU needs a clang: pip install 'vllm-metal[interpreter]', "
-            "or name a clang++ in VLLM_METAL_CLANG."
+            "Running Metal kernels on a CPU needs a clang: install the package ziglang "
+            f"({sys.executable} -m pip install ziglang), or name a clang++ in VLLM_METAL_CLANG."
         )
-    return (sys.executable, "-m", "ziglang", "cc")
+    # Without a target zig links by the SDK's description of libSystem, which since macOS 26 names
+    # arm64e and not arm64 (codeberg.org/ziglang/zig/issues/31756). With one it uses its own.
+    target = ("-target", "aarch64-macos") if sys.platform == "darwin" else ()
+    return (sys.executable, "-m", "ziglang", "cc", *target)
 
 
 def build_kernel(text: str, mode: Mode, extra_flags: Sequence[str] = ()) -> Path:
@@ -185,23 +191,23 @@ def _runtime(mode: Mode, folder: Path, command: tuple[str, ...]) -> Path:
 def _link(inputs: Sequence[str], target: Path) -> None:
     # Under another name first: a process that looks for the target must never see half of it.
     made = target.with_name(f"{target.name}-{os.getpid()}")
+    # The process has a C library; ziglang would build stubs of one, or a runtime, in 20 seconds.
+    flags = ["-nostdlib"]
     if sys.platform == "darwin":
-        flags = [f"-Wl,-install_name,{target}"]
-    else:
-        # The process has a C library; ziglang would build stubs of one, in 20 seconds.
-        flags = ["-nostdlib"]
+        flags += ["-lSystem", f"-Wl,-install_name,{target}"]
     _invoke(["-shared", "-g1", *inputs, *flags, "-o", str(made)])
     made.replace(target)
 
 
-def _invoke(arguments: Sequence[str]) -> str:
-    """Runs the compiler; what it prints."""
+def _invoke(arguments: Sequence[str], folder: str | None = None) -> str:
+    """Runs the compiler, in `folder` if one is named; what it prints."""
     environment = dict(os.environ)
     environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(cache_folder() / "zig"))
     command = compiler()
     try:
         done = subprocess.run(
             [*command, *arguments],
+            cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -222,7 +228,9 @@ def _fingerprint(command: tuple[str, ...]) -> tuple[str, ...]:
     """What a compiled library depends on besides its own text."""
     folders = (_HERE / "shim", _HERE / "runtime")
     texts = [p.read_text() for f in folders for p in sorted(f.rglob("*")) if p.is_file()]
-    return (*texts, *command, _invoke(["--version"]), platform.machine(), _processor())
+    with tempfile.TemporaryDirectory() as folder:  # ziglang leaves an empty a.o for a Mac
+        version = _invoke(["--version"], folder)
+    return (*texts, *command, version, platform.machine(), _processor())
 
 
 def _processor() -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -149,31 +149,33 @@ def plan(
         most_work: FLOPs of a dispatch; tiles that take more are spread over several.
     """
     tiles = tiles or Tiles.of(shape, window)
-    step = _Step(query_start_loc, seq_lens, shape, window or _NO_WINDOW)
-    packed = step.query_lens * shape.group
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    first_positions = seq_lens - query_lens
+    step = _Step(
+        query_start_loc, seq_lens, query_lens, first_positions, shape, window or _NO_WINDOW
+    )
+    packed = query_lens * shape.group
     decodes = _decoded(packed, tiles)
-    dispatches, outputs = [], []
-    for decode, sizes in ((True, tiles.decode), (False, tiles.prefill)):
-        members = np.flatnonzero(decodes == decode)
-        if not len(members):
-            continue
-        most = int(packed[members].max())
+    kinds = [
+        (decode, members)
+        for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))
+        if len(members)
+    ]
+    dispatches, pieces = [], []
+    for decode, members in kinds:
+        sizes, most = tiles.decode if decode else tiles.prefill, packed[members].max()
         rows = next((size for size in sizes if size >= most), sizes[-1])
-        for pieces in step.pieces(members, rows, most_work):
-            dispatches.append(_dispatch(decode, rows, step, pieces, tiles.split))
-            lens = pieces.num_rows
-            before = query_start_loc[pieces.request] + pieces.first_row - _starts(lens)
-            outputs.append(np.repeat(before, lens) + np.arange(lens.sum()))
-    written = np.concatenate(outputs)  # batch row of each output row
-    natural = bool((written == np.arange(len(written))).all())
+        for piece in step.pieces(members, rows, most_work):
+            dispatches.append(_dispatch(decode, rows, step, piece, tiles.split))
+            pieces.append(piece)
     table = np.zeros((len(seq_lens), max(block_tables.shape[1], 8)), np.int32)
     table[:, : block_tables.shape[1]] = block_tables
     return AttentionPlan(
         shape=shape,
-        num_tokens=len(written),
+        num_tokens=int(query_start_loc[-1]),
         dispatches=tuple(dispatches),
         block_tables=mx.array(table),
-        order=None if natural else mx.array(np.argsort(written).astype(np.int32)),
+        order=_order(step, pieces) if len(kinds) > 1 else None,
     )
 
 
@@ -241,12 +243,10 @@ class _Step:
 
     query_start_loc: np.ndarray  # [R + 1]
     seq_lens: np.ndarray  # [R]
+    query_lens: np.ndarray  # [R]
+    first_positions: np.ndarray  # [R] of each one's first row
     shape: AttentionShape
     window: int
-
-    @functools.cached_property
-    def query_lens(self) -> np.ndarray:
-        return np.diff(self.query_start_loc)
 
     def packed_step(self, rows: int) -> int:
         """Packed rows from one tile to the next: whole query rows where a tile can hold one, so
@@ -259,11 +259,12 @@ class _Step:
         lens = self.query_lens[members]
         # Of a tile, at most: it spans step / group query rows, or two, and begins at a strip.
         seen = self.window + max(step // group, 2) + _STRIP - 2
+        num_tiles = int(lens.sum()) * group // step + len(lens)  # at most
+        if num_tiles * self.shape.work(rows, min(seen, int(self.seq_lens.max()))) <= most_work:
+            yield _Pieces(members, np.zeros_like(members), lens)  # as in most steps
+            return
         keys = np.minimum(self.seq_lens[members].astype(np.int64), seen)
         of_tile = keys * self.shape.work(rows, 1)
-        if int((-(-lens * group // step) * of_tile).sum()) <= most_work:
-            yield _Pieces(members, np.zeros_like(members), lens)
-            return
         at_once = np.maximum(np.maximum(most_work // of_tile, 1) * step // group, 1)  # query rows
         counts = -(-lens // at_once)
         owner = np.repeat(np.arange(len(members)), counts)
@@ -272,6 +273,19 @@ class _Step:
         work = -(-num_rows * group // step) * of_tile[owner]
         for piece in _in_order(work, most_work):
             yield _Pieces(members[owner[piece]], first[piece], num_rows[piece])
+
+
+def _order(step: _Step, pieces: Sequence[_Pieces]) -> mx.array | None:
+    """[T] int32, place of row t in the outputs of such dispatches; None: as it is."""
+    first = np.concatenate([step.query_start_loc[x.request] + x.first_row for x in pieces])
+    lens = np.concatenate([x.num_rows for x in pieces])
+    places = np.arange(lens.sum(), dtype=np.int32)
+    written = np.repeat(first - _starts(lens), lens) + places  # batch row of each output row
+    if (written == places).all():
+        return None
+    order = np.empty_like(places)
+    order[written] = places
+    return mx.array(order)
 
 
 def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
@@ -289,21 +303,22 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
     shape, group, stride = step.shape, step.shape.group, step.packed_step(rows)
     packed = pieces.num_rows * group
     num_rows = int(pieces.num_rows.sum())
-    before = (step.seq_lens - step.query_lens)[pieces.request]  # positions before the step's rows
+    first_position = step.first_positions[pieces.request]
 
     per_piece = -(-packed // stride)
     owner = np.repeat(np.arange(len(packed)), per_piece)
     in_piece = (np.arange(len(owner)) - _starts(per_piece)[owner]) * stride
     count = np.minimum(stride, packed[owner] - in_piece)
     begin_packed = pieces.first_row[owner] * group + in_piece
-    first = before[owner]
+    first = first_position[owner]
     oldest = first + begin_packed // group - step.window + 1
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
     end = first + (begin_packed + count - 1) // group + 1
 
-    length = _split_length(end - begin, shape.num_kv_heads, may_split)
+    seen = end - begin
+    length = _split_length(seen, shape.num_kv_heads, may_split)
     of_piece = np.zeros(len(packed), np.int64)
-    np.maximum.at(of_piece, owner, -(-(end - begin) // length))
+    np.maximum.at(of_piece, owner, -(-seen // length))
     num_splits = int(of_piece.max())
     tile = np.repeat(np.arange(len(owner)), of_piece[owner])
     split = np.arange(len(tile)) - _starts(of_piece[owner])[tile]
@@ -322,7 +337,7 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
     requests[pieces.request, 0] = step.query_start_loc[pieces.request]
     # Of the request's first row, which may belong to a dispatch before: less than zero then.
     requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
-    requests[pieces.request, 2] = before
+    requests[pieces.request, 2] = first_position
     bounds = np.zeros(8, np.int32)
     bounds[:2] = step.window, num_rows
     splits = np.ones(max(num_rows, 8), np.int32)
@@ -337,7 +352,7 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
         tiles=mx.array(tiles),
         bounds=mx.array(bounds),
         splits=mx.array(splits) if num_splits > 1 else None,
-        work=shape.work(rows, int((end - begin).sum())),
+        work=shape.work(rows, int(seen.sum())),
     )
 
 

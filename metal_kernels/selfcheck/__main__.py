@@ -12,6 +12,8 @@ import argparse
 import json
 import sys
 
+import mlx.core as mx
+
 from metal_kernels import kernel
 from metal_kernels.selfcheck.case import Case, Outcome
 from metal_kernels.selfcheck.checks import STEPS, check_kernel, next_check, usable
@@ -26,6 +28,7 @@ def main() -> None:
         from metal_kernels import interpreter
 
         kernel.use(interpreter.metal_kernel)
+        mx.set_default_device(mx.cpu)  # the references too, where there is a GPU
     request = json.load(sys.stdin)
     outcomes = [Outcome.from_json(fields) for fields in request["done"]]
     for index, fields in enumerate(request["cases"]):

@@ -3,6 +3,7 @@
 
 import importlib
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.base import BaseModelArgs
 
@@ -41,6 +42,13 @@ def test_full_and_window_layers_are_told_apart():
         AttentionLayer("layers.2", num_heads=4, num_kv_heads=2, head_size=16, window=24),
         AttentionLayer("layers.3", num_heads=4, num_kv_heads=2, head_size=16, window=None),
     ]
+
+
+def test_sinks_are_noted_with_their_dtype():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    gpt_oss = build("gpt_oss", **experts)
+    gpt_oss.set_dtype(mx.float16)
+    assert {layer.sinks for layer in attention_layers(gpt_oss, "gpt_oss")} == {mx.float16}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that die, hang, or leave others behind."""
 
-import os
 import time
 
+import psutil
 import pytest
 from doctor.conftest import ended
 
@@ -91,11 +91,9 @@ def is_gone(pid: int) -> bool:
     """Whether a process has ended, or does within seconds; one that nobody waits for counts."""
     for _ in range(100):
         try:
-            os.kill(pid, 0)
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except OSError:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False

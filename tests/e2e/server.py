@@ -140,7 +140,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
     finally:
-        with suppress(ProcessLookupError):
+        # On macOS a group of which only zombies are left may not be signalled.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

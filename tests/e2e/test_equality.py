@@ -4,6 +4,8 @@
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
 
+pytestmark = pytest.mark.heavy
+
 MAX_TOKENS = 48
 #: By whether steps overlap, which is the default and the harder case.
 NUM_PROMPTS = {True: 64, False: 24}

@@ -2,6 +2,7 @@
 """When a process dies, is interrupted, or cannot start: quickly, cleanly, and saying why."""
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -43,19 +44,16 @@ def wait_for(condition, seconds):
 
 
 def engine_core(server):
-    """The process of the engine."""
-    for process in psutil.Process(server.process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if "EngineCore" in " ".join(process.cmdline()):
-                return process
-    return None
+    """The process of the engine, by what its lines in the log begin with."""
+    found = re.search(r"^\(EngineCore\w* pid=(\d+)\)", server.log.read_text(), re.MULTILINE)
+    return psutil.Process(int(found[1]))
 
 
 def group_of(process):
     """Who is left of the processes that a server started."""
     left = []
     for other in psutil.process_iter():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):  # ended, or another's
             if os.getpgid(other.pid) == process.pid and other.status() != psutil.STATUS_ZOMBIE:
                 left.append(other)
     return left
@@ -89,8 +87,9 @@ def test_a_killed_engine_ends_its_streams_and_its_server_and_leaves_the_port(mod
 
 @pytest.fixture
 def scratch():
-    """A folder with a short path: vLLM makes sockets in TMPDIR, whose names end at 107 letters."""
-    with tempfile.TemporaryDirectory() as folder:
+    """A folder with a short path: vLLM makes sockets in TMPDIR, whose names end at 103 letters on
+    macOS; its own folder for temporary files takes up 49 of them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 

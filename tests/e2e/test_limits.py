@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens at the edges: the model's length, the memory's end, a batch that comes and goes."""
 
+import psutil
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
 
@@ -33,13 +34,10 @@ def test_requests_of_many_lengths_come_and_go(smollm2):
 
 
 def test_the_pool_is_what_is_left_of_the_devices_share(smollm2):
-    # 5 % of this machine hold the weights and a pool; the rest of the memory stays untouched.
-    import psutil
-
-    share = psutil.virtual_memory().total * 0.06
-    with engine(
-        smollm2, kv_cache_memory_bytes=None, gpu_memory_utilization=0.06, max_num_batched_tokens=64
-    ) as llm:
+    share = 3 * 2**29  # bytes of this machine for weights and pool; the rest stays untouched
+    options = {"kv_cache_memory_bytes": None, "max_num_batched_tokens": 64}
+    utilization = share / psutil.virtual_memory().total
+    with engine(smollm2, gpu_memory_utilization=utilization, **options) as llm:
         config = llm.llm_engine.vllm_config
         bytes_per_token = 2 * 30 * 3 * 64 * 4  # K and V, layers, heads, head size, float32
         pool = config.cache_config.num_gpu_blocks * 16 * bytes_per_token

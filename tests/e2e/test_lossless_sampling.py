@@ -12,11 +12,13 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from e2e.harness import Dense, counters, engine
+from e2e.harness import Dense, counters, engine, generate
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import llama
 from sample.law import distribution, p_value
 from vllm import SamplingParams
+
+pytestmark = pytest.mark.heavy
 
 VOCAB, HIDDEN, BLOCK = 14, 32, 16
 LENGTH, NUM_DRAFTS = 3, 2  # tokens of a continuation; the last two can come from one window
@@ -37,15 +39,16 @@ CONFIG = {
 EXACTLY = {"max_tokens": LENGTH, "ignore_eos": True, "detokenize": False}
 GREEDY = SamplingParams(temperature=0, **EXACTLY)
 #: One request for many continuations costs vLLM the least. Its engine's core sees many requests.
-SAMPLED = SamplingParams(
-    n=50,
-    temperature=0.7,
-    top_p=0.9,
-    repetition_penalty=1.2,
-    frequency_penalty=0.4,
-    presence_penalty=-0.3,
-    **EXACTLY,
-)
+AT_ONCE = 50
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": -0.3}
+SAMPLED = SamplingParams(n=AT_ONCE, temperature=0.7, top_p=0.9, **PENALTIES, **EXACTLY)
+#: vLLM's own engines refuse these beside speculation. Each forbids tokens, and moves the others.
+BIAS = {1: 1.5, 4: -1.5, 6: 0.8, 9: -100.0}
+UNUSUAL = {
+    "min_p": {"temperature": 1.2, "min_p": 0.15},
+    "logit_bias": {"temperature": 0.9, "logit_bias": BIAS},
+    "both, and penalties": {"temperature": 0.9, "min_p": 0.1, "logit_bias": BIAS} | PENALTIES,
+}
 
 
 def random_weights(seed, config):
@@ -90,14 +93,36 @@ def prompt(dense):
 
 
 @pytest.fixture(scope="module")
-def law(dense, prompt):
+def rows(dense, prompt):
+    """float32 [V, V, LENGTH, V]: the logits along each continuation, by its first two tokens."""
+    firsts = np.ndindex(VOCAB, VOCAB)
+    found = [dense.logits([*prompt, *first])[-LENGTH:] for first in firsts]
+    return np.stack(found).reshape(VOCAB, VOCAB, LENGTH, VOCAB)
+
+
+def law_of(params, prompt, rows):
     """float64 [V, V, V]: the probability of each continuation."""
     law = np.ones((VOCAB,) * LENGTH)
     for first in np.ndindex(*law.shape[:-1]):
-        rows = dense.logits([*prompt, *first])[-LENGTH:]
-        laws = [distribution(row, SAMPLED, prompt, first[:i]) for i, row in enumerate(rows)]
+        laws = [distribution(row, params, prompt, first[:i]) for i, row in enumerate(rows[first])]
         law[first] = laws[0][first[0]] * laws[1][first[1]] * laws[2]
     return law
+
+
+def counts_of(outputs):
+    """int64 [V, V, V]: how often each continuation came."""
+    counts = np.zeros((VOCAB,) * LENGTH, np.int64)
+    for output in outputs:
+        for continuation in output.outputs:
+            counts[tuple(continuation.token_ids)] += 1
+    return counts
+
+
+def p_values(counts, law):
+    return {
+        "the two verified tokens": p_value(counts.sum(axis=0).ravel(), law.sum(axis=0).ravel()),
+        "all three tokens": p_value(counts.ravel(), law.ravel()),
+    }
 
 
 def ngram(folder):
@@ -142,6 +167,24 @@ def medusa(folder):
     return {"method": "medusa", "model": save(folder / "medusa", weights, config)}
 
 
+def settings(speculation):
+    """Of an engine with such drafts; None: without."""
+    options = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 64,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": 16 << 20,
+        "block_size": BLOCK,
+    }
+    if speculation is None:
+        return options
+    return options | {
+        "speculative_config": speculation | {"num_speculative_tokens": NUM_DRAFTS},
+        "additional_config": {"fixed_draft_length": True},
+    }
+
+
 @pytest.mark.parametrize(
     ("proposer", "num_continuations"),
     [(ngram, 50_000), (draft_model, 10_000), (eagle, 10_000), (medusa, 10_000)]
@@ -152,40 +195,63 @@ def medusa(folder):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_verified_tokens_follow_the_targets_law(
-    target, dense, prompt, law, tmp_path, proposer, num_continuations
+    target, dense, prompt, rows, tmp_path, proposer, num_continuations
 ):
-    num_requests = num_continuations // SAMPLED.n
+    num_requests = num_continuations // AT_ONCE
     shorter = [prompt[: BLOCK + 1 + index % BLOCK] for index in range(num_requests)]
-    with engine(
-        target,
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=16 << 20,
-        block_size=BLOCK,
-        speculative_config=proposer(tmp_path) | {"num_speculative_tokens": NUM_DRAFTS},
-        additional_config={"fixed_draft_length": True},
-    ) as llm:
+    with engine(target, **settings(proposer(tmp_path))) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": text} for short in shorter for text in (prompt, short)],
             [SAMPLED, GREEDY] * num_requests,
             use_tqdm=False,
         )
         seen = counters(llm)
-    counts = np.zeros(law.shape, np.int64)
-    for output in outputs[::2]:
-        for continuation in output.outputs:
-            counts[tuple(continuation.token_ids)] += 1
+    counts = counts_of(outputs[::2])
     assert counts.sum() == num_continuations
-    p_values = {
-        "the two verified tokens": p_value(counts.sum(axis=0).ravel(), law.sum(axis=0).ravel()),
-        "all three tokens": p_value(counts.ravel(), law.ravel()),
-    }
-    print(proposer.__name__, p_values)
-    assert min(p_values.values()) > 1e-4, p_values
+    found = p_values(counts, law_of(SAMPLED, prompt, rows))
+    print(proposer.__name__, found)
+    assert min(found.values()) > 1e-4, found
     for short, output in zip(shorter, outputs[1::2], strict=True):
         dense.check(short, list(output.outputs[0].token_ids))
     accepted = seen["vllm:spec_decode_num_accepted_tokens"]
     assert 0 < accepted < seen["vllm:spec_decode_num_draft_tokens"]
     assert seen["vllm:prefix_cache_hits"] > 0
+
+
+def test_min_p_and_logit_bias_hold_where_drafts_are_verified(target, prompt, rows):
+    """Each, and both with penalties, in one engine; a forbidden token must not come."""
+    params = [SamplingParams(n=AT_ONCE, **options, **EXACTLY) for options in UNUSUAL.values()]
+    num_requests = 3_000 // AT_ONCE
+    with engine(target, **settings(ngram(None))) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * (len(params) * num_requests),
+            params * num_requests,
+            use_tqdm=False,
+        )
+        seen = counters(llm)
+    for index, (name, asked) in enumerate(zip(UNUSUAL, params, strict=True)):
+        counts, law = counts_of(outputs[index :: len(params)]), law_of(asked, prompt, rows)
+        assert counts.sum() == num_requests * AT_ONCE
+        assert (law == 0).any(), "nothing is forbidden"
+        found = p_values(counts, law)
+        print(name, found)
+        assert min(found.values()) > 1e-4, (name, found)
+    accepted = seen["vllm:spec_decode_num_accepted_tokens"]
+    assert 0 < accepted < seen["vllm:spec_decode_num_draft_tokens"]
+
+
+def test_seeds_draw_the_same_tokens_with_and_without_drafts(target, prompt):
+    params = [
+        SamplingParams(**options, seed=seed, max_tokens=24, ignore_eos=True, detokenize=False)
+        for seed in range(16)
+        for options in UNUSUAL.values()
+    ]
+    prompts = [prompt[: 20 + index % 13] for index in range(len(params))]
+    texts = []
+    for speculation in (None, ngram(None)):
+        with engine(target, **settings(speculation)) as llm:
+            texts.append(generate(llm, prompts, params))
+            seen = counters(llm)
+    assert texts[0] == texts[1]
+    assert seen["vllm:spec_decode_num_accepted_tokens"] > 100
+    assert len({tuple(text) for text in texts[0]}) > len(params) // 2

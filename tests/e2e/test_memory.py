@@ -12,7 +12,7 @@ import threading
 import mlx.core as mx
 import psutil
 import pytest
-from e2e.harness import engine, generate, greedy, text_tokens
+from e2e.harness import compares_resident_memory, engine, generate, greedy, text_tokens
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from vllm import LLM
@@ -44,6 +44,7 @@ def test_no_step_copies_the_pool(smollm2):
     assert one_layer < POOL // 4
 
 
+@pytest.mark.heavy
 def test_no_step_copies_a_pool_that_groups_share(gemma3):
     assert peak_of_a_run(gemma3) < POOL // 4
 
@@ -134,6 +135,7 @@ def test_the_last_engine_gets_what_the_first_got(small, times):
     blocks, active, grown = open_use_and_close(small, times, 192 * MIB)
     assert len(set(blocks)) == 1
     assert max(abs(after - before) for after in active) < MIB
+    compares_resident_memory()
     assert grown < RSS_TOLERANCE
 
 
@@ -143,6 +145,7 @@ def test_the_fiftieth_engine_of_a_real_model_gets_what_the_first_got(smollm2):
     blocks, active, grown = open_use_and_close(smollm2, 50, 900 * MIB, skip_tokenizer_init=False)
     assert len(set(blocks)) == 1
     assert max(abs(after - before) for after in active) < MIB
+    compares_resident_memory()
     assert grown < RSS_TOLERANCE
 
 
@@ -180,9 +183,11 @@ def flood(model, share, num_prompts, prompt_len, **options):
 
 def assert_within_five_percent(share, held, grown):
     assert held == pytest.approx(share, rel=0.05)
+    compares_resident_memory()
     assert grown == pytest.approx(share, rel=0.05)
 
 
+@pytest.mark.heavy
 def test_a_full_load_takes_what_was_budgeted(much_kv):
     share = 2048 * MIB
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 32}

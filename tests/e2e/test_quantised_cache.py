@@ -22,6 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from metal_kernels import interpreter
 
+pytestmark = pytest.mark.heavy
+
 CACHES = ("fp8", "int8")
 TOP_CODES = {"fp8": (448, 416, 384, 352, 320, 288, 256), "int8": (127,)}
 MEMORY = 64 << 20

@@ -255,6 +255,7 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
             # 30 layers × (K + V) × 3 heads × 64 × 4 bytes = 45 KiB a token
             ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(16 << 20)],
             *({}, "one request of --max-model-len 8192 needs 0.35 GiB of KV cache"),
+            marks=pytest.mark.heavy,  # two engines with the model, this one and the server's
             id="longer than the pool",
         ),
         pytest.param(

@@ -10,6 +10,8 @@ import pytest
 from e2e.harness import Dense, text_tokens
 from e2e.server import serve
 
+pytestmark = pytest.mark.heavy
+
 SPECULATION = {
     "method": "ngram",
     "num_speculative_tokens": 4,
@@ -92,6 +94,29 @@ def test_a_grammar_holds_with_drafts(server):
             },
         )
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
+
+
+def test_min_p_and_logit_bias_hold_with_drafts(server, prompt):
+    """The likeliest token is forbidden, and with min_p 1 only the next in line is left: again and
+    again, so that drafts are right."""
+
+    def continue_with(**options):
+        with server.client() as client:
+            answer = client.completions.create(
+                model="smollm2",
+                prompt=prompt,
+                max_tokens=24,
+                extra_body={"ignore_eos": True, "return_token_ids": True, **options},
+            )
+        return answer.choices[0].token_ids
+
+    (banned, *_) = continue_with(temperature=0)
+    bias = {"logit_bias": {str(banned): -100}}
+    before = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    greedy = continue_with(temperature=0, **bias)
+    assert banned not in greedy
+    assert continue_with(temperature=1, min_p=1, **bias) == greedy
+    assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > before
 
 
 def test_a_server_that_slept_answers_as_before(server, prompt):

@@ -8,7 +8,9 @@ from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
 POOL = 64 << 20
 
 
-@pytest.mark.parametrize(("level", "speculative_config"), [(1, None), (2, "draft")])
+@pytest.mark.parametrize(
+    ("level", "speculative_config"), [(1, None), pytest.param(2, "draft", marks=pytest.mark.heavy)]
+)
 def test_memory_comes_back_and_answers_stay(smollm2, level, speculative_config):
     if speculative_config:
         speculative_config = {"method": "draft_model", "model": smollm2} | {

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
-from e2e.harness import Dense
+from e2e.harness import Dense, compares_resident_memory
 from e2e.server import serve
 from openai import AsyncOpenAI
 
@@ -93,4 +93,5 @@ def test_everybody_is_served_right_in_steady_memory(tmp_path, speculation):
     settled = memory[len(memory) // 3 :]
     growth = max(settled) - settled[0]
     print(f"{count} requests, memory {settled[0] >> 20} MiB, grown by {growth >> 20} MiB")
+    compares_resident_memory()
     assert growth < TOLERANCE

@@ -9,6 +9,8 @@ from vllm import SamplingParams
 from vllm_metal.spec_decode.ngram import NgramProposer
 from vllm_metal.spec_decode.proposer import Drafts
 
+pytestmark = pytest.mark.heavy
+
 MAX_TOKENS = 16
 FIXED = {"fixed_draft_length": True}  # --additional-config
 

@@ -203,6 +203,19 @@ def test_where_no_one_setting_is_enough_several_are_advised():
     assert "a model whose weights take" in str(raised.value)
 
 
+def test_where_others_hold_the_memory_the_way_out_names_them():
+    """However long a request may be: closing them is enough, or with a shorter length."""
+    taken = replace(EIGHT_GB_MAC, weights=2 * GIB, taken=3 * GIB)
+    with pytest.raises(BudgetError, match=r"close other programs: they hold 3.00 GiB, and \d"):
+        check(taken, replace(DEFAULTS, max_model_len=4096), QWEN)
+    with pytest.raises(BudgetError) as raised:
+        check(replace(taken, weights=int(2.4 * GIB)), replace(DEFAULTS, max_model_len=10**6), QWEN)
+    pattern = r"close other programs that hold ([\d.]+) GiB, and --max-model-len (\d+), together"
+    freed, tokens = re.search(pattern, str(raised.value)).groups()
+    fewer = replace(taken, weights=int(2.4 * GIB), taken=3 * GIB - int(float(freed) * GIB))
+    check(fewer, replace(DEFAULTS, max_model_len=int(tokens)), QWEN)
+
+
 def test_zero_lines_are_left_out_of_the_table():
     table = plan(EIGHT_GB_MAC, DEFAULTS).table()
     assert "draft" not in table

@@ -11,8 +11,10 @@ import metal_kernels
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.interpreter import Coverage
 from metal_kernels.paged_attention import AttentionShape
+from tests.metal_kernels.elf import reads_elf
 from tests.metal_kernels.paged_attention.batches import make_batch
 
+pytestmark = reads_elf
 METAL = [path.name for path in Path(metal_kernels.__file__).parent.rglob("*.metal")]
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 

@@ -329,11 +329,13 @@ def far_pool() -> Iterator[FarPool]:
     mx.clear_cache()  # gives gigabytes back
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("probe", ["write", "gather", "copy", "decode", "prefill"])
 def test_sources_as_they_are_pass_in_pools_beyond_32_bits(far_pool, probe):
     assert objection(far_pool.probe(probe), Checker().metal_kernel) is None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mutant", OVERFLOWS, ids=str)
 def test_an_overflow_is_caught_in_pools_beyond_32_bits(far_pool, mutant):
     compiler = planted(mutant, Checker().metal_kernel)

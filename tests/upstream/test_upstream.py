@@ -17,6 +17,7 @@ def available():
         pytest.skip(str(error))
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(1200)
 def test_scheduler_and_prefix_cache():
     assert run(selection.QUICK) == 0

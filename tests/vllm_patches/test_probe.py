@@ -54,7 +54,7 @@ class TakenFromClass:
         self.undo = []
 
     def __enter__(self):
-        for base in self.owner.__mro__:
+        for base in self.owner.__mro__[:-1]:  # not object
             annotations = vars(base).get("__annotations__", {})
             if self.name in annotations:
                 self.undo.append((annotations.__setitem__, self.name, annotations.pop(self.name)))

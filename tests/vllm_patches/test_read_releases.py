@@ -44,7 +44,9 @@ def run(arguments, *first):
         "VLLM_METAL_ALLOW_UNTESTED": "1",
     }
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | changed, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -62,3 +64,7 @@ def test_an_engine_of_it_gives_the_tokens_of_the_tested_one(tree, options):
     ]
     (tested, expected), (read, found) = results
     assert tested != read and found == expected
+
+
+def test_its_scheduler_ends_failed_requests(tree):
+    run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/e2e/test_failing_steps.py"], tree)

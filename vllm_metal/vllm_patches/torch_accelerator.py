@@ -8,14 +8,14 @@ RELEASES = ("0.32", "0.33")
 
 
 def answer_for_torch_accelerator() -> None:
-    """Makes vLLM's clean-up pass on machines where torch itself has no accelerator.
+    """Makes vLLM's clean-up pass, whatever accelerator torch has.
 
-    At engine shutdown vLLM empties torch's accelerator caches on every platform but its CPU one;
-    torch raises there without a device. There is nothing to empty: the model's memory is MLX's.
+    At engine shutdown vLLM empties torch's accelerator caches on every platform but its CPU one.
+    Without a device torch raises there; with a Mac's (MPS) torch 2.13 follows a null pointer to the
+    allocator of pinned memory and ends the process. There is nothing to empty: the model's memory
+    is MLX's, and vLLM's own tensors lie on the CPU.
     """
     import torch
 
-    if torch.accelerator.is_available():
-        return
     for name in ("empty_cache", "empty_host_cache"):
         setattr(torch.accelerator, name, lambda: None)

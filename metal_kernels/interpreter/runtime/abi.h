@@ -49,8 +49,9 @@ using Fold = void (*)(const Lanes&);
 }  // namespace metal_cpu
 
 extern "C" {
-/// Every compiled kernel exports this, and `metal_cpu_entry` calls the kernel once for one thread.
-void metal_cpu_entry(void* const* buffers, const metal_cpu::Position& position);
+/// Every compiled kernel exports this alone, and it calls the kernel once for one thread.
+__attribute__((visibility("default"))) void metal_cpu_entry(
+    void* const* buffers, const metal_cpu::Position& position);
 
 /// Waits until every active lane of the simdgroup is here; the last one folds for all.
 METAL_CPU_SYNC void metal_cpu_collective(metal_cpu::Fold fold, const void* in, void* out);

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from cpu import use_cpu
+
 # Before anything imports MLX or vLLM: the CPU device, and an engine in this process.
-os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
-from vllm_metal import blas
-
-blas.load()
+use_cpu()
 
 from e2e.fuzz.campaign import Campaign  # noqa: E402
 from e2e.fuzz.models import write_models  # noqa: E402

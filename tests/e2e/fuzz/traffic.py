@@ -20,8 +20,6 @@ METHODS = (None, None, "ngram", "suffix", "draft_model")
 CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 #: Whether vLLM can schedule ahead with a method.
 SYNCHRONOUS_ONLY = ("suffix",)
-#: Options that vLLM refuses together with speculation.
-REFUSED_WITH_DRAFTS = ("min_p", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,6 @@ def _request(
 ) -> Request:
     length = _length(rng, setting.block_size, space.max_len - 2)
     options = _options(rng, space)
-    if setting.method is not None:
-        options = {k: v for k, v in options.items() if k not in REFUSED_WITH_DRAFTS}
     continues, continued, shared = None, 0, ()
     if earlier and rng.random() < 0.8:
         other = earlier[int(rng.integers(len(earlier)))]

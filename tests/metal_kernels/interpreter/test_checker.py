@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from metal_kernels.interpreter import Checker, KernelViolation
+from tests.metal_kernels.elf import reads_elf
 
 SCHEDULES = ["forward", "reverse", "random:1", "random:2"]
 PLACE = """
@@ -94,14 +95,20 @@ def test_a_barrier_that_does_not_order_this(name, barrier, schedule):
     assert found.kind in ("race", "uninitialised")
 
 
-def test_a_race_names_both_threads_and_lines():
-    source = 'if (i == 3)\n#line 10 "here.metal"\nout[0] = 1;\nelse if (i == 70)\nout[0] = 2;'
-    found = violation(source)
+RACE = 'if (i == 3)\n#line 10 "here.metal"\nout[0] = 1;\nelse if (i == 70)\nout[0] = 2;'
+
+
+def test_a_race_names_both_threads():
+    found = violation(RACE)
     assert found.kind == "race"
-    message = str(found)
-    assert (
-        "'out' element 0 is written by thread 6 of threadgroup (1, 0, 0) here.metal:12" in message
-    )
+    assert "'out' element 0 is written by thread 6 of threadgroup (1, 0, 0)" in str(found)
+    assert "was written by thread 3 of another threadgroup" in str(found)
+
+
+@reads_elf
+def test_a_race_names_both_lines():
+    message = str(violation(RACE))
+    assert "by thread 6 of threadgroup (1, 0, 0) here.metal:12" in message
     assert "was written by thread 3 of another threadgroup here.metal:10" in message
 
 

@@ -2,12 +2,14 @@
 """Executed lines of small kernels, marked by hand."""
 
 import re
+import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from metal_kernels.interpreter import Coverage
+from tests.metal_kernels.elf import reads_elf
 
 # At the end of a line: "yes", executed; "no", executable and missed; neither, no code.
 HEADER = """\
@@ -82,6 +84,7 @@ def marked(text, mark):
     return {number for number, line in lines if re.search(rf"// {mark}$", line)}
 
 
+@reads_elf
 def test_branches_loops_and_templates():
     coverage = Coverage()
     np.testing.assert_array_equal(launch(coverage), np.arange(64)[::-1] + 3)
@@ -92,6 +95,7 @@ def test_branches_loops_and_templates():
         assert report[name].missed == sorted(marked(text, "no"))
 
 
+@reads_elf
 def test_instantiations_and_calls_add_up():
     coverage = Coverage()
     body = "if (N > 2) {\n  out[0] = 1.0f;\n}\nif (in0[0] > 0.0f) {\n  out[1] = 2.0f;\n}\n"
@@ -102,6 +106,7 @@ def test_instantiations_and_calls_add_up():
         assert [line for line in lines.missed if line in (2, 5)] == missed
 
 
+@reads_elf
 def test_each_coverage_sees_its_own_runs_only():
     body = "if (in0[0] > 0.0f) {\n  out[0] = 1.0f;\n}\n"
     first, second = Coverage(), Coverage()
@@ -112,7 +117,14 @@ def test_each_coverage_sees_its_own_runs_only():
     assert Coverage().report() == {}
 
 
+@reads_elf
 def test_needs_pyelftools(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install pyelftools"):
+        Coverage()
+
+
+def test_elsewhere_it_says_where_to_run_it(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(RuntimeError, match="run it on Linux"):
         Coverage()

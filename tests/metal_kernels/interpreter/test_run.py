@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from metal_kernels.interpreter import CompileError, KernelViolation, metal_kernel
+from tests.metal_kernels.elf import reads_elf
 
 INDEX = "uint i = thread_position_in_grid.x;\n"
 
@@ -172,15 +173,31 @@ def test_more_threadgroup_memory_than_a_gpu_has():
     assert caught.value.kernel == "probe"
 
 
+DIVERGENT = """
+    if (thread_position_in_grid.x < 3) threadgroup_barrier(mem_flags::mem_none);
+    else
+        threadgroup_barrier(mem_flags::mem_none);
+    out[0] = 1;
+"""
+
+
 def test_threads_at_different_barriers():
-    source = """
-        if (thread_position_in_grid.x < 3) threadgroup_barrier(mem_flags::mem_none);
-        else
-            threadgroup_barrier(mem_flags::mem_none);
-        out[0] = 1;
-    """
+    with pytest.raises(KernelViolation, match=r"3 at threadgroup_barrier.*; 61 at threadgroup_b"):
+        launch(DIVERGENT, [0])
+
+
+@reads_elf
+def test_the_lines_of_different_barriers():
     with pytest.raises(KernelViolation, match=r"3 at threadgroup_barrier probe:2.*61.*probe:4"):
-        launch(source, [0])
+        launch(DIVERGENT, [0])
+
+
+def test_where_lines_are_unknown_a_message_has_none(monkeypatch):
+    """As on a Mac, whose files are no ELF."""
+    monkeypatch.setattr("metal_kernels.interpreter.lines.rows", lambda library: 1 / 0)
+    places = "3 at threadgroup_barrier; 61 at threadgroup_barrier$"
+    with pytest.raises(KernelViolation, match=places):
+        launch(DIVERGENT.replace("= 1", "= 2"), [0])
 
 
 def test_branches_that_look_alike_are_not_made_one():

@@ -110,6 +110,7 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(
     assert sum(t.written_bytes for t in dispatch.buffers.values()) == context + TOKEN_BYTES
 
 
+@pytest.mark.heavy
 def test_offsets_beyond_32_bits_are_written_and_read():
     """A pool of more than 2^32 elements: head 1 begins beyond what 32 bits can count."""
     num_blocks = 2**21

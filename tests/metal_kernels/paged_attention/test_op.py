@@ -156,6 +156,7 @@ def test_the_reference_agrees(kind):
     assert mx.abs(found - wanted).max() < 1e-5
 
 
+@pytest.mark.heavy
 def test_pools_past_the_range_of_32_bits():
     """Slots whose elements lie beyond 2^32, as values of both K and V."""
     num_blocks = 2**32 // (16 * 64) + 4

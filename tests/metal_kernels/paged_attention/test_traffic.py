@@ -19,6 +19,7 @@ def test_decode(group, batch, context):
     assert 1.0 <= ratio(group, batch, 1, context) <= 1.05
 
 
+@pytest.mark.heavy
 def test_decode_of_a_full_batch_of_long_contexts():
     assert 1.0 <= ratio(1, 32, 1, 8192, head_size=64) <= 1.05
 

@@ -3,8 +3,10 @@
 
 from importlib.util import find_spec
 
+from vllm_metal.extras import install_advice
+
 if find_spec("gguf") is None:
-    raise ImportError("GGUF files need the gguf package; run: pip install 'vllm-metal[gguf]'")
+    raise ImportError(f"GGUF files need the gguf package; run: {install_advice('gguf')}")
 
 from .convert import CONVERTER_VERSION, ConvertOptions, convert
 from .errors import ConversionError

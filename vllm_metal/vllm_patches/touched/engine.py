@@ -249,6 +249,11 @@ _SAMPLING = (
     ),
     Touched("vllm:SamplingParams", by="sample models/profile.py"),
     Touched(
+        "vllm:SamplingParams",
+        by="vllm_patches/refusals.py",
+        methods={"_validate_spec_decode": "speculative_config"},
+    ),
+    Touched(
         "vllm.exceptions:VLLMValidationError", by="sample/validate.py", called="message parameter="
     ),
     Touched(

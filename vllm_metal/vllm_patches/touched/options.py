@@ -78,7 +78,13 @@ _CONFIGURATION = (
     Touched(
         "vllm.envs:environment_variables",
         by="platform.py",
-        fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS",
+        fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS "
+        "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING",
+    ),
+    Touched(
+        "vllm.envs:env_with_choices",
+        by="vllm_patches/processes.py",
+        called="env_name default choices",
     ),
 )
 
@@ -157,4 +163,34 @@ _PLATFORM = (
     ),
 )
 
-OPTIONS = (*_CONFIGURATION, *_ENGINE_ARGUMENTS, *_PLATFORM)
+_PROCESSES = (
+    Touched(
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        by="vllm_patches/processes.py",
+        called="vllm_config executor_class log_stats multiprocess_mode=",
+    ),
+    Touched(
+        "vllm.v1.engine.utils:CoreEngineProcManager",
+        by="vllm_patches/shutdown.py",
+        fields="_request_shutdown_timeout",
+        methods={"shutdown": "timeout"},
+    ),
+    Touched(
+        "vllm.v1.engine.core_client:MPClient",
+        by="vllm_patches/shutdown.py",
+        fields="resources _finalizer",
+        methods={"shutdown": "timeout", "_format_exception": "e"},
+    ),
+    Touched(
+        "vllm.v1.engine.core_client:BackgroundResources",
+        by="vllm_patches/shutdown.py",
+        fields="engine_dead",
+    ),
+    Touched(
+        "vllm.v1.engine.exceptions:EngineDeadError",
+        by="vllm_patches/shutdown.py",
+        called="suppress_context=",
+    ),
+)
+
+OPTIONS = (*_CONFIGURATION, *_ENGINE_ARGUMENTS, *_PLATFORM, *_PROCESSES)

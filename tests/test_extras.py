@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advice on installing names packages that are what they seem."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from vllm_metal import extras
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_advised_packages_are_those_that_are_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, packages in extras.PACKAGES.items():
+        assert list(packages) == declared["optional-dependencies"][extra]
+
+
+def test_the_command_is_that_of_this_interpreter():
+    command = f"{sys.executable} -m pip install 'gguf>=0.19' 'filelock>=3.20.3'"
+    assert extras.install_advice("gguf") == command
+    with pytest.raises(KeyError):
+        extras.install_advice("absent")
+
+
+def test_an_environment_without_pip_is_uvs(monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    command = f"uv pip install --python {sys.executable} 'ziglang>=0.15'"
+    assert extras.install_advice("interpreter") == command
+
+
+def test_nothing_asks_an_index_for_our_name():
+    # An index has another project's release under it.
+    asked = re.compile(r"install( -\S+)* ['\"]?vllm-metal\b|['\"]vllm-metal\[")
+    folders = ("vllm_metal", "metal_kernels", "examples", "benchmarks", "docs", "scripts")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [*ROOT.glob("*.md"), ROOT / "pyproject.toml"]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in files
+        if path.suffix in (".py", ".md", ".sh", ".toml")
+        for line in path.read_text().splitlines()
+        if asked.search(line)
+    ]
+    assert not found

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model fits on a Mac where other programs run: the figures are a Mac's, nothing is
+loaded. `tests/e2e/test_memory.py` has engines on this machine."""
+
+import json
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+from mac import BUSY, FULL, IDLE, PAGE, Mac
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.kv_cache.budget import BudgetError
+from vllm_metal.kv_cache.specs import kv_cache_specs
+from vllm_metal.memory import Memory, Workload
+
+GIB = 2**30
+#: Llama-3.1-8B's.
+LAYERS = [AttentionLayer(f"layers.{index}", 32, 8, 128, None) for index in range(32)]
+VOCAB, CONTEXT = 128_256, 131_072
+KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
+WEIGHTS = 4_500_000_000  # in 4 bits
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder without weights."""
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@dataclass
+class Gpu:
+    """MLX's figures, while steps take what they would."""
+
+    active: int = 0
+    peak: int = 0
+
+    def take_over(self, monkeypatch):
+        monkeypatch.setattr(mx, "get_active_memory", lambda: self.active)
+        monkeypatch.setattr(mx, "get_peak_memory", lambda: self.peak)
+        monkeypatch.setattr(mx, "reset_peak_memory", lambda: setattr(self, "peak", self.active))
+
+    def workload(self):
+        def run(nbytes):
+            self.peak = self.active + nbytes
+
+        # Of 2048 rows: an MLP's three activations and six of the hidden size, in 16 bits.
+        step = 2048 * (3 * 14336 + 6 * 4096) * 2
+        sampling = VOCAB * 4 * 4  # of a row, in float32
+        return Workload(lambda: run(step), None, lambda rows: run(rows * sampling), VOCAB, 256, 2)
+
+
+@pytest.fixture
+def serve(model, monkeypatch):
+    """Bytes of the KV pool on `mac`, measured while the model's pages are there."""
+
+    def serve(mac, loaded=None, weights=WEIGHTS, **options):
+        args = EngineArgs(
+            model=model,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_num_batched_tokens=2048,
+            max_num_seqs=256,
+            **options,
+        )
+        config, gpu = args.create_engine_config(), Gpu()
+        config.cache_config.kv_cache_layout = "LBNHC"  # the worker's word on it
+        specs = kv_cache_specs(LAYERS, 16, mx.bfloat16)
+        with monkeypatch.context() as patches:
+            gpu.take_over(patches)
+            mac.take_over(patches)
+            memory = Memory("metal")
+            (loaded or mac).take_over(patches)
+            gpu.active = weights
+            try:
+                return memory.pool_size(config, specs, 0, None, gpu.workload())
+            finally:
+                memory.release()
+
+    return serve
+
+
+def test_a_busy_mac_serves_8b_in_4_bits(serve):
+    """By psutil's figure there is not room for a step beside the weights."""
+    assert BUSY.psutil_available - WEIGHTS < 0.5 * GIB
+    pool = serve(BUSY, max_model_len=4096)
+    assert 4096 * KV_BYTES_PER_TOKEN <= pool < GIB
+
+
+def test_what_the_model_itself_takes_does_not_count_against_it(serve):
+    """Its pages come from files that macOS lets go, and from halves of what it compresses."""
+    pages = -(-WEIGHTS // PAGE)
+    from_files = BUSY.files - 20_000
+    compressed = 2 * (pages - from_files)
+    files, others = BUSY.files - from_files, BUSY.anonymous - compressed
+    pageable = Mac(free=2000, speculative=0, files=files, anonymous=others + pages)
+    wired = Mac(free=2000, speculative=0, files=files, anonymous=others)
+    pools = {serve(BUSY, loaded, max_model_len=4096) for loaded in (BUSY, pageable, wired)}
+    assert len(pools) == 1
+
+
+def test_an_idle_mac_gives_what_metal_recommends(serve):
+    pool = serve(IDLE, max_model_len=16_384)
+    assert pool > 0.92 * IDLE.ram * IDLE.gpu_share - WEIGHTS - GIB
+
+
+def refusal(serve, *args, **options):
+    with pytest.raises(BudgetError) as raised:
+        serve(*args, **options)
+    return str(raised.value)
+
+
+def test_a_full_mac_refuses_and_says_what_to_close(serve):
+    message = refusal(serve, FULL, max_model_len=4096)
+    assert "- in use by others, beyond that" in message
+    assert "\n  * close other programs: they hold" in message
+
+
+def test_a_long_context_on_a_full_mac_needs_both(serve):
+    message = refusal(serve, FULL, max_model_len=CONTEXT)
+    assert "\n  * close other programs that hold" in message
+    assert ", and --max-model-len " in message
+
+
+def test_a_model_too_large_for_a_full_mac_names_the_programs_too(serve):
+    message = refusal(serve, FULL, weights=12 * GIB, max_model_len=CONTEXT)
+    assert "No one setting makes it fit: close other programs, which hold" in message
+    assert message.endswith("take a smaller model, or more memory")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of this machine's memory is to be had.
+
+Linux tells it: psutil's `available` is MemAvailable. On macOS psutil adds the free pages and the
+inactive ones. But macOS leaves hardly a page free and compresses what programs do not use, so a Mac
+with a browser open shows little of either and still has room. Its kernel counts (xnu 11417, the
+names of `osfmk/vm` in brackets; each is a `sysctl`):
+
+- vm.page_free_count [vm_page_free_count]: free pages. `vm_stat` and psutil add the speculative
+  ones, files read ahead; this does not.
+- vm.page_pageable_external_count [vm_page_pageable_external_count]: pages of files, active,
+  inactive and speculative ones alike (`vm_page_speculate`), so these are not added once more.
+- vm.page_purgeable_count [vm_page_purgeable_count]: pages that programs can do without, not wired.
+  They are anonymous, so no page of a file is among them.
+- kern.memorystatus_level [AVAILABLE_NON_COMPRESSED_MEMORY, `vm_pressure_response`]: free,
+  speculative, active and inactive pages in percent of RAM: all but wired and compressed ones.
+
+The first three are given away without loss; of the fourth they are a part. The rest of it holds
+what programs work with. macOS compresses that as it needs room, to a half by the algorithm's own
+figures (WKdm: Wilson, Kaplan and Smaragdakis, "The Case for Compressed Caching in Virtual Memory
+Systems", USENIX 1999), and only then swaps. So half of the rest is to be had without swapping.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+
+from vllm_metal import sysctl
+
+FIGURES = (
+    "vm.page_free_count",
+    "vm.page_pageable_external_count",
+    "vm.page_purgeable_count",
+    "hw.pagesize",
+    "kern.memorystatus_level",
+    "hw.memsize",
+)
+#: What compressing a page gives back of it.
+COMPRESSED_AWAY = 1 / 2
+
+
+def available(own: int) -> int:
+    """Bytes to be had beyond what this process holds.
+
+    Args:
+        own: bytes that MLX holds. They are in use whether macOS counts them as wired or as pages it
+            could compress, so nothing is expected of them.
+    """
+    known = psutil.virtual_memory().available
+    given = _given_by_macos(own) if sys.platform == "darwin" else None
+    # Inactive pages, which psutil counts whole, are what macOS compresses or swaps first.
+    return known if given is None else max(known, given)
+
+
+def _given_by_macos(own: int) -> int | None:
+    """See above; None where the kernel does not tell all of it."""
+    figures = [number for name in FIGURES if (number := sysctl.read(name)) is not None]
+    if len(figures) < len(FIGURES):
+        return None
+    free, files, purgeable, page, level, ram = figures
+    pageable = ram * level // 100
+    without_loss = min((free + files + purgeable) * page, pageable)
+    in_use = max(pageable - without_loss - own, 0)
+    return without_loss + int(in_use * COMPRESSED_AWAY)
