@@ -65,6 +65,13 @@ def test_a_kernel_that_kills_its_process_is_named(tmp_path: Path, end: str, said
     assert said in failure
 
 
+def test_all_that_a_dying_process_printed_is_kept_for_reports():
+    printed = "print('note: one', flush=True)\nprint('  note: two', flush=True)\n"
+    stopped = next(selfcheck.outcomes(CASES, child(RUNNING, printed, "os.abort()\n")))
+    assert not stopped.ok and stopped.detail.endswith("signal 6: note: two")
+    assert stopped.log == "note: one\n  note: two"
+
+
 def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path):
     command = [sys.executable, "-c", "raise SystemExit('no such module')"]
     (failure,) = selfcheck.failures(CASES, command, folder=tmp_path)

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
     _add_fit(commands.add_parser("fit", help="say what a model needs, and whether it fits a Mac"))
-    _add_doctor(commands.add_parser("doctor", help="check every Metal kernel on this machine"))
+    _add_doctor(commands.add_parser("doctor", help="try the engine and every kernel here"))
     return parser
 
 
@@ -134,10 +134,12 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run every Metal kernel against its reference, over all dtypes, head sizes, block sizes "
-        "and caches (some minutes), time them, and write what was found to a file that tells "
-        "nothing of the user. The exit status is 1 if a kernel fails. Without a Metal device the "
-        "kernels are interpreted, for a few shapes."
+        "Try what users do, the quick things first: versions, macOS, memory; which platform vLLM "
+        "chooses; an engine that gives ten tokens and shuts down, then the same as a server; and "
+        "every Metal kernel against its reference, over all dtypes, head sizes, block sizes and "
+        "caches (some minutes), with their times. Says what to do about what it finds, and writes "
+        "it to a file that tells nothing of the user. The exit status is 1 if anything fails. "
+        "Without a Metal device the kernels are interpreted, for a few shapes."
     )
     parser.add_argument(
         "--report",
@@ -146,7 +148,20 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         default=Path("vllm-metal-doctor.json"),
         help="JSON file to write; default: %(default)s",
     )
-    parser.add_argument("--quick", action="store_true", help="a few shapes only")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small KV cache, and a few shapes for the kernels"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="folder or hub name of the model to try; default: the embedded one where it is "
+        "installed, else a tiny one made on the spot",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("machine", "engine", "kernels"),
+        help="the machine and this part; default: all",
+    )
     parser.set_defaults(run=_doctor)
 
 
@@ -183,7 +198,8 @@ def _fit(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from vllm_metal import doctor
 
-    return doctor.run(args.report, args.quick)
+    parts = (args.only,) if args.only else doctor.PARTS
+    return doctor.run(args.report, args.quick, args.model, parts)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,7 @@ COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
 TIME_LIMIT = 60.0
 #: Processes that one check after the other may hang or kill before the rest is given up.
 _PROCESSES = 4
+_SAID_LINES = 200  # of a process that dies, for reports
 #: Changes with what results on disk look like.
 _FORMAT = 2
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
@@ -119,7 +121,8 @@ def outcomes(
         if child.blamed is None:
             return
         case, check = child.blamed
-        stopped = Outcome(check.kernel, case, ok=False, detail=child.end, rows=check.rows)
+        log = "\n".join(child.said)
+        stopped = Outcome(check.kernel, case, False, child.end, rows=check.rows, log=log)
         found.append(stopped)
         yield stopped
         if not child.began:
@@ -133,6 +136,7 @@ class _Child:
         began: whether it came as far as a check.
         blamed: what it was at when it hung or died; None: it ended well.
         end: how it ended then.
+        said: the last lines it printed, without outcomes.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class _Child:
         self.began = False
         self.blamed: tuple[Case, Check] | None = None
         self.end = ""
+        self.said: deque[str] = deque(maxlen=_SAID_LINES)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -163,12 +168,11 @@ class _Child:
 
     def outcomes(self, time_limit: float) -> Iterator[Outcome]:
         """As they come, each within `time_limit` seconds; ends the process."""
-        said = ""
         try:
             while (line := self._lines.get(timeout=time_limit)) is not None:
                 message = _parsed(line)
                 if message is None:
-                    said = line.strip() or said
+                    self.said.extend(filter(None, [line.rstrip()]))
                 elif "running" in message:
                     case, check = self._wanted[message["case"]], message["running"]
                     self._running, self.began = (case, Check(check, message.get("rows"))), True
@@ -176,7 +180,8 @@ class _Child:
                     yield Outcome.from_json(message)
             if status := self._process.wait():
                 ended = f"signal {-status}" if status < 0 else f"status {status}"
-                self.blamed, self.end = self._running, f"ended its process with {ended}: {said}"
+                last = self.said[-1].strip() if self.said else ""
+                self.blamed, self.end = self._running, f"ended its process with {ended}: {last}"
         except queue.Empty:
             self.blamed, self.end = self._running, f"did not end within {time_limit:g} s"
         finally:

@@ -11,7 +11,7 @@ from metal_kernels.selfcheck.checks import (
     next_check,
     usable,
 )
-from metal_kernels.selfcheck.timing import Timing, copy_bandwidth, timings
+from metal_kernels.selfcheck.timing import Timing, Work, copy_bandwidth, works
 
 __all__ = [
     "KERNELS",
@@ -20,6 +20,7 @@ __all__ = [
     "Check",
     "Outcome",
     "Timing",
+    "Work",
     "check",
     "check_kernel",
     "checks",
@@ -27,6 +28,6 @@ __all__ = [
     "dtype_name",
     "in_use",
     "next_check",
-    "timings",
     "usable",
+    "works",
 ]

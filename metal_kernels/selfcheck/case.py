@@ -76,6 +76,7 @@ class Outcome:
     tolerance: float | None = None  # that element's; both None where nothing was computed
     seconds: float = 0.0  # compiling included
     rows: int | None = None  # packed rows of the tile that was checked; None: the kernel has none
+    log: str = ""  # all of a message whose one line `detail` is, such as a compiler's
 
     @property
     def check(self) -> Check:

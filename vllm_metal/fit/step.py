@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -56,7 +56,7 @@ def step_peak(
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
     num_tokens, sampled = largest_step(config)
     with recordable(metal=kind == "metal"):
-        caches = largest_caches(layers, config, region_type)
+        caches = largest_caches(layers, config, _whole(region_type))
         pools = [pool for cache in caches for pool in (cache.region.keys, cache.region.values)]
         arrays = [array for pool in pools for array in pool.arrays]
 
@@ -77,6 +77,17 @@ def step_peak(
     shape, _ = graph.arrays[logits]
     nbytes = peak(graph, [logits], kept, graph.inputs[: len(parameters)])
     return StepPeak(nbytes, shape[-1])
+
+
+def _whole(region_type: type[Region]) -> type[Region]:
+    """The same regions, in steps that are evaluated once: a graph is recorded as a whole."""
+
+    class Whole(region_type):  # type: ignore[misc, valid-type]
+        @classmethod
+        def plan(cls, *arguments: Any) -> Any:
+            return replace(super().plan(*arguments), pace=None)
+
+    return Whole
 
 
 def _refill(pool: Pool, arrays: Iterator[mx.array]) -> None:

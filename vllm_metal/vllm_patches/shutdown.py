@@ -19,8 +19,9 @@ STOP_TIMEOUT = 15.0
 def let_engines_end() -> None:
     """Gives the engine's process time to end after SIGTERM; once vLLM is loaded.
 
-    vLLM kills it in the same moment where a server has no --shutdown-timeout, says so in two
-    warnings, and leaves semaphores behind, of which Python warns. Requests are aborted either way.
+    Where no --shutdown-timeout is set, a server kills it in the same moment and `LLM` after five
+    seconds: two warnings, and semaphores left behind, of which Python warns. Requests are aborted
+    either way.
     """
     from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -30,8 +31,9 @@ def let_engines_end() -> None:
 
     @functools.wraps(shutdown)
     def wait(self: Any, timeout: float | None = None) -> None:
-        at_once = timeout == 0 and self._request_shutdown_timeout == 0
-        shutdown(self, timeout=STOP_TIMEOUT if at_once else timeout)
+        if self._request_shutdown_timeout == 0:
+            timeout = max(timeout or 0.0, STOP_TIMEOUT)
+        shutdown(self, timeout=timeout)
 
     CoreEngineProcManager.shutdown = wait  # type: ignore[method-assign]
 

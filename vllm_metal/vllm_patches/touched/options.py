@@ -59,6 +59,8 @@ _CONFIGURATION = (
     Touched("vllm.config:CompilationConfig", by="platform.py", fields="mode cudagraph_mode"),
     Touched("vllm.config:CompilationMode", by="platform.py", fields="NONE"),
     Touched("vllm.config:CUDAGraphMode", by="platform.py", fields="NONE"),
+    Touched("vllm.config:AttentionConfig", by="fit/engine.py", called=""),
+    Touched("vllm.config.model:_is_valid_dtype", by="fit/engine.py", called="model_type dtype"),
     Touched("vllm.config.cache:CacheDType", by="platform.py", fields="int8_per_token_head"),
     Touched(
         "vllm.config.model:LogprobsMode",
