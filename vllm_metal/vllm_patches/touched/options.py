@@ -173,6 +173,7 @@ _PLATFORM = (
 )
 
 _PROCESSES = (
+    Touched("vllm:LLM", by="doctor/children/ten_tokens.py", called="model"),
     Touched(
         "vllm.v1.engine.llm_engine:LLMEngine",
         by="vllm_patches/processes.py",
