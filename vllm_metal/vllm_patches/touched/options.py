@@ -179,7 +179,6 @@ _PROCESSES = (
         by="vllm_patches/processes.py",
         called="vllm_config executor_class log_stats multiprocess_mode=",
     ),
-    Touched("vllm:LLM", by="doctor/children/ten_tokens.py"),
     Touched(
         "vllm.v1.engine.utils:CoreEngineProcManager",
         by="vllm_patches/shutdown.py",
