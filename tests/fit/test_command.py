@@ -130,6 +130,10 @@ def test_on_this_machine_the_cpu_is_given_float32(folder, capsys):
     [
         (["--context", "16k"], "--context 16384 is longer than the 8192 tokens that the model"),
         (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype fp4 is not supported: choose one of auto"),
+        (
+            ["--requests", "80", "--max-num-batched-tokens", "64"],
+            "80 requests at once need --max-num-batched-tokens 80",
+        ),
         (["--block-size", "8"], "--block-size 8 is not supported: choose one of (16, 32)"),
     ],
 )

@@ -50,6 +50,10 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
         raise ValueError(f"config.json of {args.model} names no model_type")
     dtype = engine.dtype_of(content, machine.kind, args.dtype or "auto")
     _check(args, formats.offered(args.kv_cache_dtype, dtype))
+    rows = args.max_num_batched_tokens or platform.MAX_NUM_BATCHED_TOKENS[machine.kind]
+    requests = args.max_num_seqs or args.requests or min(platform.MAX_NUM_SEQS, rows)
+    if requests > rows:
+        raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
     model = Model.read(path, content["model_type"], dtype)
     estimates = {}
     for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
@@ -58,9 +62,8 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             dtype=dtype,
             cache_dtype=cache_dtype,
             max_model_len=_context(args, content),
-            max_num_seqs=args.max_num_seqs or args.requests or platform.MAX_NUM_SEQS,
-            max_num_batched_tokens=args.max_num_batched_tokens
-            or platform.MAX_NUM_BATCHED_TOKENS[machine.kind],
+            max_num_seqs=requests,
+            max_num_batched_tokens=rows,
             gpu_memory_utilization=args.gpu_memory_utilization,
             block_size=args.block_size or platform.BLOCK_SIZES[0],
         )
