@@ -92,6 +92,19 @@ def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
     assert all(mx.array_equal(*pair) for pair in zip(ours.arrays, other.arrays, strict=True))
 
 
+def test_queries_may_come_in_float32():
+    """As phi's and stablelm's do; what is answered has their dtype."""
+    rng, where = np.random.default_rng(0), layout(STEPS[0])
+    heads = ((4, mx.float32), (2, mx.float16), (2, mx.float16))
+    rows = [mx.array(rng.normal(size=(29, num, 64))).astype(dtype) for num, dtype in heads]
+    found, wanted = (
+        attended(make(region_type, mx.float16), where, *rows)
+        for region_type in (KernelRegion, ScatterRegion)
+    )
+    assert found.dtype == wanted.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, atol=2e-3)  # queries are rounded to 11 bits
+
+
 def test_writes_and_reads_are_in_order_whatever_their_number():
     """Two writes in a row, two reads of one, whole blocks between: by tokens alone."""
     logger = Logger(interpreter.metal_kernel)

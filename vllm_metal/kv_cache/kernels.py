@@ -133,7 +133,8 @@ class KernelRegion(Region):
             plan.pace.end(written)  # the layers before
         out, read = paged_attention.run(
             plan.attention,
-            queries,
+            # Some models hand queries over in float32, lest products overflow: the kernels' do not.
+            queries.astype(values.dtype),
             self.keys.elements,
             self.values.elements,
             written,
@@ -145,7 +146,7 @@ class KernelRegion(Region):
         )
         # A reader comes after the write, and stands for it; several readers stand side by side.
         self._since = [*(token for token in self._since if token is not written), *read]
-        return out
+        return out.astype(queries.dtype)
 
 
 def _padded(slots: np.ndarray) -> mx.array:
