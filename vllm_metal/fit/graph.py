@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, cast
 
 import mlx.core as mx
@@ -170,7 +170,7 @@ def _like_first(function: Any) -> Callable[..., mx.array]:
 
 def _stand_in_kernel(**_: Any) -> Callable[..., list[mx.array]]:
     """In place of `mx.fast.metal_kernel`."""
-    return partial(_launch)
+    return _launch
 
 
 def _launch(
