@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one folder where results are kept between runs; as a script, prints what lies there.
+"""The one folder where results are kept between runs; as a script, prints what may be removed.
 
 It imports the standard library only and runs on Python 3.9, so that `make distclean` can ask it.
 """
@@ -10,8 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-#: All that is kept, each in a folder of its own: what `make distclean` removes. Others' files may
-#: lie beside them where ``VLLM_METAL_CACHE`` names a folder.
+#: All that is kept, each in a folder of its own: what `make distclean` removes.
 PARTS = ("interpreter", "models", "selfcheck", "vllm-sources", "vllm-tests")
 
 
@@ -27,6 +26,10 @@ def cache_dir() -> Path:
 
 
 if __name__ == "__main__":
-    for part in PARTS:
-        if (cache_dir() / part).is_dir():
-            print(cache_dir() / part)
+    there = [cache_dir() / part for part in PARTS if (cache_dir() / part).is_dir()]
+    if os.environ.get("VLLM_METAL_CACHE"):
+        # Its user's folder: what has one of our names there may be theirs.
+        for folder in there:
+            print(f"left to you, as VLLM_METAL_CACHE names its folder: {folder}", file=sys.stderr)
+    else:
+        print("\n".join(map(str, there)), end="\n" if there else "")

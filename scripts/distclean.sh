@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Removes .venv, and from the user's cache folder what this project keeps there; says what.
+# Removes .venv, and from the user's cache folder what this project keeps there; says what. A folder
+# that VLLM_METAL_CACHE names is left alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -15,7 +15,8 @@ from vllm_metal.fit import units
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
     args = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _unwind)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+        signal.signal(number, _unwind)
     try:
         status: int = args.run(args)
     except (ValueError, OSError, ImportError) as error:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unwind(signum: int, frame: FrameType | None) -> None:
-    # A plain SIGTERM would end the process without removing a half-written directory.
+    # By default they end the process, and leave half-written folders and children behind.
     raise SystemExit(128 + signum)
 
 

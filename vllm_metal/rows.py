@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.pace import Pace
 from vllm_metal.kv_cache.region import StepLayout
 
 
@@ -24,13 +25,14 @@ class Rows:
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
 
 
-def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int) -> StepLayout:
+def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int, pace: Pace) -> StepLayout:
     """Where the rows lie in one KV cache group's blocks.
 
     Args:
         rows: the batch.
         block_table_np: [max_num_reqs, max_blocks] int32, the group's table by slot.
         block_size: tokens of a block.
+        pace: of the network.
     """
     # Narrowed to the longest context, so that a step's cost follows what it really holds.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
@@ -43,4 +45,5 @@ def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int) -> Step
         block_tables_np=tables,
         slot_mapping_np=blocks * block_size + rows.positions_np % block_size,
         block_size=block_size,
+        pace=pace,
     )

@@ -29,7 +29,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.choice import make_speculator
 from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.networks import load_network
-from vllm_metal.vllm_patches import shutdown, tokenizers
+from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 
 if TYPE_CHECKING:
@@ -75,11 +75,17 @@ class MetalWorker(WorkerBase):
     _memory: Memory | None = None
 
     def init_device(self) -> None:
-        shutdown.leave_ctrl_c_to_the_parent()
         device.select(self.current_platform.mlx_device)
         self._memory = Memory(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
-        set_random_seed(self.model_config.seed)
+        self._seed()
+
+    def _seed(self) -> None:
+        """Python's, numpy's and torch's generators are its user's where the engine came to them."""
+        if processes.in_users_process():
+            mx.random.seed(self.model_config.seed)
+        else:
+            set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -188,7 +194,8 @@ class MetalWorker(WorkerBase):
             self.cache_config.block_size,
         )
         seconds = time.perf_counter() - started
-        set_random_seed(self.model_config.seed)
+        self._seed()
+        shutdown.leave_ctrl_c_to_the_parent()  # not before: a start can be interrupted
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def execute_model(

@@ -100,7 +100,8 @@ def run(
     tokens: list[mx.array] = []
     for dispatch in plan.dispatches:
         if pace is not None:
-            pace.before(dispatch.work, *tokens[-1:], *outputs[-1:])
+            # All of them: dispatches of a layer do not depend on each other.
+            pace.before(dispatch.work, *tokens[::-1], *outputs[::-1])
         buffers = [
             queries,
             *pools,

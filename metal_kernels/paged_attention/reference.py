@@ -253,7 +253,7 @@ def run(
     num_heads, sizes = queries.shape[1], queries.shape[2] + value_pool.shape[3]
     for bucket in plan.buckets:
         if pace is not None:
-            pace.before(bucket.work(num_heads, sizes), *outputs[-1:])
+            pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
         picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
         k = _context(bucket, keys, key_pool, key_scales, queries.dtype)

@@ -12,6 +12,7 @@ from metal_kernels.arguments import CODE_DTYPES
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case
 
 _LONG = 600  # positions: two parts at least where contexts are split, none shorter than 256
@@ -58,7 +59,11 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
     chunks = [max(1, rows // group) for rows in (64, 8, 16, 32) if rows <= case.shape.tile_rows]
     window, chunk = windows[(step + 1) % len(windows)], chunks[step % len(chunks)]
     if kernel == "reduce":
-        query = (window, chunk)[step % 2]
+        # Each step plays one size of tiles (play.py), so each query is played by them all.
+        sizes = Tiles.of(case.shape, case.window)
+        queries = [*windows[:1], *chunks, *windows[1:]]
+        turn = step // (len(sizes.decode) + len(sizes.prefill))
+        query = queries[turn % len(queries)]
         split = (query, _LONG + query + 7 * (step % 8))
         # Two requests of many heads keep the device busy without a split.
         return [split, (1, block + 3)] if case.shape.num_kv_heads <= 32 else [split]

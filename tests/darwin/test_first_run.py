@@ -79,14 +79,16 @@ def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> 
 def test_engines_one_after_the_other(model: str, tmp_path: Path) -> None:
     """Two in the process, then one in a process of its own, which the user asks for."""
     code = f"""
-        import os
+        import os, random
         from vllm import LLM, SamplingParams
 
         def run():
+            state = random.getstate()
             llm = LLM({model!r}, **{SMALL!r})
             params = SamplingParams(temperature=0, max_tokens=3)
             text = llm.generate("1, 2, 3,", params)[0].outputs[0].text
             print("answer", type(llm.llm_engine.engine_core).__name__, text, flush=True)
+            print("random state kept", random.getstate() == state, flush=True)
 
         if __name__ == "__main__":
             run()
@@ -99,6 +101,7 @@ def test_engines_one_after_the_other(model: str, tmp_path: Path) -> None:
     program = run([script], timeout=240)
     assert_runs_clean(program)
     answers = re.findall(r"^answer (\w+) ( 4,)", program.stdout, re.MULTILINE)
+    assert program.stdout.count("random state kept True") == 3
     assert answers == [("InprocClient", " 4,")] * 2 + [("SyncMPClient", " 4,")]
 
 

@@ -2,6 +2,7 @@
 """What the doctor says of machines, most of which nobody here has."""
 
 import dataclasses
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,27 @@ def test_the_first_two_of_26_are_warned_with_the_way_out(release):
     # who has taken it is not warned any more
     after = mac(release=release, mlx_wheel="py3-none-macosx_15_0_arm64")
     assert machine.check_release(after).status == "ok"
+
+
+def test_macos_s_release_is_its_own_command_s_word(tmp_path, monkeypatch):
+    """A Python linked against an older SDK is told 16 where the release is 26."""
+    command = tmp_path / "sw_vers"
+    command.write_text('#!/bin/sh\n[ "$SYSTEM_VERSION_COMPAT" = 0 ] && echo 26.1 || echo 16.1\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    monkeypatch.setattr(machine.platform, "mac_ver", lambda: ("16.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(machine.sysctl, "read", lambda name: 0)
+    assert machine.this_system().release == (26, 1)
+    command.unlink()
+    assert machine.this_system().release == (16, 1)
+
+
+def test_a_command_to_be_copied_survives_a_space(monkeypatch):
+    monkeypatch.setattr(machine.sys, "executable", "/Users/jo/My Projects/.venv/bin/python")
+    advice = machine.check_release(mac(release=(26, 1))).advice
+    (line,) = (line for line in advice.splitlines() if " pip install " in line)
+    assert shlex.split(line)[0] == "/Users/jo/My Projects/.venv/bin/python"
 
 
 def test_an_older_macos_fails():

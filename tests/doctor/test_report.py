@@ -71,6 +71,7 @@ def test_nothing_tells_who_the_user_is(tmp_path: Path, home: Path, capsys):
         f"{home.resolve()}/model: not found",
         "/Volumes/Data/jürgen/model: not found",
         "listening on juergens-mac.local, that is juergens-mac, at 192.168.1.23:8000",
+        "from jürgen@fe80::1c2d:3a4b at 09:14:10, metal::vec<half, 4>",
     )
     advice = f"run this:\n{home}/venv/bin/python -m pip install x"
     report.add(Finding("one", "failed", f"no {home}/kernel.cpp", advice, lines))

@@ -59,6 +59,15 @@ def test_what_is_not_asked_for_is_as_in_an_engine(folder):
             },
             131072,
         ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            131072,  # as vLLM has it: the length holds the factor
+        ),
+        ({"text_config": ["odd"], "max_position_embeddings": 512}, 512),
         ({}, None),
     ],
 )

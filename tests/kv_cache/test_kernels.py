@@ -134,7 +134,7 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     assert not ends
     spread = functools.partial(paged_attention.plan, most_work=1)
     monkeypatch.setattr(paged_attention, "plan", spread)
-    monkeypatch.setattr(kernels, "pace_of", lambda rows, work: Pace(most_work=1))
+    monkeypatch.setattr(kernels, "pace_of", lambda pace, rows, work: Pace(most_work=1))
     logger, apart = Logger(interpreter.metal_kernel), make(KernelRegion)
     with kernel.using(logger.metal_kernel):
         found = [step(apart, requests, seed) for seed, requests in enumerate(steps)]

@@ -4,7 +4,10 @@
 import ast
 import os
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from metal_kernels import cache
 
@@ -29,32 +32,52 @@ def test_every_part_is_listed():
     assert sorted(set(names_in_use())) == sorted(cache.PARTS)
 
 
-def test_distclean_removes_our_parts_and_the_environment_and_says_so(tmp_path):
-    clone, kept = tmp_path / "clone", tmp_path / "our cache"
+@pytest.fixture
+def clone(tmp_path):
+    """A clone as far as `make distclean` is concerned."""
+    clone = tmp_path / "clone"
     for path in ("scripts/distclean.sh", "metal_kernels/cache.py"):
         (clone / path).parent.mkdir(parents=True)
         (clone / path).write_bytes((ROOT / path).read_bytes())
-    for folder in (clone / ".venv", kept / "models" / "one", kept / "interpreter", kept / "mine"):
+    (clone / ".venv").mkdir()
+    return clone
+
+
+def distclean(clone, **variables):
+    inherited = {key: value for key, value in os.environ.items() if key != "VLLM_METAL_CACHE"}
+    return subprocess.run(
+        ["bash", "scripts/distclean.sh"],
+        cwd=clone,
+        env=inherited | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's cache folder is not to be moved")
+def test_distclean_removes_our_parts_and_the_environment_and_says_so(clone, tmp_path):
+    base = tmp_path / "a cache"
+    kept = base / "vllm-metal"
+    for folder in (kept / "models" / "one", kept / "interpreter", kept / "mine"):
         folder.mkdir(parents=True)
     (kept / "models" / "one" / "weights").write_bytes(bytes(10000))
-
-    def distclean():
-        return subprocess.run(
-            ["bash", "scripts/distclean.sh"],
-            cwd=clone,
-            env=os.environ | {"VLLM_METAL_CACHE": str(kept)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    said = distclean()
+    said = distclean(clone, XDG_CACHE_HOME=str(base)).stdout
     for removed in (kept / "models", kept / "interpreter", ".venv"):
         assert f"removing {removed} (" in said
     assert [path.name for path in kept.iterdir()] == ["mine"]
     assert not (clone / ".venv").exists()
-    assert distclean() == ""
+    assert distclean(clone, XDG_CACHE_HOME=str(base)).stdout == ""
     (kept / "mine").rmdir()
     (kept / "selfcheck").mkdir()
-    distclean()
-    assert not kept.exists()
+    distclean(clone, XDG_CACHE_HOME=str(base))
+    assert not kept.exists() and base.exists()
+
+
+def test_distclean_leaves_a_folder_of_the_user_s_choice_alone(clone, tmp_path):
+    """Where `models` may be theirs."""
+    chosen = tmp_path / "a disk"
+    (chosen / "models" / "theirs").mkdir(parents=True)
+    said = distclean(clone, VLLM_METAL_CACHE=str(chosen))
+    assert (chosen / "models" / "theirs").is_dir() and not (clone / ".venv").exists()
+    assert f"left to you, as VLLM_METAL_CACHE names its folder: {chosen / 'models'}" in said.stderr

@@ -24,9 +24,15 @@ class Queue:
         self.in_flight = self.most_in_flight = 0
         start, wait = mx.async_eval, mx.eval
         ended: dict[int, int] = {}  # by array, how many buffers had ended with it
+        self.reads: list[mx.array] = []  # tokens of dispatches that no evaluation was asked for
+        self.writes: list[mx.array] = []  # tokens that come after all reads before them
 
         def async_eval(*arrays: mx.array) -> None:
             start(*arrays)
+            if not any(arrays[0] is token for token in self.writes):
+                asked = {id(array) for array in arrays}
+                assert all(id(token) in asked for token in self.reads)
+            self.reads.clear()
             ended[id(arrays[0])] = len(self.buffers)
             self.buffers.append({"layers": 0, "work": 0})
             self.in_flight += 1
@@ -67,7 +73,12 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
                 queue.buffers[-1]["work"] += max(rows, 16) * keys * 8 * 4 * 128
             elif name == "kv_write":
                 queue.buffers[-1]["layers"] += 1
-            return run(**call)
+            outputs = run(**call)
+            if name in ("decode", "prefill"):
+                queue.reads.append(outputs[-1])
+            elif name == "kv_write":
+                queue.writes.append(outputs[-1])
+            return outputs
 
         return call
 
@@ -87,10 +98,11 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
     [
         [(131072 - 2048, 2048)],
         [(0, 2048)],
+        [(0, 16384)],
         [(100_000, 300)] + [(60_000, 1)] * 40,
         [(131071, 1)] * 100,
     ],
-    ids=["128k", "prompt", "chunk and decodes", "decodes of 128k"],
+    ids=["128k", "prompt", "long prompt", "chunk and decodes", "decodes of 128k"],
 )
 def test_no_command_buffer_holds_more_than_a_layer_and_the_bound(monkeypatch, requests):
     queue = Queue(monkeypatch)
@@ -112,9 +124,21 @@ def test_a_step_of_little_work_is_left_to_mlx(monkeypatch, requests):
 
 
 def test_the_bound_of_work_that_is_left_to_mlx():
-    assert pace_of(1, MOST_WORK // 4) is None
-    assert pace_of(1, MOST_WORK // 4 + 1) is not None
-    assert pace_of(256, 0) is not None
+    pace = Pace()
+    assert pace_of(pace, 256, MOST_WORK // 4) is None  # vLLM's default of decodes at once
+    assert pace_of(pace, 1, MOST_WORK // 4 + 1) is pace
+    assert pace_of(pace, 512, 0) is pace
+
+
+def test_layers_of_all_kinds_keep_one_pace():
+    """Or each kind would have its own command buffers in flight."""
+    rows = np.arange(2048, dtype=np.int32)
+    layout = StepLayout(
+        np.array([0, 2048], np.int32), np.array([2048], np.int32), rows[None, :128], rows, 16
+    )
+    with kernel.using(Recorder().metal_kernel):
+        plans = [KernelRegion.plan(layout, SHAPE, window) for window in (None, 512)]
+    assert plans[0].pace is plans[1].pace is layout.pace
 
 
 def test_pace_needs_no_more_memory():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from metal_kernels import interpreter, kernel
-from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.paged_attention import AttentionShape, Tiles, trials
 from metal_kernels.selfcheck import (
     KERNELS,
     Case,
@@ -27,6 +27,9 @@ from metal_kernels.selfcheck import (
     works,
 )
 from metal_kernels.selfcheck.__main__ import main
+from metal_kernels.selfcheck.play import play
+from metal_kernels.selfcheck.steps import steps
+from tests.metal_kernels.doubles import Recorder
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
@@ -72,6 +75,31 @@ def test_only_what_attention_of_a_shape_launches_is_checked():
     many = replace(PLAIN, shape=AttentionShape(128, 2, 64, 64))  # 64 rows to a token
     assert "decode" not in in_use(many)
     assert in_use(replace(PLAIN, kernels=("decode", "kv_write"))) == ["kv_write", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(32, 32, 128), (40, 40, 128), (32, 32, 64), (64, 32, 64), (8, 8, 256), (32, 8, 128)],
+)
+def test_what_splits_contexts_is_checked_in_parts(heads, kv_heads, size):
+    """Or the first long context would launch what nobody has looked at."""
+    case, recorder = replace(PLAIN, shape=AttentionShape(heads, kv_heads, size, size)), Recorder()
+    tiles = Tiles.of(case.shape)
+    with kernel.using(recorder.metal_kernel):
+        play(case, Check("reduce"), steps(case, "reduce", 40), tiles)
+    templates = [(run.kernel, dict(run.template)) for run in recorder.pipelines]
+    in_parts = {
+        (name, given.get("ROWS") or 8 * given["ROW_GROUPS"])
+        for name, given in templates
+        if given.get("PARTIAL")
+    }
+    launched = {
+        ("decode" if dispatch.decode else "prefill", dispatch.rows)
+        for made in trials(case.shape, None, tiles)
+        for dispatch in made.dispatches
+        if dispatch.num_splits > 1
+    }
+    assert launched and launched <= in_parts
 
 
 def change_inputs(call, **changes):

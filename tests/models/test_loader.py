@@ -96,6 +96,15 @@ def test_weights_that_do_not_fit_the_config_are_named(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("changes", [{"hidden_size": "64"}, {"hidden_size": None}])
+def test_a_config_that_no_model_can_be_built_from_is_named(tmp_path, changes):
+    write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(loader.ModelLoadError, match=f"cannot load {tmp_path}"):
+        loader.lazy_model(tmp_path, mx.float32)
+
+
 def test_a_family_mlx_lm_lacks_is_named(tmp_path):
     write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -64,7 +66,7 @@ class System:
 
 def this_system() -> System:
     darwin = sys.platform == "darwin"
-    numbers = platform.mac_ver()[0].split(".") if darwin else []
+    numbers = _macos_release().split(".") if darwin else []
     return System(
         name=sys.platform,
         machine=platform.machine(),
@@ -72,6 +74,25 @@ def this_system() -> System:
         translated=darwin and sysctl.read(TRANSLATED) == 1,
         mlx_wheel=_wheel_tag("mlx-metal"),
     )
+
+
+def _macos_release() -> str:
+    """Such as ``26.1``.
+
+    macOS tells programs linked against an older SDK, as a Python may be, that it is 16
+    (python/cpython#135675). Its own command tells the truth, as installers ask for it.
+    """
+    try:
+        told = subprocess.run(
+            ["sw_vers", "-productVersion"],
+            env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return platform.mac_ver()[0]
+    return told.stdout.strip() or platform.mac_ver()[0]
 
 
 def _wheel_tag(package: str) -> str | None:
@@ -92,7 +113,7 @@ def settings() -> Iterator[tuple[str, str]]:
 
 def check_settings() -> Finding:
     """The plugin's variables, each read as the plugin reads it."""
-    for read in (envs.requested_device, envs.kernels):
+    for read in (envs.requested_device, envs.kernels, envs.allow_untested):
         try:
             read()
         except ValueError as error:
@@ -141,11 +162,10 @@ def check_release(system: System) -> Finding:
 
 def _older_mlx() -> str:
     """pip takes a wheel of another system into a named folder only."""
-    pins = " ".join(f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal"))
-    return (
-        f"{sys.executable} -m pip install --upgrade --no-deps --only-binary :all: "
-        f"--platform macosx_15_0_arm64 --target {sysconfig.get_path('purelib')} {pins}"
-    )
+    pins = [f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal")]
+    command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
+    target = ["--target", sysconfig.get_path("purelib")]
+    return shlex.join([*command, ":all:", "--platform", "macosx_15_0_arm64", *target, *pins])
 
 
 def _version(package: str) -> str:

@@ -37,6 +37,8 @@ def check_versions() -> Finding:
     except releases.UntestedVersionError as error:
         advice = f"Install vLLM {releases.TESTED_VLLM} as the README says."
         return Finding("versions", "failed", str(error), advice)
+    except ValueError as error:
+        return Finding("versions", "failed", str(error), "Correct the variable, or unset it.")
     if not releases.is_tested(releases.installed_vllm()):
         advice = (
             f"The plugin is tested with vLLM {releases.TESTED_VLLM}: if something below fails, "

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed and written, as it is found; nothing in it tells who the user is."""
+"""What is printed and written, as it is found; nothing in it tells who the user is, but commands on
+their own terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from vllm_metal.doctor.finding import Finding
 SHOWN_LINES = 15
 _INDENT = " " * 9
 #: In a network; this machine's own names for itself tell nothing.
-_ADDRESS = re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b")
+_ADDRESSES = (
+    re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b"),
+    re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
+)
 
 
 class Report:
@@ -102,11 +106,11 @@ class Report:
 
     def _print(self, text: str, indent: str) -> None:
         width = max(shutil.get_terminal_size((100, 24)).columns, 60)
-        text = self._without_names(text)
-        # A command keeps its line, to be copied.
+        # A command keeps its line and its paths, to be copied.
         if " pip install " in text:
             print(text)
             return
+        text = self._without_names(text)
         options: Any = {"break_long_words": False, "break_on_hyphens": False}
         print(textwrap.fill(text, width, subsequent_indent=indent, **options))
 
@@ -152,10 +156,10 @@ def _private_words() -> list[tuple[re.Pattern[str], str]]:
     home, host = Path.home(), platform.node()
     # Both, for macOS's own paths are behind links; the longer first.
     homes = sorted({str(home), os.path.realpath(home)}, key=len, reverse=True)
-    words = [(_ADDRESS, "ADDRESS")]
+    words = [(address, "ADDRESS") for address in _ADDRESSES]
     words += [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]
     if user := home.name:
-        words.append((re.compile(rf"(?<=/){re.escape(user)}(?=/|\b)"), "USER"))
+        words.append((re.compile(rf"(?<=/){re.escape(user)}\b|\b{re.escape(user)}(?=@)"), "USER"))
     for name in {host, host.partition(".")[0]}:
         if len(name) > 3:  # shorter ones are parts of words
             words.append((re.compile(rf"\b{re.escape(name)}\b"), "HOST"))

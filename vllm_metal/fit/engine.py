@@ -103,9 +103,13 @@ def longest_text(content: dict[str, Any]) -> int | None:
             if part.get(key):
                 scaling = part.get("rope_scaling") or {}
                 scaled = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
-                return int(part[key] * scaling.get("factor", 1)) if scaled else int(part[key])
+                # Gemma 3 states the length with the factor in it, as vLLM knows.
+                family = part.get("model_type") or content.get("model_type")
+                if scaled and "gemma3" not in str(family):
+                    return int(part[key] * scaling.get("factor", 1))
+                return int(part[key])
     return None
 
 
 def _parts(content: dict[str, Any]) -> list[dict[str, Any]]:
-    return [part for part in (content, content.get("text_config")) if part]
+    return [part for part in (content, content.get("text_config")) if isinstance(part, dict)]

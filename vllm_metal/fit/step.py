@@ -42,8 +42,8 @@ def step_peak(
     """What `models.profile.profile_step` takes beside the weights, where MLX waits for each
     operation, as it does on Metal.
 
-    Not covered: what Metal rounds up to whole pages, and the little that some of its operations set
-    aside while they run.
+    Not covered: what Metal rounds up to whole pages, the little that some of its operations set
+    aside while they run, and that its command buffers hold what they read until they end.
 
     Args:
         model: whose parameters may be lazy; they stay so.

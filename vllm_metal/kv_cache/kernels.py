@@ -74,7 +74,7 @@ class KernelRegion(Region):
             window,
             cls._tiles_of(shape, window),
         )
-        pace = pace_of(attention.num_tokens, attention.work)
+        pace = pace_of(layout.pace, attention.num_tokens, attention.work)
         return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
 
     @classmethod

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.arguments import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 
 
@@ -24,6 +25,7 @@ class StepLayout:
     block_tables_np: np.ndarray  # [R, W] int32
     slot_mapping_np: np.ndarray  # [T] int32, where each row's K/V go: block * block_size + offset
     block_size: int
+    pace: Pace = field(default_factory=Pace)  # of the network, for all its groups
 
 
 @dataclass

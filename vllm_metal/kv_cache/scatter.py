@@ -57,7 +57,7 @@ class ScatterRegion(Region):
         sizes = shape.head_size + shape.value_size
         work = sum(bucket.work(shape.num_heads, sizes) for bucket in attention.buckets)
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        pace = pace_of(attention.num_tokens, work) if on_gpu else None
+        pace = pace_of(layout.pace, attention.num_tokens, work) if on_gpu else None
         return ScatterPlan(mx.array(layout.slot_mapping_np), attention, pace)
 
     def begin_step(self) -> None:

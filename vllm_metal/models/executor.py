@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.kv_cache.region import Region, StepLayout
@@ -39,6 +40,7 @@ class PagedLayers:
             block_size: tokens of a block.
         """
         self._block_size = block_size
+        self._pace = Pace()
         self._caches = [PagedCache(regions[layer.name]) for layer in layers]
         self._regions = list(dict.fromkeys(regions.values()))
         self._region_type = type(self._regions[0])
@@ -75,7 +77,8 @@ class PagedLayers:
         layouts: dict[int, StepLayout] = {}
         for (group, shape, window), caches in self._kinds.items():
             if group not in layouts:
-                layouts[group] = step_layout(rows, block_tables.tables_np[group], self._block_size)
+                table_np = block_tables.tables_np[group]
+                layouts[group] = step_layout(rows, table_np, self._block_size, self._pace)
             plan = self._region_type.plan(layouts[group], shape, window)
             metadata = AttentionMetadata(rows.positions, plan)
             for cache in caches:

@@ -73,7 +73,7 @@ def lazy_model(path: Path, dtype: mx.Dtype, trust_remote_code: bool = False) -> 
     seam.install()
     try:
         model, _ = load_mlx_model(path, lazy=True, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists what is missing line by line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     seam.install()  # the family's module was imported just now

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -28,6 +29,17 @@ def spawn_on_macos() -> None:
     envs.environment_variables[_METHOD] = envs.env_with_choices(_METHOD, "spawn", ["spawn", "fork"])
 
 
+def is_engine_process() -> bool:
+    """Whether this process is one that vLLM started for an engine."""
+    return multiprocessing.current_process().name.startswith("EngineCore")
+
+
+def in_users_process() -> bool:
+    """Whether an engine here is in its user's process without their asking for it."""
+    chosen = _MULTIPROCESSING in os.environ
+    return sys.platform == "darwin" and not chosen and not is_engine_process()
+
+
 def stay_in_process_on_macos() -> None:
     """Runs the engine of `LLM` in its own process on macOS, once vLLM is loaded.
 
@@ -45,7 +57,6 @@ def stay_in_process_on_macos() -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, multiprocess_mode: bool = False, **options: Any) -> None:
-        in_process = _MULTIPROCESSING not in os.environ
-        init(self, *args, multiprocess_mode=multiprocess_mode and not in_process, **options)
+        init(self, *args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)
 
     LLMEngine.__init__ = __init__

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 import signal
 from typing import Any
+
+from vllm_metal.vllm_patches.processes import is_engine_process
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
@@ -39,12 +40,12 @@ def let_engines_end() -> None:
 
 
 def leave_ctrl_c_to_the_parent() -> None:
-    """Has the engine's process, where it is one of its own, not heed Ctrl-C; on its main thread.
+    """Has an engine's process not heed Ctrl-C once it is ready; on its main thread.
 
     A terminal sends Ctrl-C to all processes. What it means is for the parent to say: a server stops
     its engine by SIGTERM, and takes one that ended before for a failure.
     """
-    if multiprocessing.current_process().name.startswith("EngineCore"):
+    if is_engine_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
