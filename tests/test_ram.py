@@ -39,7 +39,7 @@ def available(mac, own=0, **options):
 def test_no_page_is_counted_twice_and_no_figure_is_less_than_psutils(mac):
     """Free pages, files and what is purgeable whole; of the other anonymous pages half."""
     whole = mac.free + mac.files + mac.purgeable
-    half = (mac.anonymous - mac.purgeable) // 2
+    half = (mac.anonymous - mac.purgeable) / 2
     found = available(mac)
     assert found <= mac.pageable * PAGE
     assert found >= mac.psutil_available

@@ -78,8 +78,12 @@ def test_nothing_tells_who_the_user_is(tmp_path: Path, home: Path, capsys):
     report.add_facts(kernels=[{"log": f"{home}/a.metal:1: error"}], environment={"A": str(home)})
     report.close()
     text = json.dumps(json.loads(path.read_text()), ensure_ascii=False)
-    for words in (text, capsys.readouterr().out.replace(str(path), "")):
-        assert not any(name in words for name in ("jürgen", "juergens-mac", "192.168"))
+    said = capsys.readouterr().out
+    command = f"{home}/venv/bin/python -m pip install x"
+    assert command in said and command not in text  # on the terminal it is to be copied
+    for words in (text, said.replace(str(path), "").replace(command, "")):
+        assert not any(name in words for name in ("jürgen", "juergens-mac", "192.168", "3a4b"))
+        assert "at 09:14:10, metal::vec<half, 4>" in words
         assert "~/kernel.cpp" in words and "/Volumes/Data/USER/model" in words
     assert "~/a.metal:1: error" in text
 

@@ -134,7 +134,7 @@ def test_where_the_plugin_does_not_apply_it_says_how_to_try(tmp_path: Path):
     assert "VLLM_METAL_DEVICE=off turns the plugin off" in result.stdout
     result, report = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="auto")
     assert result.returncode == 0
-    assert "VLLM_METAL_DEVICE=cpu vllm-metal doctor" in result.stdout
+    assert "VLLM_METAL_DEVICE=cpu vllm-metal doctor" in " ".join(result.stdout.split())
     assert by_name(report)["engine"]["status"] == "warning"
 
 

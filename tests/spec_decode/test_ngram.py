@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-from types import SimpleNamespace
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +30,14 @@ def naive(text, min_n, max_n, limit):
 
 @pytest.fixture(scope="module")
 def vllm_ngram():
-    """vLLM's own proposer; the drafts it gives for one text."""
+    """vLLM's own proposer; the drafts it gives for one text. Its loops run as Python where numba,
+    which compiles them and nothing else needs, is not installed."""
+    if find_spec("numba") is None:
+        numba = ModuleType("numba")
+        numba.jit = numba.njit = lambda *_, **__: lambda function: function
+        numba.prange, numba.get_num_threads = range, lambda: 1
+        numba.set_num_threads = lambda count: None
+        sys.modules["numba"] = numba
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer as Theirs
 
     proposers = {}
