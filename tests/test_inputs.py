@@ -6,6 +6,7 @@ import numpy as np
 from test_requests import new_request
 from vllm import SamplingParams
 
+from metal_kernels.pace import Pace
 from vllm_metal.inputs import prepare
 from vllm_metal.requests import BlockTables, Requests
 from vllm_metal.rows import step_layout
@@ -36,7 +37,7 @@ def test_slot_mapping_follows_the_block_table():
     requests, _ = make()
     requests.num_computed_tokens_np[requests["long"].slot] = 16
     batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
-    layout = step_layout(batch, requests.block_tables.tables_np[0], 16)
+    layout = step_layout(batch, requests.block_tables.tables_np[0], 16, Pace())
     expected = [3 * 16 + i for i in range(16)] + [8 * 16 + i for i in range(4)]
     assert layout.slot_mapping_np.tolist() == [*expected, 32, 33, 34]
 

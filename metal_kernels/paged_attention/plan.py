@@ -186,9 +186,10 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
     """
     kinds = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
     for decode, rows in kinds:
-        query = max(1, rows // shape.group)  # what one tile holds
+        # What a tile holds; one of few rows may reach into a second query row, and see a key more.
+        queries = [rows // shape.group] if rows >= shape.group else [1, 2]
         # A window's first key is rounded down to a strip, so that one of four contexts is longest.
-        lengths = [query] + (
+        lengths = [queries[0]] + (
             [2 * _SHORTEST_SPLIT + k for k in range(_STRIP)] if tiles.split else []
         )
         made = {
@@ -202,6 +203,7 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
                     window,
                     tiles.only(decode, rows),
                 )
+                for query in queries
                 for length in lengths
             )
         }

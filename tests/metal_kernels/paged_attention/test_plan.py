@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionShape, Tiles, plan
+from metal_kernels.paged_attention import AttentionShape, Tiles, plan, trials
 from metal_kernels.paged_attention.op import HEAD_SIZES
 
 shapes = st.builds(
@@ -183,3 +183,16 @@ def test_a_plan_keeps_to_the_tiles_it_is_given(shape, rows, data):
         assert dispatch.rows in allowed
         assert given_tiles.split or dispatch.num_splits == 1
     assert sum(dispatch.num_rows for dispatch in made.dispatches) == starts[-1]
+
+
+def test_a_tile_that_reaches_into_a_second_row_is_tried_in_parts():
+    """Where none of one row is split: it sees a key less."""
+    shape, window, table = AttentionShape(71, 1, 64, 64), 253, np.zeros((1, 17), np.int32)
+    made = plan(np.array([0, 9], np.int32), np.array([257], np.int32), table, shape, window)
+    every = trials(shape, window, Tiles.of(shape, window))
+    tried = [dispatch for trial in every for dispatch in trial.dispatches]
+    found, launched = (
+        {(d.decode, d.rows, d.num_splits > 1) for d in dispatches}
+        for dispatches in (tried, made.dispatches)
+    )
+    assert (False, 64, True) in launched and launched <= found
