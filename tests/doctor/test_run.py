@@ -132,6 +132,10 @@ def test_where_the_plugin_does_not_apply_it_says_how_to_try(tmp_path: Path):
     result, report = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="off")
     assert result.returncode == 0
     assert "VLLM_METAL_DEVICE=off turns the plugin off" in result.stdout
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="on a Mac the plugin applies by itself")
+def test_where_it_is_no_mac_it_says_how_to_try(tmp_path: Path):
     result, report = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="auto")
     assert result.returncode == 0
     assert "VLLM_METAL_DEVICE=cpu vllm-metal doctor" in " ".join(result.stdout.split())

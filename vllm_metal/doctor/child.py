@@ -128,7 +128,9 @@ class Child:
         """
         deadline = time.monotonic() + limit
         while True:
-            left = self._reader.is_alive() and self.alive
+            left = self.alive
+            if not left:
+                self._reader.join(timeout=5)  # it may have lines to hand over yet
             with suppress(queue.Empty):
                 found = self._messages.get(timeout=_POLL if left else 0)
                 self.told |= found
