@@ -129,7 +129,7 @@ def test_a_report_that_cannot_be_written_is_one_line(
 
 
 def test_where_the_plugin_does_not_apply_it_says_how_to_try(tmp_path: Path):
-    result, report = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="off")
+    result, _ = run(tmp_path, "--only", "engine", VLLM_METAL_DEVICE="off")
     assert result.returncode == 0
     assert "VLLM_METAL_DEVICE=off turns the plugin off" in result.stdout
 
