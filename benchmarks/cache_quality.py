@@ -23,7 +23,8 @@ from pydoc_data.topics import topics
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from vllm_metal import blas, envs
+from vllm_metal.device import blas
+from vllm_metal.settings import envs
 
 if envs.requested_device() == "cpu":
     blas.load()  # comes before MLX

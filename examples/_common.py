@@ -4,7 +4,7 @@
 import os
 from pathlib import Path
 
-from vllm_metal import envs
+from vllm_metal.settings import envs
 
 # Enough for one conversation; vLLM would otherwise take most of the machine's memory.
 DEFAULT_KV_CACHE_GIB = 1.0

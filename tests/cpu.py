@@ -15,7 +15,7 @@ def use_cpu() -> None:
     # reads the variable once (ml-explore/mlx#3860).
     os.environ["MLX_ENABLE_TF32"] = "0"
     if os.environ["VLLM_METAL_DEVICE"] == "cpu":
-        from vllm_metal import blas
+        from vllm_metal.device import blas
 
         blas.load()
         import mlx.core as mx

@@ -12,7 +12,7 @@ def register() -> str | None:
     platforms. vLLM swallows what is raised here, so a bad setting or an untested vLLM is left to
     the platform's own module, whose errors reach the user.
     """
-    from vllm_metal.envs import requested_device
+    from vllm_metal.settings.envs import requested_device
 
     try:
         applies = requested_device() is not None

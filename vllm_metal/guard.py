@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_metal import device
+from vllm_metal.device import mlx_device
 from vllm_metal.failures import StepResult
 from vllm_metal.runner import ModelRunner
 from vllm_metal.vllm_patches.async_output import AsyncOutput
@@ -159,7 +159,7 @@ class GuardedSteps:
 
     def _drop_runner(self) -> None:
         self._runner = None
-        device.give_back()
+        mlx_device.give_back()
 
 
 class _GuardedOutput(AsyncOutput):

@@ -19,14 +19,14 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.arguments import CODE_DTYPES
-from vllm_metal import device
-from vllm_metal.envs import Device
+from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import budget
 from vllm_metal.kv_cache.budget import AskedPool, Measured, Request, Settings
 from vllm_metal.kv_cache.region import Region, row_bytes
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.profile import most_sampled, profile_attention, profile_sampling
 from vllm_metal.sample import rows_at_once
+from vllm_metal.settings.envs import Device
 from vllm_metal.vllm_patches.kv_cache_planning import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
@@ -104,10 +104,10 @@ class Memory:
 
     def __init__(self, kind: Device) -> None:
         self._kind = kind
-        self._cache = cache_limit(kind, device.total_memory(kind))
+        self._cache = cache_limit(kind, mlx_device.total_memory(kind))
         # Others have what they have now: once the model is loaded, macOS counts its pages as wired
         # or not as the GPU's work goes, and no figure says which.
-        self._before = device.memory(kind)
+        self._before = mlx_device.memory(kind)
         self._held = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None

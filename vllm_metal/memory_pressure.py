@@ -10,7 +10,7 @@ from collections.abc import Callable
 import mlx.core as mx
 from vllm.logger import init_logger
 
-from vllm_metal import sysctl
+from vllm_metal.device import sysctl
 
 logger = init_logger(__name__)
 

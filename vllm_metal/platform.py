@@ -8,7 +8,8 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm_metal import blas, envs
+from vllm_metal.device import blas
+from vllm_metal.settings import envs
 from vllm_metal.vllm_patches import releases
 
 releases.require_tested_vllm()
@@ -25,7 +26,7 @@ import torch  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
-from vllm_metal import device  # noqa: E402
+from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.spec_decode import checkpoint  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
@@ -99,11 +100,11 @@ class MetalPlatform(Platform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return device.name(cls.mlx_device)
+        return mlx_device.name(cls.mlx_device)
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return device.total_memory(cls.mlx_device)
+        return mlx_device.total_memory(cls.mlx_device)
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:

@@ -13,8 +13,8 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal import device
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.device import mlx_device
 from vllm_metal.guard import GuardedSteps
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
@@ -75,7 +75,7 @@ class MetalWorker(WorkerBase):
     _memory: Memory | None = None
 
     def init_device(self) -> None:
-        device.select(self.current_platform.mlx_device)
+        mlx_device.select(self.current_platform.mlx_device)
         self._memory = Memory(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
         self._seed()
@@ -249,7 +249,7 @@ class MetalWorker(WorkerBase):
 
     def _release_weights(self) -> None:
         self._networks = None
-        device.give_back()
+        mlx_device.give_back()
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs of this interpreter under the Darwin double (see `double/darwin_double`).
 
-    python tests/darwin/run.py -m pytest tests/test_envs.py
+    python tests/darwin/run.py -m pytest tests/settings/test_envs.py
 
 does so from a shell; tests call `run` and `start`.
 """
@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from vllm_metal import envs
+from vllm_metal.settings import envs
 
 DOUBLE = Path(__file__).parent / "double"
 #: Begins the line of a process that the double ended as macOS would have.
@@ -44,7 +44,7 @@ def environment(**variables: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_METAL_CACHE": str(envs.cache_dir()),  # models converted before serve here, too
-        # OpenMP as vllm_metal.blas sets it on Linux, and for its reason.
+        # OpenMP as vllm_metal.device.blas sets it on Linux, and for its reason.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "20000",
     }

@@ -11,8 +11,8 @@ from metal_kernels import interpreter, kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import Case, Check, Outcome, check, checks
 from tests.metal_kernels.doubles import Refusing
-from vllm_metal import selfcheck
 from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.region import Region, StepLayout

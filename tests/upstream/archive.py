@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from vllm_metal import envs
+from vllm_metal.settings import envs
 from vllm_metal.vllm_patches import releases
 
 VERSION = "0.32.0"

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, Outcome
-from vllm_metal import device, selfcheck
+from vllm_metal.device import mlx_device, selfcheck
 from vllm_metal.doctor.child import Child, Progress, TookTooLong, python
 from vllm_metal.doctor.finding import Finding
 
@@ -82,7 +82,7 @@ def wanted_cases(quick: bool) -> list[Case]:
 def find_runner() -> Runner | None:
     """None: nothing here can run them."""
     if mx.metal.is_available():
-        return Runner(f"on {device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
+        return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
     if not (os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")):
         return None
     steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))

@@ -16,9 +16,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from vllm_metal import envs, sysctl
+from vllm_metal.device import sysctl
 from vllm_metal.doctor.child import Ended, Progress, python, run
 from vllm_metal.doctor.finding import Finding
+from vllm_metal.settings import envs
 
 GIB = 2**30
 #: 1 where Rosetta runs a process: Apple, "About the Rosetta translation environment".

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm_metal.doctor.child import Ended, Progress, python, run
-from vllm_metal.extras import install_advice, pip_install
+from vllm_metal.settings.extras import install_advice, pip_install
 
 EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of it as the GPU has it
 #: The smallest llama that every attention kernel takes: heads of 64, two to a K/V head.

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import vllm_metal
-from vllm_metal import envs
 from vllm_metal.doctor import engine, machine, model, packages, server
 from vllm_metal.doctor.child import Ended
 from vllm_metal.doctor.finding import Finding
 from vllm_metal.doctor.model import Model
 from vllm_metal.doctor.report import Report
-from vllm_metal.extras import install_advice
+from vllm_metal.settings import envs
+from vllm_metal.settings.extras import install_advice
 
 Part = Literal["machine", "engine", "kernels"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -147,7 +147,7 @@ def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
         found.add(Finding("kernels", "warning", "not run: what failed above comes first"))
         return
     # Imports MLX, which a process has shown to be safe by now.
-    from vllm_metal import selfcheck
+    from vllm_metal.device import selfcheck
     from vllm_metal.doctor import kernels, tables
 
     runner = kernels.find_runner()

@@ -10,9 +10,9 @@ import torch
 from vllm.config import AttentionConfig, CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.model import _is_valid_dtype
 
-from vllm_metal import envs
 from vllm_metal.kv_cache import formats
 from vllm_metal.models.loader import MLX_DTYPES
+from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_metal import device, envs
+from vllm_metal.device import mlx_device
 from vllm_metal.memory import SOURCES, cache_limit
+from vllm_metal.settings import envs
 
 GIB = 2**30
 #: Metal's recommended working set, as a share of the memory. llama.cpp's users have logged 10922.67
@@ -49,8 +50,8 @@ class Machine:
         kind = envs.requested_device()
         if kind is None:
             raise ValueError("this machine has no Metal device: say which Mac, as --memory 24GB")
-        device.select(kind)
-        figures = device.memory(kind)
+        mlx_device.select(kind)
+        figures = mlx_device.memory(kind)
         taken = max(figures.total - figures.available - figures.active, 0)
-        name = "this machine's CPU" if kind == "cpu" else f"this Mac, {device.name(kind)}"
+        name = "this machine's CPU" if kind == "cpu" else f"this Mac, {mlx_device.name(kind)}"
         return Machine(name, kind, SOURCES[kind], figures.total, taken)

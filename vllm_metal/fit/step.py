@@ -11,13 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from vllm_metal import envs
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.fit.graph import record, recordable
 from vllm_metal.fit.peak import peak
 from vllm_metal.kv_cache.region import Pool, Region
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.models.profile import largest_caches, largest_step
+from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,10 +12,11 @@ from vllm.logger import init_logger
 from metal_kernels import kernel, paged_attention
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck import Case, Outcome, usable
-from vllm_metal import envs, selfcheck
+from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.region import Region
 from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer

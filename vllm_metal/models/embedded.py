@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 
-from vllm_metal import blas, envs
-from vllm_metal.extras import pip_install
+from vllm_metal.device import blas
+from vllm_metal.settings import envs
+from vllm_metal.settings.extras import pip_install
 
 if envs.requested_device() == "cpu":
     blas.load()  # the converter imports MLX, and whoever asks for a model will run it

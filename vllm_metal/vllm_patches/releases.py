@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from vllm_metal import envs
+from vllm_metal.settings import envs
 
 #: The worker contract changes between minor releases, so the tested minor is the whole range.
 TESTED_VLLM = "0.32"

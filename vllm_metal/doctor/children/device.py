@@ -4,15 +4,15 @@
 import dataclasses
 import platform
 
-from vllm_metal import envs
 from vllm_metal.doctor.messages import say
+from vllm_metal.settings import envs
 
 
 def main() -> None:
     say(stage="importing MLX")
     import mlx.core as mx
 
-    from vllm_metal import device
+    from vllm_metal.device import mlx_device
 
     say(stage="asking for the device")
     metal = mx.metal.is_available()
@@ -21,7 +21,7 @@ def main() -> None:
     except ValueError:
         requested = None  # the doctor has said so already
     kind: envs.Device = "metal" if metal and requested != "cpu" else "cpu"
-    device.select(kind)
+    mlx_device.select(kind)
     mx.eval(mx.ones(8) + 1)  # the first use of a GPU is where its library is loaded
     info = mx.device_info()
     say(
@@ -29,8 +29,8 @@ def main() -> None:
         device=kind,
         chip=str(info.get("device_name", platform.machine())),
         architecture=str(info.get("architecture", platform.machine())),
-        ram_bytes=device.total_memory("cpu"),
-        memory_bytes=dataclasses.asdict(device.memory(kind)),
+        ram_bytes=mlx_device.total_memory("cpu"),
+        memory_bytes=dataclasses.asdict(mlx_device.memory(kind)),
     )
 
 

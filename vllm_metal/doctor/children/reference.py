@@ -10,8 +10,9 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_metal import blas, envs
+from vllm_metal.device import blas
 from vllm_metal.doctor.messages import say
+from vllm_metal.settings import envs
 
 
 def main() -> None:
@@ -28,9 +29,9 @@ def main() -> None:
     from huggingface_hub import snapshot_download
     from mlx_lm.utils import load_model
 
-    from vllm_metal import device
+    from vllm_metal.device import mlx_device
 
-    device.select(kind)
+    mlx_device.select(kind)
     say(stage="loading the model")
     folder = Path(args.model)
     if not folder.is_dir():

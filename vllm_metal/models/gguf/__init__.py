@@ -3,7 +3,7 @@
 
 from importlib.util import find_spec
 
-from vllm_metal.extras import install_advice
+from vllm_metal.settings.extras import install_advice
 
 if find_spec("gguf") is None:
     raise ImportError(f"GGUF files need the gguf package; run: {install_advice('gguf')}")

@@ -42,7 +42,7 @@ def _have_mps(torch: ModuleType) -> None:
 
 def _load_blas() -> None:
     """What Accelerate is to MLX on a Mac: a fast BLAS. Here it is the one the plugin finds."""
-    from vllm_metal import blas
+    from vllm_metal.device import blas
 
     with system.as_linux():
         blas.load.__wrapped__()

@@ -27,7 +27,7 @@ import sys
 
 import psutil
 
-from vllm_metal import sysctl
+from vllm_metal.device import sysctl
 
 FIGURES = (
     "vm.page_free_count",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_metal import extras
+from vllm_metal.settings import extras
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_advised_packages_are_those_that_are_declared():

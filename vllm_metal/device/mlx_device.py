@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import psutil
 
-from vllm_metal import ram
-from vllm_metal.envs import Device
+from vllm_metal.device import ram
+from vllm_metal.settings.envs import Device
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def load() -> str | None:
     if "mlx.core" in sys.modules:
         warnings.warn(
             "MLX was imported before vllm_metal and keeps its slow BLAS (some 60 times slower): "
-            "import vllm, or call vllm_metal.blas.load(), first",
+            "import vllm, or call vllm_metal.device.blas.load(), first",
             stacklevel=2,
         )
         return None

@@ -17,7 +17,7 @@ def test_the_loaded_library_answers_for_mlx():
     # dladdr of the symbol as the dynamic linker finds it first: what MLX will be bound to.
     code = """
 import ctypes
-from vllm_metal import blas
+from vllm_metal.device import blas
 name = blas.load()
 import mlx.core as mx
 class Info(ctypes.Structure):
@@ -33,7 +33,7 @@ assert (a @ a.T).tolist()[0] == [14.0, 38.0, 62.0]
 
 
 def test_loading_after_mlx_warns_and_changes_nothing():
-    code = "import mlx.core; from vllm_metal import blas; print(blas.load())"
+    code = "import mlx.core; from vllm_metal.device import blas; print(blas.load())"
     done = python(code)
     assert done.stdout.strip() == "None"
-    assert "import vllm, or call vllm_metal.blas.load(), first" in done.stderr
+    assert "import vllm, or call vllm_metal.device.blas.load(), first" in done.stderr

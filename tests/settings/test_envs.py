@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import vllm_metal
-from vllm_metal import envs
+from vllm_metal.settings import envs
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 import pytest
 from mac import tell_numbers
 
-from vllm_metal import sysctl
+from vllm_metal.device import sysctl
 
 
 @pytest.mark.parametrize("width", [4, 8])

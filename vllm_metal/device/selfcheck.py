@@ -22,7 +22,8 @@ import mlx.core as mx
 
 import metal_kernels
 from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
-from vllm_metal import device, envs
+from vllm_metal.device import mlx_device
+from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer
@@ -244,7 +245,7 @@ def _key(wanted: Sequence[Case]) -> str:
             sources.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     facts = {
         "format": _FORMAT,
-        "chip": device.name("metal" if mx.metal.is_available() else "cpu"),
+        "chip": mlx_device.name("metal" if mx.metal.is_available() else "cpu"),
         "system": platform.platform(),
         "mlx": version("mlx"),
         "sources": sources.hexdigest(),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mac import BUSY, FULL, IDLE, PAGE, Mac
 
-from vllm_metal import ram
+from vllm_metal.device import ram
 
 GIB = 2**30
 

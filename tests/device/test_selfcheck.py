@@ -12,8 +12,8 @@ import pytest
 
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, in_use
-from vllm_metal import selfcheck
 from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.device import selfcheck
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
