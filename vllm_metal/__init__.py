@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM platform plugin that serves mlx-lm models on Apple-silicon Macs."""
 
-PLATFORM = "vllm_metal.platform.MetalPlatform"
+PLATFORM = "vllm_metal.platform.metal_platform.MetalPlatform"
 
 
 def register() -> str | None:

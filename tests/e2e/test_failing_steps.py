@@ -8,8 +8,8 @@ import pytest
 from e2e.fuzz.models import VOCAB, write_models
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy
 
+from vllm_metal.batch.outputs import StepOutput
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.outputs import StepOutput
 
 NUM_TOKENS = 6
 POISON = VOCAB - 1

@@ -11,11 +11,11 @@ from vllm import SamplingParams
 
 from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.inputs import prepare
+from vllm_metal.batch.input_batch import prepare
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import SelectedRows
-from vllm_metal.requests import BlockTables, Requests
 
 BLOCK = 16
 COMMON = {

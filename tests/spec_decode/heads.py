@@ -22,10 +22,10 @@ from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.requests import BlockTables
 from vllm_metal.spec_decode.model import Spans
 from vllm_metal.spec_decode.networks import load_network
 

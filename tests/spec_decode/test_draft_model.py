@@ -12,11 +12,11 @@ from metal_kernels import kernel
 from metal_kernels.interpreter import metal_kernel
 from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.kernels import KernelRegion
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import SelectedRows
-from vllm_metal.requests import BlockTables
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
 
 BLOCK, VOCAB, MAX_LEN, SLOTS, K = 16, 64, 160, 6, 4

@@ -26,8 +26,8 @@ from spec_decode.heads import (
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.glm4_moe import Glm4MoeMLP
 
-from vllm_metal import platform
 from vllm_metal.models import loader, parts
+from vllm_metal.platform import metal_platform
 from vllm_metal.spec_decode.mtp import FAMILIES
 from vllm_metal.spec_decode.networks import load_network
 
@@ -306,9 +306,9 @@ def test_layers_that_are_not_served_are_named(tmp_path, monkeypatch):
     several = write(tmp_path / "several", GLM | {"num_nextn_predict_layers": 2}, {})
     with pytest.raises(ValueError, match="num_speculative_tokens 4 with several MTP layers"):
         mtp_config(several)
-    assert set(platform.MTP_ARCHITECTURES) == set(FAMILIES)
+    assert set(metal_platform.MTP_ARCHITECTURES) == set(FAMILIES)
     folder = write(tmp_path / "target", MIMO, {})
-    monkeypatch.setattr(platform, "MTP_ARCHITECTURES", ("Glm4MoeMTPModel",))
+    monkeypatch.setattr(metal_platform, "MTP_ARCHITECTURES", ("Glm4MoeMTPModel",))
     with pytest.raises(ValueError, match=r"'mtp' with MiMoMTPModel \(served are Glm4MoeMTPModel"):
         mtp_config(folder)
 

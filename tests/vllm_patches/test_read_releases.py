@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # 45 MB to fetch, and an engine for each release
 ROOT = Path(__file__).parents[2]
 ENGINE = """
 import sys
-from vllm_metal import blas
+from vllm_metal.device import blas
 blas.load()
 import vllm
 llm = vllm.LLM(sys.argv[1], max_model_len=256, kv_cache_memory_bytes=64 << 20, **eval(sys.argv[2]))

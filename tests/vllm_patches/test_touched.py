@@ -12,12 +12,12 @@ from vllm.platforms.interface import Platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from vllm_metal.failures import StepResult
-from vllm_metal.platform import MetalPlatform
+from vllm_metal.platform.metal_platform import MetalPlatform
 from vllm_metal.vllm_patches import releases
 from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.vllm_patches.touched import GPU_WORKER, TOUCHED
-from vllm_metal.worker import MetalWorker
+from vllm_metal.worker.worker import MetalWorker
 
 PACKAGE = Path(__file__).parents[2] / "vllm_metal"
 SOURCES = sorted(PACKAGE.rglob("*.py"))

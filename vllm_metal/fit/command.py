@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_metal import platform  # first: it loads a BLAS before anything imports MLX
 from vllm_metal.fit import engine, report
 from vllm_metal.fit.estimate import Estimate, Model, estimate
 from vllm_metal.fit.machine import Machine
@@ -19,6 +18,7 @@ from vllm_metal.fit.report import Answer
 from vllm_metal.fit.source import folder
 from vllm_metal.kv_cache import budget, formats
 from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
 
 #: What a cache of codes is called here: int8 takes the same bytes.
 _QUANTISED = "fp8"
@@ -50,8 +50,8 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
         raise ValueError(f"config.json of {args.model} names no model_type")
     dtype = engine.dtype_of(content, machine.kind, args.dtype or "auto")
     _check(args, formats.offered(args.kv_cache_dtype, dtype))
-    rows = args.max_num_batched_tokens or platform.MAX_NUM_BATCHED_TOKENS[machine.kind]
-    requests = args.max_num_seqs or args.requests or min(platform.MAX_NUM_SEQS, rows)
+    rows = args.max_num_batched_tokens or metal_platform.MAX_NUM_BATCHED_TOKENS[machine.kind]
+    requests = args.max_num_seqs or args.requests or min(metal_platform.MAX_NUM_SEQS, rows)
     if requests > rows:
         raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
     model = Model.read(path, content["model_type"], dtype)
@@ -65,7 +65,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             max_num_seqs=requests,
             max_num_batched_tokens=rows,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            block_size=args.block_size or platform.BLOCK_SIZES[0],
+            block_size=args.block_size or metal_platform.BLOCK_SIZES[0],
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:
@@ -79,9 +79,10 @@ def _check(args: Namespace, cache_offered: bool) -> None:
             f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: choose one of "
             f"{', '.join(formats.OFFERED)}"
         )
-    if args.block_size not in (None, *platform.BLOCK_SIZES):
+    if args.block_size not in (None, *metal_platform.BLOCK_SIZES):
         raise ValueError(
-            f"--block-size {args.block_size} is not supported: choose one of {platform.BLOCK_SIZES}"
+            f"--block-size {args.block_size} is not supported: choose one of "
+            f"{metal_platform.BLOCK_SIZES}"
         )
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
+from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.rows import Rows, step_layout
 from vllm_metal.kv_cache.region import Region, StepLayout
 from vllm_metal.models.parts import SelectedRows
-from vllm_metal.requests import BlockTables
-from vllm_metal.rows import Rows, step_layout
 
 if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer

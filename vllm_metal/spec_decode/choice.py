@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_metal.requests import Requests
+from vllm_metal.batch.requests import Requests
 from vllm_metal.spec_decode.adaptive import DraftLengths, FixedLengths, Lengths
 from vllm_metal.spec_decode.ngram import NgramProposer
 from vllm_metal.spec_decode.proposer import Proposer

@@ -11,12 +11,12 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.region import Region
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.profile import profile_step
-from vllm_metal.requests import BlockTables
-from vllm_metal.rows import Rows
 from vllm_metal.spec_decode.model import (
     LAYER_PREFIX,
     DraftNetwork,

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.region import Region
 from vllm_metal.models.executor import PagedLayers
-from vllm_metal.requests import BlockTables
-from vllm_metal.rows import Rows
 from vllm_metal.spec_decode.proposer import Proposer
 
 #: Prefix of the layer names under which vLLM allocates a draft network's K/V.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.rows import Rows
+from vllm_metal.batch.rows import Rows
 
 
 @dataclass(frozen=True)

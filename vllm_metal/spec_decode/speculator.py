@@ -11,14 +11,14 @@ import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 
-from vllm_metal.requests import Requests, RequestState
-from vllm_metal.spec_decode.drafts import StepDrafts
+from vllm_metal.batch.drafts import StepDrafts
+from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:
-    from vllm_metal.inputs import InputBatch
-    from vllm_metal.outputs import StepOutput
-    from vllm_metal.rows import Rows
+    from vllm_metal.batch.input_batch import InputBatch
+    from vllm_metal.batch.outputs import StepOutput
+    from vllm_metal.batch.rows import Rows
     from vllm_metal.spec_decode.adaptive import Lengths
 
 

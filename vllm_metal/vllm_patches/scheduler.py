@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_metal.failures import NOT_A_NUMBER, StepResult
+from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

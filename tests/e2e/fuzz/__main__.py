@@ -23,7 +23,7 @@ from e2e.fuzz.campaign import Campaign  # noqa: E402
 from e2e.fuzz.models import write_models  # noqa: E402
 from e2e.fuzz.traffic import SIMPLER, Run, cut, draw  # noqa: E402
 
-from vllm_metal.platform import MetalPlatform  # noqa: E402
+from vllm_metal.platform.metal_platform import MetalPlatform  # noqa: E402
 
 _LONGEST_RUN_S = 600  # 100 times what a run takes: it hangs, and Python's stacks say where
 

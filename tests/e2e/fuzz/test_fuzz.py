@@ -10,8 +10,8 @@ from e2e.fuzz.traffic import NUM_REQUESTS, SIMPLER, Space, cut, draw
 from e2e.harness import TIE
 from vllm.v1.core import kv_cache_utils
 
-from vllm_metal.platform import MetalPlatform
-from vllm_metal.requests import BlockTables
+from vllm_metal.batch.requests import BlockTables
+from vllm_metal.platform.metal_platform import MetalPlatform
 
 NUM_SEEDS = 12
 SALT_SEED = 3  # of which few requests hit one another's prefixes across tenants

@@ -8,7 +8,7 @@ from vllm_metal.vllm_patches.touched.entry import GPU_WORKER, Touched
 _WORKER = (
     Touched(
         "vllm.v1.worker.worker_base:WorkerBase",
-        by="worker.py",
+        by="worker/worker.py",
         fields="vllm_config model_config cache_config scheduler_config current_platform vocab_size",
         methods={
             "init_device": "",
@@ -26,19 +26,19 @@ _WORKER = (
     ),
     Touched(
         "vllm.v1.worker.worker_base:WorkerBase",
-        by="worker.py (inherited, called by the engine)",
+        by="worker/worker.py (inherited, called by the engine)",
         calls={"set_kv_cache_layout": "kv_cache_layout"},
         releases=("0.32",),
     ),
     Touched(
         "vllm.v1.worker.worker_base:WorkerBase",
-        by="worker.py (inherited, called by the engine)",
+        by="worker/worker.py (inherited, called by the engine)",
         calls={"set_kv_cache_layout": "kv_cache_layout cp_kv_cache_interleave_size"},
         releases=("0.33",),
     ),
     Touched(
         f"{GPU_WORKER}:Worker",
-        by="worker.py",
+        by="worker/worker.py",
         methods={
             "determine_available_memory": "",
             "initialize_from_config": "kv_cache_config",
@@ -55,13 +55,13 @@ _WORKER = (
     ),
     Touched(  # what goes beyond the first two is refused by vLLM where a worker does not take it
         f"{GPU_WORKER}:Worker",
-        by="worker.py",
+        by="worker/worker.py",
         methods={"profile": "is_start profile_prefix * delay_iterations max_iterations"},
         releases=("0.32",),
     ),
     Touched(
         f"{GPU_WORKER}:Worker",
-        by="worker.py",
+        by="worker/worker.py",
         methods={
             "profile": "is_start profile_prefix * delay_iterations max_iterations profiler_kwargs"
         },
@@ -69,12 +69,12 @@ _WORKER = (
     ),
     Touched(
         "vllm.v1.worker.worker_base:CompilationTimes",
-        by="worker.py",
+        by="worker/worker.py",
         called="language_model= encoder=",
     ),
-    Touched("vllm.utils.torch_utils:set_random_seed", by="worker.py", called="seed"),
+    Touched("vllm.utils.torch_utils:set_random_seed", by="worker/worker.py", called="seed"),
     Touched("vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE", by="kv_cache/formats.py"),
-    Touched("vllm.tasks:SupportedTask", by="worker.py", fields="generate"),
+    Touched("vllm.tasks:SupportedTask", by="worker/worker.py", fields="generate"),
     Touched(
         "vllm.utils.func_utils:_supports_kw", by="vllm_patches/tokenizers.py", fields="cache_clear"
     ),
@@ -83,7 +83,7 @@ _WORKER = (
 _STEP = (
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="runner.py guard.py vllm_patches/scheduler.py",
+        by="worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py",
         fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
         "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
         "new_block_ids_to_zero kv_cache_block_copies",
@@ -92,34 +92,34 @@ _STEP = (
     # with the first, the scheduler never sets it.
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="runner.py (not heeded)",
+        by="worker/model_runner.py (not heeded)",
         fields="skip_drafts",
         releases=("0.33",),
     ),
     Touched(
         "vllm.v1.core.sched.output:NewRequestData",
-        by="requests.py",
+        by="batch/requests.py",
         fields="req_id prompt_token_ids sampling_params block_ids num_computed_tokens",
     ),
     Touched(
         "vllm.v1.core.sched.output:CachedRequestData",
-        by="runner.py requests.py",
+        by="worker/model_runner.py batch/requests.py",
         fields="req_ids resumed_req_ids new_block_ids num_computed_tokens all_token_ids",
     ),
     Touched(
         "vllm.v1.core.sched.output:GrammarOutput",
-        by="grammar.py runner.py",
+        by="batch/grammar.py worker/model_runner.py",
         fields="structured_output_request_ids grammar_bitmask num_acceptable_drafts",
     ),
     Touched(
         "vllm.v1.outputs:ModelRunnerOutput",
-        by="failures.py outputs.py guard.py",
+        by="vllm_patches/step_result.py batch/outputs.py worker/recovery.py",
         called="req_ids= req_id_to_index= sampled_token_ids= logprobs= prompt_logprobs_dict=",
     ),
-    Touched("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT", by="guard.py"),
+    Touched("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT", by="worker/recovery.py"),
     Touched(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
-        by="vllm_patches/async_output.py worker.py guard.py",
+        by="vllm_patches/async_output.py worker/worker.py worker/recovery.py",
         methods={"get_output": ""},
     ),
     Touched(
@@ -129,18 +129,20 @@ _STEP = (
         releases=("0.33",),
     ),
     Touched(
-        "vllm.v1.outputs:DraftTokenIds", by="runner.py guard.py", called="req_ids draft_token_ids"
+        "vllm.v1.outputs:DraftTokenIds",
+        by="worker/model_runner.py worker/recovery.py",
+        called="req_ids draft_token_ids",
     ),
     Touched(
         "vllm.v1.outputs:LogprobsLists",
-        by="sample/logprobs.py outputs.py",
+        by="sample/logprobs.py batch/outputs.py",
         called="logprob_token_ids logprobs sampled_token_ranks",
         fields="cu_num_generated_tokens",
         calls={"_replace": "logprob_token_ids= logprobs= sampled_token_ranks="},
     ),
     Touched(
         "vllm.v1.outputs:LogprobsTensors",
-        by="outputs.py",
+        by="batch/outputs.py",
         called="logprob_token_ids logprobs selected_token_ranks",
     ),
 )
@@ -217,7 +219,9 @@ _KV_CACHE = (
             ("SlidingWindowSpec", " sliding_window=", "extra_retained_tokens"),
         )
     ),
-    Touched("vllm.v1.kv_cache_interface:KVCacheSpec", by="worker.py memory.py kv_cache/specs.py"),
+    Touched(
+        "vllm.v1.kv_cache_interface:KVCacheSpec", by="worker/worker.py memory.py kv_cache/specs.py"
+    ),
     Touched(
         "vllm.v1.kv_cache_interface:KVQuantMode",
         by="kv_cache/specs.py",
@@ -225,7 +229,7 @@ _KV_CACHE = (
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        by="worker.py memory.py kv_cache/specs.py",
+        by="worker/worker.py memory.py kv_cache/specs.py",
         fields="num_blocks kv_cache_tensors kv_cache_groups",
     ),
     Touched(
@@ -233,13 +237,16 @@ _KV_CACHE = (
         by="memory.py kv_cache/specs.py",
         fields="size layers offset layer_stride",
     ),
-    Touched("vllm.v1.kv_cache_interface:KVCacheGroupSpec", by="worker.py", fields="layer_names"),
+    Touched(
+        "vllm.v1.kv_cache_interface:KVCacheGroupSpec", by="worker/worker.py", fields="layer_names"
+    ),
 )
 
 _SAMPLING = (
     Touched(
         "vllm.sampling_params:SamplingParams",
-        by="sample requests.py runner.py platform.py models/profile.py",
+        by="sample batch/requests.py worker/model_runner.py platform/metal_platform.py "
+        "models/profile.py",
         called="top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
         fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
         "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "

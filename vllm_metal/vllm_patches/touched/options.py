@@ -8,7 +8,8 @@ from vllm_metal.vllm_patches.touched.entry import Touched
 _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
-        by="platform.py worker.py memory.py models spec_decode sample/custom.py fit",
+        by="platform/metal_platform.py worker/worker.py memory.py models spec_decode "
+        "sample/custom.py fit",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
         "load_config lora_config kv_transfer_config compilation_config attention_config "
         "additional_config "
@@ -16,7 +17,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:ModelConfig",
-        by="platform.py worker.py memory.py models spec_decode",
+        by="platform/metal_platform.py worker/worker.py memory.py models spec_decode",
         fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
         "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
         "multimodal_config enable_prompt_embeds is_encoder_decoder architectures",
@@ -24,28 +25,29 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:CacheConfig",
-        by="platform.py worker.py memory.py models/profile.py spec_decode fit/engine.py",
+        by="platform/metal_platform.py worker/worker.py memory.py models/profile.py spec_decode "
+        "fit/engine.py",
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
         "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout",
     ),
     Touched(
         "vllm.config:ParallelConfig",
-        by="platform.py fit/engine.py",
+        by="platform/metal_platform.py fit/engine.py",
         called="",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size decode_context_parallel_size",
     ),
     Touched(
         "vllm.config:SchedulerConfig",
-        by="worker.py memory.py models/profile.py spec_decode fit/engine.py",
+        by="worker/worker.py memory.py models/profile.py spec_decode fit/engine.py",
         called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
         "async_scheduling= disable_hybrid_kv_cache_manager=",
         fields="max_num_seqs max_num_batched_tokens",
     ),
     Touched(
         "vllm.config:SpeculativeConfig",
-        by="platform.py models/loader.py spec_decode",
+        by="platform/metal_platform.py models/loader.py spec_decode",
         fields="method model num_speculative_tokens draft_model_config rejection_sample_method "
         "draft_sample_method kv_cache_dtype use_heterogeneous_vocab parallel_drafting "
         "disable_padded_drafter_batch prompt_lookup_min prompt_lookup_max "
@@ -56,12 +58,20 @@ _CONFIGURATION = (
     Touched("vllm.config:AttentionConfig", by="fit/engine.py", called=""),
     Touched("vllm.config.model:_is_valid_dtype", by="fit/engine.py", called="model_type dtype"),
     Touched("vllm.config:LoadConfig", by="models/loader.py", fields="download_dir"),
-    Touched("vllm.config:CompilationConfig", by="platform.py", fields="mode cudagraph_mode"),
-    Touched("vllm.config:CompilationMode", by="platform.py", fields="NONE"),
-    Touched("vllm.config:CUDAGraphMode", by="platform.py", fields="NONE"),
+    Touched(
+        "vllm.config:CompilationConfig",
+        by="platform/metal_platform.py",
+        fields="mode cudagraph_mode",
+    ),
+    Touched("vllm.config:CompilationMode", by="platform/metal_platform.py", fields="NONE"),
+    Touched("vllm.config:CUDAGraphMode", by="platform/metal_platform.py", fields="NONE"),
     Touched("vllm.config:AttentionConfig", by="fit/engine.py", called=""),
     Touched("vllm.config.model:_is_valid_dtype", by="fit/engine.py", called="model_type dtype"),
-    Touched("vllm.config.cache:CacheDType", by="platform.py", fields="int8_per_token_head"),
+    Touched(
+        "vllm.config.cache:CacheDType",
+        by="platform/metal_platform.py",
+        fields="int8_per_token_head",
+    ),
     Touched(
         "vllm.config.model:LogprobsMode",
         by="sample/sampler.py",
@@ -75,18 +85,18 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config.speculative:SpeculativeMethod",
-        by="platform.py vllm_patches/speculation.py",
+        by="platform/metal_platform.py vllm_patches/speculation.py",
         fields="ngram ngram_gpu suffix draft_model eagle eagle3 mtp",
     ),
     Touched(
         "vllm.config.speculative:SpeculativeMethod",
-        by="platform.py",
+        by="platform/metal_platform.py",
         fields="medusa mlp_speculator",
         releases=("0.32",),
     ),
     Touched(
         "vllm.envs:environment_variables",
-        by="platform.py",
+        by="platform/metal_platform.py",
         fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS "
         "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING",
     ),
@@ -119,7 +129,7 @@ _ENGINE_ARGUMENTS = (
     ),
     Touched(
         "vllm.utils.argparse_utils:FlexibleArgumentParser",
-        by="platform.py vllm_patches/engine_args.py",
+        by="platform/metal_platform.py vllm_patches/engine_args.py",
         fields="_actions",
     ),
     Touched("vllm.usage.usage_lib:UsageContext", by="vllm_patches/engine_args.py"),
@@ -139,7 +149,7 @@ _ENGINE_ARGUMENTS = (
 _PLATFORM = (
     Touched(
         "vllm.platforms.interface:Platform",
-        by="platform.py",
+        by="platform/metal_platform.py",
         fields="_enum device_name device_type dispatch_key dist_backend supported_dtypes",
         methods={
             "get_device_name": "device_id",
@@ -160,14 +170,14 @@ _PLATFORM = (
             "validate_request": "processed_inputs params",
         },
     ),
-    Touched("vllm.platforms.interface:PlatformEnum", by="platform.py", fields="OOT"),
-    Touched("vllm.platforms:current_platform", by="worker.py"),
-    Touched("vllm.pooling_params:PoolingParams", by="platform.py"),
-    Touched("vllm.envs:", by="platform.py", fields="environment_variables"),
+    Touched("vllm.platforms.interface:PlatformEnum", by="platform/metal_platform.py", fields="OOT"),
+    Touched("vllm.platforms:current_platform", by="worker/worker.py"),
+    Touched("vllm.pooling_params:PoolingParams", by="platform/metal_platform.py"),
+    Touched("vllm.envs:", by="platform/metal_platform.py", fields="environment_variables"),
     Touched(
         "vllm.logger:init_logger",
-        by="platform.py worker.py memory.py memory_pressure.py guard.py kv_cache/choice.py "
-        "spec_decode/speculator.py vllm_patches",
+        by="platform/metal_platform.py worker/worker.py memory.py memory_pressure.py "
+        "worker/recovery.py kv_cache/choice.py spec_decode/speculator.py vllm_patches",
         called="name",
     ),
 )

@@ -14,8 +14,8 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
-from vllm_metal.guard import GuardedSteps
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
 from vllm_metal.memory import Beside, Memory, Workload, quantised_share
@@ -23,14 +23,14 @@ from vllm_metal.memory_pressure import MemoryPressure
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.profile import profile_step
-from vllm_metal.requests import BlockTables, Requests
-from vllm_metal.runner import ModelRunner
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.choice import make_speculator
 from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.networks import load_network
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
+from vllm_metal.worker.model_runner import ModelRunner
+from vllm_metal.worker.recovery import GuardedSteps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

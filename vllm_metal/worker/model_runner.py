@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_metal import grammar
-from vllm_metal.inputs import InputBatch, prepare
-from vllm_metal.outputs import StepOutput
-from vllm_metal.requests import Requests, RequestState
+from vllm_metal.batch import grammar
+from vllm_metal.batch.drafts import StepDrafts
+from vllm_metal.batch.input_batch import InputBatch, prepare
+from vllm_metal.batch.outputs import StepOutput
+from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprobs
-from vllm_metal.spec_decode.drafts import StepDrafts
 from vllm_metal.spec_decode.speculator import Speculator
 
 if TYPE_CHECKING:

@@ -53,9 +53,9 @@ logs.drop_unhelpful_warnings()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
 # vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
-logging.getLogger(__package__).parent = logging.getLogger("vllm")
+logging.getLogger("vllm_metal").parent = logging.getLogger("vllm")
 
-WORKER = "vllm_metal.worker.MetalWorker"
+WORKER = "vllm_metal.worker.worker.MetalWorker"
 BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
@@ -207,7 +207,7 @@ class MetalPlatform(Platform):
     ) -> None:
         from vllm.sampling_params import SamplingParams
 
-        from vllm_metal.requests import remember_salt
+        from vllm_metal.batch.requests import remember_salt
         from vllm_metal.sample import validate
 
         if isinstance(params, SamplingParams):

@@ -11,15 +11,15 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import mlx_device
-from vllm_metal.failures import StepResult
-from vllm_metal.runner import ModelRunner
 from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
 
-    from vllm_metal.outputs import StepOutput
+    from vllm_metal.batch.outputs import StepOutput
 
 logger = init_logger(__name__)
 

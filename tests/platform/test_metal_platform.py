@@ -35,7 +35,7 @@ def test_defaults_of_the_cpu_device(model):
     assert found.scheduler_config.async_scheduling
     assert found.scheduler_config.max_num_batched_tokens == 512
     assert found.cache_config.enable_prefix_caching
-    assert found.parallel_config.worker_cls == "vllm_metal.worker.MetalWorker"
+    assert found.parallel_config.worker_cls == "vllm_metal.worker.worker.MetalWorker"
 
 
 def test_explicit_settings_win_over_the_defaults(model):

@@ -3,13 +3,13 @@
 
 import mlx.core as mx
 import numpy as np
-from test_requests import new_request
+from batch.test_requests import new_request
 from vllm import SamplingParams
 
 from metal_kernels.pace import Pace
-from vllm_metal.inputs import prepare
-from vllm_metal.requests import BlockTables, Requests
-from vllm_metal.rows import step_layout
+from vllm_metal.batch.input_batch import prepare
+from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.rows import step_layout
 
 
 def make():

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_metal.failures import NOT_A_NUMBER, StepResult
-from vllm_metal.inputs import InputBatch
-from vllm_metal.requests import Requests
+from vllm_metal.batch.input_batch import InputBatch
+from vllm_metal.batch.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
 from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 
 class StepOutput(AsyncOutput):

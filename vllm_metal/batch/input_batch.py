@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.requests import Requests, RequestState
-from vllm_metal.rows import Rows
+from vllm_metal.batch.drafts import StepDrafts
+from vllm_metal.batch.requests import Requests, RequestState
+from vllm_metal.batch.rows import Rows
 from vllm_metal.sample import Windows
-from vllm_metal.spec_decode.drafts import StepDrafts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.inputs import InputBatch
+from vllm_metal.batch.input_batch import InputBatch
 from vllm_metal.sample import GrammarMask
 
 if TYPE_CHECKING:

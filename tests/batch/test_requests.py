@@ -5,7 +5,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 
-from vllm_metal.requests import BlockTables, Requests
+from vllm_metal.batch.requests import BlockTables, Requests
 
 
 def new_request(req_id, prompt, block_ids, num_computed_tokens=0):
