@@ -62,9 +62,9 @@ test: lint  ## the one test command: lint, types, tests
 
 # What reads the platform, or takes what it says from what does.
 DARWIN_TESTS := $(wildcard tests/test_doctor.py tests/doctor) tests/device/test_blas.py tests/test_cli.py \
-	tests/test_cpu.py tests/settings/test_envs.py tests/test_memory.py tests/test_memory_pressure.py \
+	tests/test_cpu.py tests/settings/test_envs.py tests/memory/test_planner.py tests/memory/test_pressure.py \
 	tests/platform/test_metal_platform.py tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
-	tests/kv_cache/test_budget.py tests/vllm_patches/test_logs.py \
+	tests/memory/test_budget.py tests/vllm_patches/test_logs.py \
 	tests/vllm_patches/test_processes.py tests/vllm_patches/test_releases.py \
 	tests/metal_kernels/test_coverage.py tests/metal_kernels/test_selfcheck.py \
 	tests/metal_kernels/interpreter

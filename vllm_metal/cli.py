@@ -168,7 +168,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     # Imported here so that --help answers at once.
-    from vllm_metal.models.gguf import ConvertOptions, convert
+    from vllm_metal.gguf import ConvertOptions, convert
 
     options = ConvertOptions(
         dtype=args.dtype,

@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from vllm import LLM
 
-from vllm_metal.kv_cache.budget import BudgetError
-from vllm_metal.sample import pieces
+from vllm_metal.memory.budget import BudgetError
+from vllm_metal.sample import logit_chunks
 
 MIB = 2**20
 #: Python's own objects come and go; a leaked pool or model of these tests is several times this.
@@ -203,7 +203,7 @@ def test_a_full_load_of_a_real_model_takes_what_was_budgeted(smollm2):
 
 def test_prompt_logprobs_take_no_more_than_sampling(tmp_path, monkeypatch):
     """Of all 500 rows at once the logits alone would be 64 MiB, in float32."""
-    monkeypatch.setattr(pieces, "LOGITS_AT_ONCE", 8 * 2**15)
+    monkeypatch.setattr(logit_chunks, "LOGITS_AT_ONCE", 8 * 2**15)
     model = write_llama(tmp_path, 1, 1, 16, vocab_size=2**15)
     options = {"max_num_batched_tokens": 512, "max_model_len": 512}
     with engine(model, **settings(256 * MIB, **options)) as llm:

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from vllm_metal import memory
 from vllm_metal.fit import engine
 from vllm_metal.fit.estimate import Model
+from vllm_metal.memory import planner
 
 BASE = {
     "hidden_size": 128,
@@ -131,5 +131,5 @@ def least_peak(run):
     peaks = []
     for _ in range(10):
         mx.eval(mx.ones(1) + 1)  # moves the count on
-        peaks.append(memory.peak_of(run))
+        peaks.append(planner.peak_of(run))
     return min(peaks)

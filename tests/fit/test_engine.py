@@ -12,10 +12,10 @@ import torch
 from e2e.harness import engine as served
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_metal import memory
 from vllm_metal.fit import engine
 from vllm_metal.fit.estimate import Model, estimate
 from vllm_metal.fit.machine import Machine
+from vllm_metal.memory import planner
 
 MIB = 2**20
 SETTINGS = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
@@ -94,13 +94,13 @@ def test_the_dtype_on_a_mac(content, dtype):
 
 def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch):
     path, measured, cache_dtype = folder("gemma3, windows"), [], "int8"
-    at_work = memory.at_work
+    at_work = planner.at_work
 
     def noted(*args):
         measured.append(args[-1])
         return at_work(*args)
 
-    monkeypatch.setattr(memory, "at_work", noted)
+    monkeypatch.setattr(planner, "at_work", noted)
     utilization = 256 * MIB / psutil.virtual_memory().total
     options = SETTINGS | {"gpu_memory_utilization": utilization}
     with served(

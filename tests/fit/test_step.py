@@ -9,7 +9,8 @@ from fit.models import MODELS, least_peak, read, settings
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.fit.step import step_peak
 from vllm_metal.kv_cache.scatter import ScatterRegion
-from vllm_metal.models import loader, profile
+from vllm_metal.memory import profile
+from vllm_metal.models import loader
 from vllm_metal.models.parts import SelectedRows
 
 

@@ -15,7 +15,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.region import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import Region, StepLayout
 from vllm_metal.kv_cache.scatter import ScatterRegion
 
 LAYERS = [

@@ -13,7 +13,7 @@ from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache import kernels
 from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.layer_cache import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterRegion
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.layer_cache import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterRegion
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=2, head_size=4, value_size=4)

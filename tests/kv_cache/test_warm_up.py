@@ -12,7 +12,7 @@ from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.doubles import Recorder
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.layer_cache import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.kv_cache.warm_up import compile_kernels
 

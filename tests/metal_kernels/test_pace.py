@@ -10,7 +10,7 @@ from metal_kernels.pace import MOST_WORK, Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.doubles import Recorder
 from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.layer_cache import StepLayout
 
 SHAPE = AttentionShape(32, 8, 128, 128)
 LAYERS = 6

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.pace import Pace
-from vllm_metal.kv_cache.region import StepLayout
+from vllm_metal.kv_cache.layer_cache import StepLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from vllm_metal.fit.estimate import Estimate, Model, estimate
 from vllm_metal.fit.machine import Machine
 from vllm_metal.fit.report import Answer
 from vllm_metal.fit.source import folder
-from vllm_metal.kv_cache import budget, formats
+from vllm_metal.kv_cache import formats
+from vllm_metal.memory import budget
 from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
 

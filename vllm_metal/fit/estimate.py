@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine would measure of a model on a machine, and the pool that comes of it.
 
-The sum is the engine's own (vllm_metal.kv_cache.budget), and so is what goes into it: the loader
+The sum is the engine's own (vllm_metal.memory.budget), and so is what goes into it: the loader
 gives the model with weights that are never read, layers are read off it, vLLM places them in
 blocks. Only the forward pass is not run (vllm_metal.fit.step).
 """
@@ -22,13 +22,14 @@ from metal_kernels import paged_attention
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.fit.machine import Machine
 from vllm_metal.fit.step import step_peak
-from vllm_metal.kv_cache import budget, formats
-from vllm_metal.kv_cache.budget import Budget, Measured, Request, Settings
+from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.kv_cache.specs import kv_cache_specs
-from vllm_metal.memory import Beside, Needs, at_work, quantised_share, settings_of
+from vllm_metal.memory import budget
+from vllm_metal.memory.budget import Budget, Measured, Request, Settings
+from vllm_metal.memory.planner import Beside, Needs, at_work, quantised_share, settings_of
 from vllm_metal.models.loader import MLX_DTYPES, lazy_model
 from vllm_metal.models.parts import SelectedRows
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_metal.device import mlx_device
-from vllm_metal.memory import SOURCES, cache_limit
+from vllm_metal.memory.planner import SOURCES, cache_limit
 from vllm_metal.settings import envs
 
 GIB = 2**30

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.fit.graph import record, recordable
 from vllm_metal.fit.peak import peak
-from vllm_metal.kv_cache.region import Pool, Region
+from vllm_metal.kv_cache.layer_cache import Pool, Region
+from vllm_metal.memory.profile import largest_caches, largest_step
 from vllm_metal.models.parts import SelectedRows
-from vllm_metal.models.profile import largest_caches, largest_step
 from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def step_peak(
     region_type: type[Region],
     kind: envs.Device,
 ) -> StepPeak:
-    """What `models.profile.profile_step` takes beside the weights, where MLX waits for each
+    """What `memory.profile.profile_step` takes beside the weights, where MLX waits for each
     operation, as it does on Metal.
 
     Not covered: what Metal rounds up to whole pages, the little that some of its operations set

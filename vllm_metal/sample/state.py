@@ -12,7 +12,7 @@ from enum import IntFlag
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_metal.sample.windows import Windows
+from vllm_metal.sample.draft_spans import Windows
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy; the threshold vLLM documents for `temperature`."""

@@ -13,11 +13,11 @@ import numpy as np
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.profile import profile_step
-from vllm_metal.spec_decode.model import (
+from vllm_metal.spec_decode.paged_proposer import (
     LAYER_PREFIX,
     DraftNetwork,
     PagedProposer,

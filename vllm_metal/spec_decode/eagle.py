@@ -11,8 +11,8 @@ import mlx.nn as nn
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
-from vllm_metal.spec_decode.model import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
+from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,8 +19,8 @@ from mlx_lm.models import exaone_moe, glm4_moe, mimo
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.models import loader, parts
-from vllm_metal.spec_decode.model import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
+from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,8 +12,8 @@ from vllm_metal.spec_decode.draft_model import DraftModel
 from vllm_metal.spec_decode.eagle import Eagle
 from vllm_metal.spec_decode.medusa import Medusa
 from vllm_metal.spec_decode.mlp_speculator import MLPSpeculator
-from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.mtp import MTP
+from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,11 +12,11 @@ import numpy as np
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.models.profile import largest_step
-from vllm_metal.spec_decode.model import DraftNetwork
+from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.memory.profile import largest_caches, largest_step
 from vllm_metal.models.executor import PagedLayers
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.models.profile import largest_caches, largest_step
-from vllm_metal.spec_decode.model import DraftNetwork, PagedProposer, Spans
+from vllm_metal.spec_decode.paged_proposer import DraftNetwork, PagedProposer, Spans
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:

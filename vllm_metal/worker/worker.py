@@ -18,15 +18,15 @@ from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
-from vllm_metal.memory import Beside, Memory, Workload, quantised_share
-from vllm_metal.memory_pressure import MemoryPressure
+from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
+from vllm_metal.memory.pressure import MemoryPressure
+from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.profile import profile_step
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.choice import make_speculator
-from vllm_metal.spec_decode.model import DraftNetwork
 from vllm_metal.spec_decode.networks import load_network
+from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner

@@ -209,7 +209,7 @@ _KV_CACHE = (
     *(
         Touched(
             f"vllm.v1.kv_cache_interface:{name}",
-            by="kv_cache/specs.py memory.py",
+            by="kv_cache/specs.py memory/planner.py",
             called="block_size= num_kv_heads= head_size= dtype= kv_quant_mode= "
             f"state_content_bytes={window}",
             fields=fields,
@@ -220,7 +220,8 @@ _KV_CACHE = (
         )
     ),
     Touched(
-        "vllm.v1.kv_cache_interface:KVCacheSpec", by="worker/worker.py memory.py kv_cache/specs.py"
+        "vllm.v1.kv_cache_interface:KVCacheSpec",
+        by="worker/worker.py memory/planner.py kv_cache/specs.py",
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVQuantMode",
@@ -229,12 +230,12 @@ _KV_CACHE = (
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        by="worker/worker.py memory.py kv_cache/specs.py",
+        by="worker/worker.py memory/planner.py kv_cache/specs.py",
         fields="num_blocks kv_cache_tensors kv_cache_groups",
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheTensor",
-        by="memory.py kv_cache/specs.py",
+        by="memory/planner.py kv_cache/specs.py",
         fields="size layers offset layer_stride",
     ),
     Touched(
@@ -246,7 +247,7 @@ _SAMPLING = (
     Touched(
         "vllm.sampling_params:SamplingParams",
         by="sample batch/requests.py worker/model_runner.py platform/metal_platform.py "
-        "models/profile.py",
+        "memory/profile.py",
         called="top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
         fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
         "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "
@@ -254,7 +255,7 @@ _SAMPLING = (
         "extra_args thinking_token_budget watermarking prompt_logprob_token_ids "
         "prompt_logprob_start trace_decode_token_ids",
     ),
-    Touched("vllm:SamplingParams", by="sample models/profile.py"),
+    Touched("vllm:SamplingParams", by="sample memory/profile.py"),
     Touched(
         "vllm:SamplingParams",
         by="vllm_patches/refusals.py",

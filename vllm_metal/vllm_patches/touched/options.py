@@ -8,7 +8,7 @@ from vllm_metal.vllm_patches.touched.entry import Touched
 _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
-        by="platform/metal_platform.py worker/worker.py memory.py models spec_decode "
+        by="platform/metal_platform.py worker/worker.py memory/planner.py models spec_decode "
         "sample/custom.py fit",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
         "load_config lora_config kv_transfer_config compilation_config attention_config "
@@ -17,7 +17,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:ModelConfig",
-        by="platform/metal_platform.py worker/worker.py memory.py models spec_decode",
+        by="platform/metal_platform.py worker/worker.py memory/planner.py models spec_decode",
         fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
         "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
         "multimodal_config enable_prompt_embeds is_encoder_decoder architectures",
@@ -25,8 +25,8 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:CacheConfig",
-        by="platform/metal_platform.py worker/worker.py memory.py models/profile.py spec_decode "
-        "fit/engine.py",
+        by="platform/metal_platform.py worker/worker.py memory/planner.py memory/profile.py "
+        "spec_decode fit/engine.py",
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
         "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout",
@@ -40,7 +40,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:SchedulerConfig",
-        by="worker/worker.py memory.py models/profile.py spec_decode fit/engine.py",
+        by="worker/worker.py memory/planner.py memory/profile.py spec_decode fit/engine.py",
         called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
         "async_scheduling= disable_hybrid_kv_cache_manager=",
         fields="max_num_seqs max_num_batched_tokens",
@@ -176,7 +176,7 @@ _PLATFORM = (
     Touched("vllm.envs:", by="platform/metal_platform.py", fields="environment_variables"),
     Touched(
         "vllm.logger:init_logger",
-        by="platform/metal_platform.py worker/worker.py memory.py memory_pressure.py "
+        by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "
         "worker/recovery.py kv_cache/choice.py spec_decode/speculator.py vllm_patches",
         called="name",
     ),

@@ -13,9 +13,9 @@ from vllm import SamplingParams
 
 from metal_kernels.paged_attention import reference
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.kv_cache.formats import pool_dtype
-from vllm_metal.kv_cache.region import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import Region, StepLayout
+from vllm_metal.kv_cache.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.sample import Sampler

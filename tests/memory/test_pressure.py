@@ -6,7 +6,7 @@ import logging
 import mlx.core as mx
 import pytest
 
-from vllm_metal.memory_pressure import (
+from vllm_metal.memory.pressure import (
     CRITICAL,
     LOG_EVERY,
     NORMAL,
@@ -43,7 +43,7 @@ def log():
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("vllm_metal.memory_pressure")
+    logger = logging.getLogger("vllm_metal.memory.pressure")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)

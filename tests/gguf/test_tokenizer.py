@@ -21,8 +21,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from vllm_metal.gguf import ConversionError, ConvertOptions, convert
 from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path
-from vllm_metal.models.gguf import ConversionError, ConvertOptions, convert
 
 TEXTS = [
     "Hello world",

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
 
 
 @dataclass(frozen=True)

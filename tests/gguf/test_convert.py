@@ -23,7 +23,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from vllm_metal.models.gguf import ConversionError, ConvertOptions, convert
+from vllm_metal.gguf import ConversionError, ConvertOptions, convert
 
 # All sizes differ, so that a transposed or swapped tensor cannot pass unseen.
 VOCABULARY, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 96, 64, 160, 4, 2, 16

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from vllm_metal.sample import Sampler, Windows, rows_at_once
-from vllm_metal.sample.pieces import pieces
+from vllm_metal.sample.logit_chunks import pieces
 
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(1, 12))

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.region import Region
+from vllm_metal.kv_cache.layer_cache import Region
 from vllm_metal.models.executor import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 

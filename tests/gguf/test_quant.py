@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from vllm_metal.models.gguf.quant import EXACT, GROUP_SIZE, repack
+from vllm_metal.gguf.quant import EXACT, GROUP_SIZE, repack
 
 ROWS, COLUMNS = 5, 96
 

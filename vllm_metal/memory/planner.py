@@ -20,11 +20,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.arguments import CODE_DTYPES
 from vllm_metal.device import mlx_device
-from vllm_metal.kv_cache import budget
-from vllm_metal.kv_cache.budget import AskedPool, Measured, Request, Settings
-from vllm_metal.kv_cache.region import Region, row_bytes
+from vllm_metal.kv_cache.layer_cache import Region, row_bytes
+from vllm_metal.memory import budget
+from vllm_metal.memory.budget import AskedPool, Measured, Request, Settings
+from vllm_metal.memory.profile import most_sampled, profile_attention, profile_sampling
 from vllm_metal.models.loader import mlx_dtype
-from vllm_metal.models.profile import most_sampled, profile_attention, profile_sampling
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
 from vllm_metal.vllm_patches.kv_cache_planning import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_metal.kv_cache.budget import (
+from vllm_metal.memory.budget import (
     GIB,
     AskedPool,
     BudgetError,

@@ -11,9 +11,9 @@ from mac import BUSY, FULL, IDLE, PAGE, Mac
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.kv_cache.budget import BudgetError
 from vllm_metal.kv_cache.specs import kv_cache_specs
-from vllm_metal.memory import Beside, Memory, Workload
+from vllm_metal.memory.budget import BudgetError
+from vllm_metal.memory.planner import Beside, Memory, Workload
 
 GIB = 2**30
 #: Llama-3.1-8B's.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_metal.sample.windows import Windows
+from vllm_metal.sample.draft_spans import Windows
 
 #: Logits that are sampled from at once. The transforms hold several copies of them in float32,
 #: 32 MiB each: at 150,000 tokens of vocabulary that is 55 rows, enough to keep a GPU busy.

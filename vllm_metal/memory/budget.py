@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes the KV pool may take: arithmetic on what was measured, and advice where it fails.
 
-Nothing here asks the device; `vllm_metal.memory` measures. All sizes are bytes.
+Nothing here asks the device; `vllm_metal.memory.planner` measures. All sizes are bytes.
 """
 
 from __future__ import annotations
