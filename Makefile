@@ -61,7 +61,7 @@ test: lint  ## the one test command: lint, types, tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # What reads the platform, or takes what it says from what does.
-DARWIN_TESTS := $(wildcard tests/test_doctor.py tests/doctor) tests/device/test_blas.py tests/test_cli.py \
+DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/test_cli.py \
 	tests/test_cpu.py tests/settings/test_envs.py tests/memory/test_planner.py tests/memory/test_pressure.py \
 	tests/platform/test_metal_platform.py tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
 	tests/memory/test_budget.py tests/vllm_patches/test_logs.py \

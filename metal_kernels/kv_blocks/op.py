@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import arguments, kernel
+from metal_kernels import kernel, op_common
 
 _THREADS = 256  # of a threadgroup
 _RUN_BYTES = 16  # what a thread moves
@@ -77,21 +77,21 @@ def _each(
     after: Sequence[mx.array],
     is_copy: bool,
 ) -> mx.array:
-    token = arguments.merged(after)
+    token = op_common.merged(after)
     if len(targets) == 0:
         return token
     source, target = (
-        arguments.padded(mx.array(blocks.astype(np.int32)), fill=0) for blocks in (sources, targets)
+        op_common.padded(mx.array(blocks.astype(np.int32)), fill=0) for blocks in (sources, targets)
     )
     for pool in pools:
         size = math.prod(pool.shape[2:])
         run = math.gcd(size, _RUN_BYTES // pool.dtype.size)
         (token,) = _KERNEL(
-            inputs=[pool, source, target, *arguments.tokens([token])],
+            inputs=[pool, source, target, *op_common.tokens([token])],
             template=[("T", pool.dtype), ("SIZE", size), ("RUN", run), ("COPY", is_copy)],
             grid=(size // run, len(targets), pool.shape[0]),
             threadgroup=(min(_THREADS, size // run), 1, 1),
-            output_shapes=[arguments.TOKEN_SHAPE],
-            output_dtypes=[arguments.TOKEN_DTYPE],
+            output_shapes=[op_common.TOKEN_SHAPE],
+            output_dtypes=[op_common.TOKEN_DTYPE],
         )
     return token

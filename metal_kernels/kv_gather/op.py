@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from metal_kernels import arguments, kernel
+from metal_kernels import kernel, op_common
 
 _THREADS = 256  # of a threadgroup
 _RUN = 4  # elements of a thread, at most
@@ -44,40 +44,40 @@ def gather(
         ValueError: shapes or dtypes are not as above.
     """
     _check(pool, block_table, dtype)
-    arguments.check_scales("scales", scales, pool)
+    op_common.check_scales("scales", scales, pool)
     (num_heads, _, block_size, head_size), (n, w) = pool.shape, block_table.shape
     shape = (num_heads, n, w * block_size, head_size)
     if n * w == 0:
-        return mx.zeros(shape, dtype), arguments.merged(after)
+        return mx.zeros(shape, dtype), op_common.merged(after)
     run = math.gcd(head_size, _RUN)
     runs = block_size * head_size // run
     context, token = _KERNEL(
         inputs=[
             pool,
-            arguments.NO_SCALES if scales is None else scales,
-            arguments.padded(block_table.flatten(), fill=-1),
-            *arguments.tokens(after),
+            op_common.NO_SCALES if scales is None else scales,
+            op_common.padded(block_table.flatten(), fill=-1),
+            *op_common.tokens(after),
         ],
         template=[("T", dtype), ("C", pool.dtype), ("HEAD_SIZE", head_size), ("RUN", run)],
         grid=(runs, w, num_heads * n),
         threadgroup=(min(_THREADS, runs), 1, 1),
-        output_shapes=[shape, arguments.TOKEN_SHAPE],
-        output_dtypes=[dtype, arguments.TOKEN_DTYPE],
+        output_shapes=[shape, op_common.TOKEN_SHAPE],
+        output_dtypes=[dtype, op_common.TOKEN_DTYPE],
     )
     return context, token
 
 
 def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
-    if pool.ndim != 4 or pool.dtype not in arguments.POOL_DTYPES:
+    if pool.ndim != 4 or pool.dtype not in op_common.POOL_DTYPES:
         raise ValueError(
             "pool: expected [Hkv, B, block_size, D] floats, uint8 or int8, "
             f"found {pool.shape} {pool.dtype}"
         )
-    if pool.size < arguments.MIN_ELEMENTS:
+    if pool.size < op_common.MIN_ELEMENTS:
         raise ValueError(f"pool: expected 8 elements or more, found {pool.size}")
     if block_table.ndim != 2 or block_table.dtype != mx.int32:
         raise ValueError(
             f"block_table: expected [n, W] int32, found {block_table.shape} {block_table.dtype}"
         )
-    if dtype not in arguments.VALUE_DTYPES:
+    if dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"dtype: expected float16, bfloat16 or float32, found {dtype}")

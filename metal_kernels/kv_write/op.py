@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from metal_kernels import arguments, kernel
+from metal_kernels import kernel, op_common
 
 _LANES = 32
 _SIMDGROUPS = 8  # of a threadgroup
@@ -63,23 +63,23 @@ def write(
     if values is not None and value_pool is not None:
         _check_rows("values", values, value_pool)
         _check_alike(keys, values, key_pool, value_pool)
-        arguments.check_scales("value_scales", value_scales, value_pool)
-    arguments.check_scales("key_scales", key_scales, key_pool)
+        op_common.check_scales("value_scales", value_scales, value_pool)
+    op_common.check_scales("key_scales", key_scales, key_pool)
     num_tokens, num_heads, key_size = keys.shape
     _check_slot_mapping(slot_mapping, num_tokens)
     if num_tokens == 0:
-        return arguments.merged(after)
+        return op_common.merged(after)
     heads = min(num_heads, _SIMDGROUPS)
     (token,) = _KERNEL(
         inputs=[
             keys,
             keys if values is None else values,
-            arguments.padded(slot_mapping.astype(mx.int32), fill=-1),
+            op_common.padded(slot_mapping.astype(mx.int32), fill=-1),
             key_pool,
             key_pool if value_pool is None else value_pool,
-            arguments.NO_SCALES if key_scales is None else key_scales,
-            arguments.NO_SCALES if value_scales is None else value_scales,
-            *arguments.tokens(after),
+            op_common.NO_SCALES if key_scales is None else key_scales,
+            op_common.NO_SCALES if value_scales is None else value_scales,
+            *op_common.tokens(after),
         ],
         template=[
             ("T", keys.dtype),
@@ -90,8 +90,8 @@ def write(
         ],
         grid=(_LANES, num_heads, num_tokens),
         threadgroup=(_LANES, heads, _SIMDGROUPS // heads),
-        output_shapes=[arguments.TOKEN_SHAPE],
-        output_dtypes=[arguments.TOKEN_DTYPE],
+        output_shapes=[op_common.TOKEN_SHAPE],
+        output_dtypes=[op_common.TOKEN_DTYPE],
     )
     return token
 
@@ -99,16 +99,16 @@ def write(
 def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
     """`name` is keys or values."""
     part = name.removesuffix("s")
-    if rows.ndim != 3 or rows.dtype not in arguments.VALUE_DTYPES:
+    if rows.ndim != 3 or rows.dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"{name}: expected [T, Hkv, D] floats, found {rows.shape} {rows.dtype}")
-    if 0 < rows.size < arguments.MIN_ELEMENTS:
+    if 0 < rows.size < op_common.MIN_ELEMENTS:
         raise ValueError(f"{name}: expected 8 elements or more, found {rows.size}")
     if pool.ndim != 4 or (pool.shape[0], pool.shape[3]) != rows.shape[1:]:
         raise ValueError(
             f"{part}_pool: expected [{rows.shape[1]}, B, block_size, {rows.shape[2]}] as {name} "
             f"have it, found {pool.shape}"
         )
-    if pool.dtype not in arguments.POOL_DTYPES:
+    if pool.dtype not in op_common.POOL_DTYPES:
         raise ValueError(f"{part}_pool: expected floats, uint8 or int8, found {pool.dtype}")
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from metal_kernels.arguments import SCALE_DTYPE
+from metal_kernels.op_common import SCALE_DTYPE
 
 # What the largest element of a row may be coded as. Relative to themselves, codes of fp8 are as far
 # apart in each octave: another scale moves all elements against the codes, at no loss of range that

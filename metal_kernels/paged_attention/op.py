@@ -10,7 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.arguments import (
+from metal_kernels.kernel import load
+from metal_kernels.op_common import (
     CODE_DTYPES,
     MIN_ELEMENTS,
     NO_SCALES,
@@ -20,7 +21,6 @@ from metal_kernels.arguments import (
     check_scales,
     padded,
 )
-from metal_kernels.kernel import load
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Dispatch
 

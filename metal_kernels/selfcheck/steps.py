@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.arguments import CODE_DTYPES
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.arguments import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5

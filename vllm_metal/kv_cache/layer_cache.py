@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.arguments import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from metal_kernels.arguments import CODE_DTYPES
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
+from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape, reference
 from vllm_metal.kv_cache.layer_cache import Region, StepLayout

@@ -18,7 +18,7 @@ import mlx.core as mx
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
-from metal_kernels.arguments import CODE_DTYPES
+from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.layer_cache import Region, row_bytes
 from vllm_metal.memory import budget

@@ -9,7 +9,7 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
         by="platform/metal_platform.py worker/worker.py memory/planner.py models spec_decode "
-        "sample/custom.py fit",
+        "sample/custom.py commands/fit",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
         "load_config lora_config kv_transfer_config compilation_config attention_config "
         "additional_config "
@@ -26,21 +26,22 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:CacheConfig",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/profile.py "
-        "spec_decode fit/engine.py",
+        "spec_decode commands/fit/engine.py",
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
         "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout",
     ),
     Touched(
         "vllm.config:ParallelConfig",
-        by="platform/metal_platform.py fit/engine.py",
+        by="platform/metal_platform.py commands/fit/engine.py",
         called="",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size decode_context_parallel_size",
     ),
     Touched(
         "vllm.config:SchedulerConfig",
-        by="worker/worker.py memory/planner.py memory/profile.py spec_decode fit/engine.py",
+        by="worker/worker.py memory/planner.py memory/profile.py spec_decode "
+        "commands/fit/engine.py",
         called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
         "async_scheduling= disable_hybrid_kv_cache_manager=",
         fields="max_num_seqs max_num_batched_tokens",
@@ -55,8 +56,10 @@ _CONFIGURATION = (
         "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob",
         calls={"use_multi_module_mtp": ""},
     ),
-    Touched("vllm.config:AttentionConfig", by="fit/engine.py", called=""),
-    Touched("vllm.config.model:_is_valid_dtype", by="fit/engine.py", called="model_type dtype"),
+    Touched("vllm.config:AttentionConfig", by="commands/fit/engine.py", called=""),
+    Touched(
+        "vllm.config.model:_is_valid_dtype", by="commands/fit/engine.py", called="model_type dtype"
+    ),
     Touched("vllm.config:LoadConfig", by="models/loader.py", fields="download_dir"),
     Touched(
         "vllm.config:CompilationConfig",
@@ -65,8 +68,10 @@ _CONFIGURATION = (
     ),
     Touched("vllm.config:CompilationMode", by="platform/metal_platform.py", fields="NONE"),
     Touched("vllm.config:CUDAGraphMode", by="platform/metal_platform.py", fields="NONE"),
-    Touched("vllm.config:AttentionConfig", by="fit/engine.py", called=""),
-    Touched("vllm.config.model:_is_valid_dtype", by="fit/engine.py", called="model_type dtype"),
+    Touched("vllm.config:AttentionConfig", by="commands/fit/engine.py", called=""),
+    Touched(
+        "vllm.config.model:_is_valid_dtype", by="commands/fit/engine.py", called="model_type dtype"
+    ),
     Touched(
         "vllm.config.cache:CacheDType",
         by="platform/metal_platform.py",
@@ -183,7 +188,7 @@ _PLATFORM = (
 )
 
 _PROCESSES = (
-    Touched("vllm:LLM", by="doctor/children/ten_tokens.py", called="model"),
+    Touched("vllm:LLM", by="commands/doctor/children/ten_tokens.py", called="model"),
     Touched(
         "vllm.v1.engine.llm_engine:LLMEngine",
         by="vllm_patches/processes.py",

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that die, hang, or leave others behind."""
+
+import time
+
+import psutil
+import pytest
+from commands.doctor.conftest import ended
+
+from vllm_metal.commands.doctor.child import LIMITS, Child, run
+
+SHORT = {**LIMITS, "starting": 30.0, "answering": 1.0}
+
+
+def test_what_a_child_says_is_kept_apart_from_what_it_prints(script):
+    stages = []
+    command = script(
+        "import sys\n"
+        "print('no end of line', end='')\n"
+        "say(stage='answering', tokens=[1, 2])\n"
+        "print('to stderr', file=sys.stderr)\n"
+        "say(tokens=[3])\n"
+    )
+    found = run(command, stages.append)
+    assert found.ok
+    assert stages == ["answering"]
+    assert found.told == {"stage": "answering", "tokens": [3]}
+    assert set(found.lines) == {"no end of line", "to stderr"}
+
+
+def test_a_signal_is_named_with_what_was_going_on(script):
+    command = script(
+        "import os, signal\n"
+        "say(stage='shutting down')\n"
+        "print('last words', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    found = run(command, print)
+    assert not found.ok
+    assert found.how == "ended by signal 11 (SIGSEGV) while shutting down"
+    assert found.lines == ("last words",)
+
+
+def test_an_exit_status_comes_with_the_error_that_caused_it():
+    lines = (
+        "(EngineCore pid=7) some.module.ValueError: too little memory",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    )
+    found = ended(1, lines, stage="loading the model")
+    assert found.how == (
+        "ended with exit status 1 while loading the model: ValueError: too little memory"
+    )
+    assert ended(1, ("one line, and no more",)).how.endswith(": one line, and no more")
+
+
+def test_a_hang_is_ended_with_all_that_was_started(script):
+    command = script(
+        "import subprocess, sys, time\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "say(stage='answering', other=other.pid)\n"
+        "time.sleep(600)\n"
+    )
+    begun = time.monotonic()
+    found = run(command, print, limits=SHORT)
+    assert time.monotonic() - begun < 20
+    assert found.status is None
+    assert found.how.startswith("hung while answering and was ended after")
+    assert is_gone(found.told["other"])
+
+
+def test_what_outlives_its_parent_is_ended_too(script):
+    command = script(
+        "import subprocess, sys\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "say(other=other.pid)\n"
+    )
+    found = run(command, print)
+    assert found.ok
+    assert is_gone(found.told["other"])
+
+
+def test_an_interrupted_doctor_leaves_nothing(script):
+    command = script("import os, time\nsay(me=os.getpid())\ntime.sleep(600)\n")
+    with pytest.raises(KeyboardInterrupt), Child(command) as child:
+        assert child.message(30.0) is not None
+        raise KeyboardInterrupt
+    assert is_gone(child.told["me"])
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, or does within seconds; one that nobody waits for counts."""
+    for _ in range(100):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False

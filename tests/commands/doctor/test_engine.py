@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in one process: a real one, and processes that fail as engines have failed."""
+
+import dataclasses
+
+import pytest
+from commands.doctor.conftest import ended, ignore
+
+from vllm_metal.commands.doctor import engine, model
+from vllm_metal.commands.doctor.child import LIMITS
+from vllm_metal.commands.doctor.model import Model
+
+SOME = Model("some", "/nowhere", local=True)
+ANSWER = "say(prompt=[1], tokens=list(range(10)), text='t', answer_seconds=0.1)\n"
+SHUTTING_DOWN = f"{ANSWER}say(stage='shutting down')\n"
+
+
+def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen():
+    with model.made_on_the_spot() as made:
+        tried = engine.try_in_process(made, ignore)
+        found = engine.check_in_process(tried)
+        assert found.status == "ok", (found.seen, *found.log)
+        assert tried.told["stage"] == "leaving"
+        tokens = tried.told["tokens"]
+        assert len(tokens) == 10
+        wrong = {"tokens": [*tokens[:6], (tokens[6] + 1) % 64, *tokens[7:]]}
+        found = engine.compare(made, dataclasses.replace(tried, told=tried.told | wrong), ignore)
+    assert found.status == "failed", found.seen
+    assert f"token 7 is {wrong['tokens'][6]} where mlx-lm chooses {tokens[6]}" in found.seen
+
+
+@pytest.mark.parametrize(
+    "text, seen",
+    [
+        (
+            f"{SHUTTING_DOWN}import os\nos.abort()\n",
+            "ended by signal 6 (SIGABRT) while shutting down",
+        ),
+        (
+            f"{SHUTTING_DOWN}raise RuntimeError('no host allocator')\n",
+            "exit status 1 while shutting down: RuntimeError: no host allocator",
+        ),
+        (f"{SHUTTING_DOWN}import time\ntime.sleep(600)\n", "hung while shutting down"),
+        ("say(stage='loading the model')\nraise MemoryError('48 GiB')\n", "MemoryError: 48 GiB"),
+        (ANSWER.replace("range(10)", "range(3)"), "gave 3 tokens, not 10"),
+    ],
+    ids=["crash", "error", "hang", "load", "few"],
+)
+def test_whatever_goes_wrong_is_a_failure_that_is_named(script, text, seen):
+    limits = {**LIMITS, "shutting down": 1.0}
+    tried = engine.try_in_process(SOME, ignore, script(text), limits)
+    found = engine.check_in_process(tried)
+    assert found.status == "failed"
+    assert seen in found.seen
+    assert found.advice
+
+
+def test_tokens_may_differ_by_rounding_alone():
+    tried = ended(tokens=[5, 6], text="t")
+    near = ended(behind=[0.0, 0.2], spread=[10.0, 10.0], choices=[5, 7])
+    assert engine.judge(tried, near).status == "ok"
+    far = ended(behind=[0.0, 2.0], spread=[10.0, 10.0], choices=[5, 7])
+    found = engine.judge(tried, far)
+    assert found.status == "failed" and "token 2 is 6 where mlx-lm chooses 7" in found.seen

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels the doctor tries, in which order, and what it says of them."""
+
+import subprocess
+import sys
+
+from commands.doctor.conftest import ignore
+
+from metal_kernels.paged_attention import unsupported
+from metal_kernels.selfcheck import KERNELS, Outcome, in_use
+from vllm_metal.commands.doctor import kernels, messages, tables
+
+
+def test_the_matrix_is_of_kernels_that_exist():
+    cases = kernels.all_cases()
+    assert len(set(cases)) == len(cases)
+    for case in cases:
+        assert unsupported(case.shape, case.dtype, case.block_size) is None, case
+    for cases in (kernels.all_cases(), kernels.quick_cases()):
+        assert {name for case in cases for name in in_use(case)} == set(KERNELS)
+    sizes = {(case.shape.head_size, case.dtype, case.cache_dtype) for case in kernels.all_cases()}
+    assert len(sizes) == 8 * 3 * 3
+
+
+def test_the_quickest_come_first():
+    elements = [case.shape.num_heads * case.shape.head_size for case in kernels.all_cases()]
+    assert elements == sorted(elements)
+
+
+def test_failures_are_named_and_shown_beside_what_works():
+    one, two, _ = kernels.quick_cases()
+    outcomes = [
+        Outcome("kv_write", one, ok=True, largest_error=0.5, tolerance=1.0),
+        Outcome("decode", one, ok=True, largest_error=0.1, tolerance=1.0, rows=4),
+        Outcome("decode", one, ok=False, detail="error: planted", rows=8),
+        Outcome("kv_write", two, ok=True, largest_error=0.0, tolerance=0.0),
+    ]
+    found = kernels.finding(outcomes, on_metal=True)
+    assert found.status == "failed" and "decode of 8 rows failed, in 2 kinds" in found.seen
+    assert "VLLM_METAL_KERNELS=mlx" in found.advice
+    row = tables.row(one, outcomes[:3])
+    assert "ok 0.50" in row and "FAILED" in row and "ok 0.10" not in row
+    assert any("error: planted" in line for line in tables.legend(outcomes))
+    assert kernels.finding(outcomes[:2], on_metal=True).status == "ok"
+
+
+def test_a_kernel_that_ends_its_process_costs_its_own_time_only(script):
+    command = script(
+        "import os, sys\n"
+        "start = int(sys.argv[-1])\n"
+        "if not start: say(bandwidth=1e11)\n"
+        "for index, name in list(enumerate(['write', 'decode', 'gather', 'copy']))[start:]:\n"
+        "    say(index=index, timing=name)\n"
+        "    if name == 'decode': os.abort()\n"
+        "    if name == 'gather': say(index=index, name=name, failed='error: planted'); continue\n"
+        "    say(index=index, name=name, seconds=1e-3, moved=10**7)\n"
+    )
+    found = kernels.time_all(ignore, command)
+    assert [told.get("name") for told in found] == [None, "write", "decode", "gather", "copy"]
+    assert "SIGABRT" in found[2]["failed"]
+    table = list(tables.times_table(found))
+    assert "100 GB/s" in table[0]
+    assert any(line.startswith("copy") and "10.0" in line and "10%" in line for line in table)
+    assert any(line.startswith("gather") and "planted" in line for line in table)
+
+
+def test_a_timing_process_that_never_starts_is_not_started_for_ever(script):
+    found = kernels.time_all(ignore, script("raise ImportError('no MLX')"))
+    assert len(found) == 1 and "ImportError: no MLX" in found[0]["failed"]
+
+
+def test_the_timing_process_times_every_kernel():
+    command = [*(sys.executable, "-m", "vllm_metal.commands.doctor.children.timing")]
+    result = subprocess.run(
+        [*command, "--interpret", "--contexts", "32", "64", "--start", "12"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    told = [found for line in result.stdout.splitlines() if (found := messages.heard(line))]
+    timed = [found["name"] for found in told if "seconds" in found]
+    assert len(timed) == 2 and all("uint8 cache" in name for name in timed)
+    assert all(found["seconds"] > 0 for found in told if "seconds" in found)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor says of machines, most of which nobody here has."""
+
+import dataclasses
+import shlex
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands.doctor.conftest import ended
+
+from vllm_metal.commands.doctor import machine
+from vllm_metal.commands.doctor.machine import GIB, System
+
+MAC = System("darwin", "arm64", (26, 2), translated=False, mlx_wheel="py3-none-macosx_26_0_arm64")
+
+
+def mac(**facts: object) -> System:
+    return dataclasses.replace(MAC, **facts)
+
+
+@pytest.mark.parametrize("release", [(14, 0), (14, 7, 1), (15, 6), (26, 2), (26, 2, 1), (27, 0)])
+def test_a_macos_that_mlx_is_built_for_is_well(release):
+    found = machine.check_release(mac(release=release))
+    assert found.status == "ok"
+    assert ".".join(map(str, release)) in found.seen
+
+
+@pytest.mark.parametrize("release", [(26, 0), (26, 0, 1), (26, 1)])
+def test_the_first_two_of_26_are_warned_with_the_way_out(release):
+    found = machine.check_release(mac(release=release))
+    assert found.status == "warning"
+    assert "built for macOS 26.2" in found.seen
+    assert "Update macOS to 26.2" in found.advice
+    assert "pip install" in found.advice and "macosx_15_0_arm64" in found.advice
+    # who has taken it is not warned any more
+    after = mac(release=release, mlx_wheel="py3-none-macosx_15_0_arm64")
+    assert machine.check_release(after).status == "ok"
+
+
+def test_macos_s_release_is_its_own_command_s_word(tmp_path, monkeypatch):
+    """A Python linked against an older SDK is told 16 where the release is 26."""
+    command = tmp_path / "sw_vers"
+    command.write_text('#!/bin/sh\n[ "$SYSTEM_VERSION_COMPAT" = 0 ] && echo 26.1 || echo 16.1\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    monkeypatch.setattr(machine.platform, "mac_ver", lambda: ("16.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(machine.sysctl, "read", lambda name: 0)
+    assert machine.this_system().release == (26, 1)
+    command.unlink()
+    assert machine.this_system().release == (16, 1)
+
+
+def test_a_command_to_be_copied_survives_a_space(monkeypatch):
+    monkeypatch.setattr(machine.sys, "executable", "/Users/jo/My Projects/.venv/bin/python")
+    advice = machine.check_release(mac(release=(26, 1))).advice
+    (line,) = (line for line in advice.splitlines() if " pip install " in line)
+    assert shlex.split(line)[0] == "/Users/jo/My Projects/.venv/bin/python"
+
+
+def test_an_older_macos_fails():
+    found = machine.check_release(mac(release=(13, 6)))
+    assert found.status == "failed" and "needs 14" in found.seen
+
+
+def test_rosetta_is_named():
+    assert machine.check_processor(MAC).status == "ok"
+    found = machine.check_processor(mac(machine="x86_64", translated=True))
+    assert found.status == "failed" and "Rosetta" in found.seen and "uv venv" in found.advice
+    found = machine.check_processor(mac(machine="x86_64"))
+    assert found.status == "failed" and "Intel" in found.seen
+
+
+def told(available: float) -> dict[str, object]:
+    memory = {"total": 12 * GIB, "available": available * GIB, "active": 0}
+    return {"ram_bytes": 16 * GIB, "memory_bytes": memory}
+
+
+def test_too_little_memory_is_warned_of():
+    assert machine.check_memory(told(4), GIB).status == "ok"
+    found = machine.check_memory(told(1), GIB)
+    assert found.status == "warning"
+    assert "16.0 GiB" in found.seen and "1.0 are free" in found.seen
+    assert "close other programs" in found.advice
+
+
+def test_a_device_that_was_asked_for_must_be_there():
+    facts = {"metal": False, "device": "cpu", "chip": "M9", "architecture": "g42"}
+    assert machine.check_device(ended(**facts), "cpu").status == "ok"
+    found = machine.check_device(ended(**facts), "metal")
+    assert found.status == "failed" and "Metal device" in found.seen
+    lines = ("ImportError: Failed to load the default metallib",)
+    found = machine.check_device(ended(1, lines, stage="importing MLX"), "metal")
+    assert found.status == "failed"
+    assert "while importing MLX: ImportError: Failed to load" in found.seen
+    assert found.log == lines
+
+
+def test_the_cache_folder_need_not_be_there_but_must_be_writable(tmp_path: Path, monkeypatch):
+    assert machine.check_disk(tmp_path / "not" / "yet").status == "ok"
+    (tmp_path / "file").write_text("")
+    found = machine.check_disk(tmp_path / "file" / "below")
+    assert found.status == "failed" and "VLLM_METAL_CACHE" in found.advice
+    full = SimpleNamespace(total=10**12, used=10**12 - 10**6, free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert machine.check_disk(tmp_path).status == "warning"
+
+
+def test_settings_are_read_as_the_plugin_reads_them(monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_DEVICE", "cpu")
+    assert "VLLM_METAL_DEVICE=cpu" in machine.check_settings().seen
+    monkeypatch.setenv("VLLM_METAL_KERNEL", "mlx")  # a letter is missing
+    found = machine.check_settings()
+    assert found.status == "warning" and "VLLM_METAL_KERNEL:" in found.advice
+    monkeypatch.setenv("VLLM_METAL_DEVICE", "gpu")
+    found = machine.check_settings()
+    assert found.status == "failed" and "VLLM_METAL_DEVICE='gpu'" in found.seen
+
+
+def test_settings_name_no_folders_and_no_secrets(monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_CACHE", "/Users/jane/cache")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    found = dict(machine.settings())
+    assert found["VLLM_METAL_CACHE"] == "set"
+    assert "VLLM_API_KEY" not in found

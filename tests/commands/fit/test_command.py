@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal fit` as a user types it."""
+
+import json
+import re
+
+import pytest
+
+from vllm_metal.commands.cli import main
+
+#: Llama-3-8B's config.json, as published.
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def llama3_8b_shapes():
+    hidden, inner, vocab, kv = 4096, 14336, 128256, 1024
+    yield from {"lm_head": (vocab, hidden), "model.embed_tokens": (vocab, hidden)}.items()
+    yield "model.norm", (hidden,)
+    for index in range(32):
+        layer = f"model.layers.{index}."
+        yield f"{layer}self_attn.q_proj", (hidden, hidden)
+        yield f"{layer}self_attn.k_proj", (kv, hidden)
+        yield f"{layer}self_attn.v_proj", (kv, hidden)
+        yield f"{layer}self_attn.o_proj", (hidden, hidden)
+        yield f"{layer}mlp.gate_proj", (inner, hidden)
+        yield f"{layer}mlp.up_proj", (inner, hidden)
+        yield f"{layer}mlp.down_proj", (hidden, inner)
+        yield f"{layer}input_layernorm", (hidden,)
+        yield f"{layer}post_attention_layernorm", (hidden,)
+
+
+@pytest.fixture(scope="module")
+def llama3_8b(tmp_path_factory):
+    """Its folder; 16 GB of weights, in a file that is all hole behind its header."""
+    folder = tmp_path_factory.mktemp("Llama-3-8B")
+    (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
+    header, end = {}, 0
+    for name, shape in llama3_8b_shapes():
+        start, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return str(folder)
+
+
+def ask(capsys, *arguments):
+    """The exit status, and what was printed as JSON."""
+    status = main(["fit", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_llama3_8b_takes_128_kib_a_token_and_16_gb_of_weights(llama3_8b, capsys):
+    status, found = ask(capsys, llama3_8b, "--memory", "32GB", "--context", "8k")
+    assert status == 0 and found["fits"]
+    assert found["weights"] == 16_060_522_496  # 8,030,261,248 parameters
+    assert found["kv_cache"]["auto"]["token_bytes"] == 128 * 1024
+    assert found["kv_cache"]["fp8"]["token_bytes"] == 65 * 1024  # with scales
+    auto = found["kv_cache"]["auto"]
+    assert auto["requests"] == auto["pool"] // (16 * 128 * 1024) // (8192 // 16)
+    assert sum(auto["memory"].values()) == auto["pool"]
+    # By hand, of 2048 rows in 16 bits: K/V, and in a layer two states, and what the MLP's gate and
+    # its other half give. Rounded up as the engine rounds.
+    by_hand = 2048 * (128 * 1024 + 2 * (2 * 4096 + 2 * 14336))
+    assert 0 <= auto["step_peak"] - by_hand <= 16 * 2**20
+
+
+def test_a_smaller_mac_has_less_room_and_more_memory_more(llama3_8b, capsys):
+    pools = []
+    for memory in ("24GB", "32GB", "64GB"):
+        _, found = ask(capsys, llama3_8b, "--memory", memory)
+        pools.append(found["kv_cache"]["auto"]["pool"])
+    assert pools == sorted(pools) and pools[0] < 0 < pools[1]
+
+
+def test_the_text_says_what_fits_and_the_command_to_paste(llama3_8b, capsys):
+    line = [llama3_8b, "--memory", "32GB", "--context", "4k", "--requests", "4"]
+    assert main(["fit", *line, "--max-num-batched-tokens", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "on a Mac of 32 GB" in out
+    assert re.search(r"K and V of a token +128\.0 KiB +65\.0 KiB", out)
+    assert "Fits: 4 requests at once of 4,096 tokens: 2.00 GiB of KV cache." in out
+    command = f"vllm serve {llama3_8b} --max-model-len 4096 --max-num-seqs 4"
+    assert f"\n  {command} --max-num-batched-tokens 1024\n" in out
+    assert f"\n  {command} --max-num-batched-tokens 1024 --kv-cache-dtype fp8\n" in out
+
+
+def test_what_does_not_fit_is_a_status_of_1_and_says_what_would(llama3_8b, capsys):
+    line = [llama3_8b, "--memory", "32GB", "--context", "8k", "--requests", "5"]
+    status, found = ask(capsys, *line)
+    assert status == 1 and not found["fits"]
+    most = found["kv_cache"]["auto"]["requests"]
+    assert 0 < most < 5 <= found["kv_cache"]["fp8"]["requests"]
+    assert found["changes"][0] == f"--requests {most} or less"
+    (command,) = found["commands"]
+    assert command.endswith("--kv-cache-dtype fp8")
+    # Each of them holds.
+    assert ask(capsys, *line[:-1], str(most))[0] == 0
+    assert ask(capsys, *line, "--kv-cache-dtype", "fp8")[0] == 0
+    for change in found["changes"]:
+        if longest := re.fullmatch(r"--max-model-len (\d+) or less", change):
+            assert ask(capsys, *line, "--context", longest[1])[0] == 0
+            assert ask(capsys, *line, "--context", str(int(longest[1]) + 16))[0] == 1
+
+
+def test_on_this_machine_the_cpu_is_given_float32(folder, capsys):
+    status, found = ask(capsys, str(folder("llama")))
+    assert status == 0 and found["machine"] == "this machine's CPU"
+    assert found["dtype"] == "float32"
+    assert found["context"] == 512  # the most the model is made for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "16k"], "--context 16384 is longer than the 8192 tokens that the model"),
+        (["--kv-cache-dtype", "fp4"], "--kv-cache-dtype fp4 is not supported: choose one of auto"),
+        (
+            ["--requests", "80", "--max-num-batched-tokens", "64"],
+            "80 requests at once need --max-num-batched-tokens 80",
+        ),
+        (["--block-size", "8"], "--block-size 8 is not supported: choose one of (16, 32)"),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line(llama3_8b, capsys, arguments, message):
+    assert main(["fit", llama3_8b, "--memory", "32GB", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path, capsys):
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models import mamba
+
+    config = {
+        "model_type": "mamba",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "state_size": 8,
+        "num_hidden_layers": 1,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    }
+    model = mamba.Model(mamba.ModelArgs.from_dict(config))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["fit", str(tmp_path), "--memory", "16GB", "--context", "1k"]) == 1
+    assert "model_type 'mamba' keeps " in capsys.readouterr().err
+
+
+def test_where_there_is_no_metal_device_the_mac_must_be_named(llama3_8b, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_DEVICE", "off")
+    assert main(["fit", llama3_8b]) == 1
+    assert "say which Mac, as --memory 24GB" in capsys.readouterr().err
+    assert main(["fit", llama3_8b, "--memory", "32GB"]) == 0

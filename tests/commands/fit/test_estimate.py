@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and bytes of a token, against the loaded model and the formula."""
+
+import mlx.core as mx
+import pytest
+import torch
+from commands.fit.models import MODELS, read, settings, token_bytes
+
+from vllm_metal.commands.fit.estimate import estimate
+from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.models import loader
+
+MAC = Machine.mac(16 << 30)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_what_the_loader_holds_to_the_byte(folder, name):
+    path = folder(name)
+    limit = mx.set_cache_limit(0)  # else arrays may lie in spare buffers that are larger
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            before = mx.get_active_memory()
+            model = loader.load(settings(path, dtype))
+            mx.synchronize()
+            held = mx.get_active_memory() - before
+            del model
+            assert read(path, dtype).weights == held
+    finally:
+        mx.set_cache_limit(limit)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
+    model = read(folder(name), torch.bfloat16)
+    for cache_dtype, row in {"auto": (2, 0), "fp8": (1, 2)}.items():
+        config = settings(folder(name), torch.bfloat16, cache_dtype=cache_dtype)
+        found = estimate(model, config, MAC)
+        assert found.token_bytes == token_bytes(name, *row)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model may be: in a folder, in the hub's cache, on the hub, nowhere."""
+
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from vllm_metal.commands.fit import source
+from vllm_metal.models.weight_files import ModelLoadError
+
+_FETCH = """
+import sys
+from vllm_metal.commands.fit import source
+with source.folder(sys.argv[1]) as path:
+    for file in sorted(path.iterdir()):
+        print(file.name, file.stat().st_size, file.stat().st_blocks * 512)
+    print((path / "model.safetensors").read_bytes()[:8].hex())
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The hub's addresses of files, for the one model in `root`; counts the bytes it gives."""
+
+    root: Path
+    given = 0
+
+    def do_HEAD(self):
+        self.answer(send=False)
+
+    def do_GET(self):
+        self.answer(send=True)
+
+    def answer(self, send):
+        found = re.fullmatch(r"/org/tiny/resolve/main/([\w.-]+)", self.path)
+        path = self.root / found[1] if found else None
+        if path is None or not path.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content, status = path.read_bytes(), 200
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+            content, status = content[int(asked[1]) : int(asked[2]) + 1], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{path.name}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if send:
+            self.wfile.write(content)
+            type(self).given += len(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, folder):
+    class OfTest(Hub):
+        root = tmp_path / "hub"
+
+    shutil.copytree(folder("llama"), OfTest.root)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), OfTest)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    OfTest.environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    yield OfTest
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(hub, model, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", _FETCH, model],
+        env=hub.environment | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_of_a_model_on_the_hub_only_config_and_headers_are_fetched(hub):
+    done = fetch(hub, "org/tiny")
+    assert done.returncode == 0, done.stderr
+    *files, header = done.stdout.splitlines()
+    (config, weights) = (line.split() for line in files)
+    assert config[0] == "config.json"
+    there = hub.root / "model.safetensors"
+    assert weights[0] == there.name
+    # The header may be written with other blanks.
+    assert int(weights[1]) == pytest.approx(there.stat().st_size, abs=2000)
+    assert int(weights[2]) < 64 * 1024 < int(weights[1])  # a hole takes no room on disk
+    assert int.from_bytes(bytes.fromhex(header), "little") < 64 * 1024
+    assert hub.given < there.stat().st_size / 4
+
+
+def test_a_name_that_the_hub_does_not_know_is_an_error(hub):
+    done = fetch(hub, "org/none")
+    assert "ModelLoadError: no folder 'org/none', and the hub gives no such model" in done.stderr
+
+
+def test_without_a_network_the_error_says_what_to_do(hub):
+    done = fetch(hub, "org/tiny", HF_HUB_OFFLINE="1")
+    assert "no folder 'org/tiny', and the hub cannot be asked for it: without a" in done.stderr
+    assert hub.given == 0
+
+
+def test_what_the_hubs_cache_holds_whole_is_used(tmp_path, folder, monkeypatch):
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder("llama"), snapshot)
+    (tmp_path / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "models--org--tiny" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with source.folder("org/tiny") as path:
+        assert path == snapshot
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="org/tiny"), source.folder("org/tiny"):
+        pass
+
+
+def test_a_gguf_file_is_refused_with_the_command_that_converts_it():
+    with (
+        pytest.raises(ModelLoadError, match=r"vllm-metal convert a/b\.gguf b`"),
+        source.folder("a/b.gguf"),
+    ):
+        pass
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    (tmp_path / "notes.txt").write_text(json.dumps("nothing"))
+    with (
+        pytest.raises(ModelLoadError, match=r"config\.json is missing"),
+        source.folder(str(tmp_path)),
+    ):
+        pass

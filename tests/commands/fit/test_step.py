@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peak of a forward pass that is not run, against one that is."""
+
+import mlx.core as mx
+import pytest
+import torch
+from commands.fit.models import MODELS, least_peak, read, settings
+
+from vllm_metal.attention.layers import attention_layers
+from vllm_metal.commands.fit.step import step_peak
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.memory import profile
+from vllm_metal.models import loader
+from vllm_metal.models.parts import SelectedRows
+
+
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        *((name, "auto") for name in MODELS),
+        *((name, "fp8") for name in ("llama", "gemma3, windows", "qwen3_moe, 4 bits")),
+    ],
+)
+def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, name, cache_dtype):
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
+    config = settings(folder(name), dtype, cache_dtype=cache_dtype)
+    network = loader.load(config)
+    layers, rows = attention_layers(network, name), SelectedRows(network)
+
+    def run():
+        profile.profile_step(network, rows, layers, config, ScatterRegion)
+
+    run()  # what only a first one takes
+    measured = least_peak(run)
+    model = read(folder(name), dtype)
+    found = step_peak(model.network, model.rows, layers, config, ScatterRegion, "cpu")
+    assert found.nbytes == pytest.approx(measured, rel=0.15)
+    assert found.vocab_size == 600
+
+
+def test_nothing_is_loaded(folder):
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model = read(folder("llama"), torch.float32)
+    config = settings(folder("llama"), torch.float32)
+    step_peak(model.network, model.rows, model.layers, config, ScatterRegion, "metal")
+    assert mx.get_peak_memory() - before < model.weights / 10

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-metal` command as a user types it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from vllm_metal.commands.cli import main
+
+
+def write_model(path: Path, rows: int = 64) -> Path:
+    """A llama without layers: the smallest file that converts, of any size."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(0)
+    writer.add_context_length(16)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(256)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    writer.add_tensor("token_embd.weight", np.ones((rows, 256), np.float16))
+    writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_convert_prints_the_directory_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    out = tmp_path / "out"
+    assert main(["convert", str(path), str(out), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_convert_copies_a_tokenizer_that_is_named(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    other = tmp_path / "other"
+    other.mkdir()
+    command = ["convert", str(path), str(tmp_path / "out"), "--tokenizer", str(other)]
+    assert main(command) == 1  # nothing in it yet
+    (other / "tokenizer.json").write_text('{"mine": 1}')
+    assert main(command) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"mine": 1}'
+
+
+def test_an_error_is_one_line_and_a_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path / "absent.gguf"), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error == f"vllm-metal: error: {tmp_path}/absent.gguf: no such file\n"
+    path = write_model(tmp_path / "m.gguf")
+    assert main(["convert", str(path), str(tmp_path)]) == 1
+    assert "--force" in capsys.readouterr().err
+
+
+def test_an_unknown_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", "a", "b", "--dtype", "int8"])
+    assert caught.value.code == 2
+    assert "float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
+    path = write_model(tmp_path / "m.gguf", rows=1_000_000)  # 1 GB as float32: seconds of work
+    results = tmp_path / "results"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm_metal.commands.cli"),
+            *("convert", path, results / "out", "--dtype", "float32"),
+        ],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not list(results.glob(".out.*/model.safetensors")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(sent)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + sent
+    assert not list(results.iterdir())

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-metal` command."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from vllm_metal.commands.fit import units
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return the exit status."""
+    args = _parser().parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+        signal.signal(number, _unwind)
+    try:
+        status: int = args.run(args)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"vllm-metal: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-metal: interrupted; nothing was left behind", file=sys.stderr)
+        return 130
+    return status
+
+
+def _unwind(signum: int, frame: FrameType | None) -> None:
+    # By default they end the process, and leave half-written folders and children behind.
+    raise SystemExit(128 + signum)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
+    _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
+    _add_fit(commands.add_parser("fit", help="say what a model needs, and whether it fits a Mac"))
+    _add_doctor(commands.add_parser("doctor", help="try the engine and every kernel here"))
+    return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turn a GGUF file of the llama, qwen2, qwen3 or gemma3 family into a directory that "
+        "`vllm serve` and mlx-lm load. Blocks of 4, 5 and 8 bits stay exactly as they are."
+    )
+    parser.add_argument("gguf", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
+    parser.add_argument(
+        "--kquants",
+        choices=("dequantize", "requantize"),
+        default="dequantize",
+        help="Q2_K to Q6_K matrices: store them dense, or quantise them anew at --bits "
+        "(smaller, with a second rounding); default: %(default)s",
+    )
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for requantize")
+    parser.add_argument(
+        "--blocks",
+        choices=("keep", "dequantize"),
+        default="keep",
+        help="Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 matrices: keep them quantised, or store them dense; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        help="dense weights and scales; default: the file's own type, or for a quantised file "
+        "float16 (gemma3: bfloat16, which rounds the scales of kept blocks)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="copy the tokenizer from this model directory, not from the GGUF",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.set_defaults(run=_convert)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the directory of SmolLM2-135M-Instruct, converting it on the first call: "
+        "vllm serve $(vllm-metal model)"
+    )
+    parser.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="dense float32 weights, which the CPU device runs much faster than 4-bit ones; "
+        "default: what suits this machine's device",
+    )
+    parser.set_defaults(run=_model)
+
+
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say what a model needs and what there is room for, from its config.json and the headers "
+        "of its weight files; nothing is loaded. The exit status is 0 if the requests fit and 1 "
+        "if they do not."
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
+    parser.add_argument(
+        "--memory",
+        type=units.memory,
+        metavar="SIZE",
+        help="of the Mac to serve on, as 24GB; default: this machine, as it is now",
+    )
+    parser.add_argument(
+        "--context",
+        type=units.tokens,
+        metavar="TOKENS",
+        help="of a request, prompt and answer, as 32k; default: the most the model is made for",
+    )
+    parser.add_argument(
+        "--requests",
+        type=units.count,
+        metavar="N",
+        help="that are to fit at once, each of --context tokens; default: 1",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    served = parser.add_argument_group("options of `vllm serve`, with its defaults")
+    served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
+    served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
+    served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
+    served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
+    served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
+    served.add_argument("--block-size", type=int, metavar="16|32")
+    parser.set_defaults(run=_fit)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Try what users do, the quick things first: versions, macOS, memory; which platform vLLM "
+        "chooses; an engine that gives ten tokens and shuts down, then the same as a server; and "
+        "every Metal kernel against its reference, over all dtypes, head sizes, block sizes and "
+        "caches (some minutes), with their times. Says what to do about what it finds, and writes "
+        "it to a file that tells nothing of the user. The exit status is 1 if anything fails. "
+        "Without a Metal device the kernels are interpreted, for a few shapes."
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="PATH",
+        default=Path("vllm-metal-doctor.json"),
+        help="JSON file to write; default: %(default)s",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small KV cache, and a few shapes for the kernels"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="folder or hub name of the model to try; default: the embedded one where it is "
+        "installed, else a tiny one made on the spot",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("machine", "engine", "kernels"),
+        help="the machine and this part; default: all",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    # Imported here so that --help answers at once.
+    from vllm_metal.gguf import ConvertOptions, convert
+
+    options = ConvertOptions(
+        dtype=args.dtype,
+        blocks=args.blocks,
+        kquants=args.kquants,
+        bits=args.bits,
+        tokenizer=args.tokenizer,
+        force=args.force,
+    )
+    print(convert(args.gguf, args.out, options))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    from vllm_metal.models.embedded import embedded_model_path
+
+    print(embedded_model_path(dequantize=args.dequantize))
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # nothing of its start matters here
+    from vllm_metal.commands.fit import command
+
+    return command.run(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from vllm_metal.commands import doctor
+
+    parts = (args.only,) if args.only else doctor.PARTS
+    return doctor.run(args.report, args.quick, args.model, parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

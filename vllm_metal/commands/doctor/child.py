@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs processes that may hang or die, and says how they ended."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from vllm_metal.commands.doctor import messages
+
+#: Lines of a process's output that are kept for the report.
+KEPT_LINES = 400
+#: Seconds for each stage of a child. A disk may take minutes over a large model, a hub longer.
+LIMITS: Mapping[str, float] = MappingProxyType(
+    {
+        "starting": 300.0,
+        "loading the model": 1800.0,
+        "answering": 300.0,
+        "shutting down": 60.0,
+        "leaving": 60.0,
+    }
+)
+#: Of the doctor's children: nothing is sent to anybody.
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_POLL = 0.2  # seconds
+_ERROR = re.compile(r"\b(?:\w+\.)*(\w*(?:Error|Exception)\b: \S.*)")  # without its module
+_OTHERS_FAULT = "Engine core initialization failed"  # of a process whose own error came before
+
+Progress = Callable[[str], None]
+
+
+class TookTooLong(Exception):
+    """A process did not do in time what it was waited for."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it said before."""
+
+    status: int | None  # its exit status; -n: ended by signal n; None: ended by us, as it hung
+    seconds: float
+    lines: tuple[str, ...]  # the last it printed, both streams together, without messages
+    told: dict[str, Any] = field(default_factory=dict)  # by messages, later ones over earlier
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 0
+
+    @property
+    def how(self) -> str:
+        """Such as ``ended by signal 11 (SIGSEGV) while shutting down``; with the error if any."""
+        stage = f" while {self.told['stage']}" if "stage" in self.told else ""
+        if self.status is None:
+            return f"hung{stage} and was ended after {self.seconds:.0f} s"
+        if self.status < 0:
+            return f"ended by signal {-self.status} ({_signal_name(-self.status)}){stage}"
+        error = f": {self.error}" if self.error else ""
+        return f"ended with exit status {self.status}{stage}{error}"
+
+    @property
+    def error(self) -> str:
+        """The last error it named, or else its last line; empty: it printed nothing."""
+        found = [match[1] for line in self.lines if (match := _ERROR.search(line))]
+        causes = [error for error in found if _OTHERS_FAULT not in error]
+        return (causes or found or self.lines or ("",))[-1]
+
+
+class Child:
+    """A process and all that it starts; whatever is left of them ends with the block."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str | None] | None = None
+    ) -> None:
+        """
+        Args:
+            command: to run.
+            environment: variables to add to this process's, or with None to leave out.
+        """
+        self._started = time.monotonic()
+        self._lines: list[str] = []
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.told: dict[str, Any] = {}
+        changed = os.environ | _QUIET | dict(environment or {})
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={name: value for name, value in changed.items() if value is not None},
+            start_new_session=True,  # so that all it starts can be ended as one group
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def message(self, limit: float) -> dict[str, Any] | None:
+        """The next message; None: the process has ended.
+
+        Raises:
+            TookTooLong: neither came within `limit` seconds.
+        """
+        deadline = time.monotonic() + limit
+        while True:
+            left = self.alive
+            if not left:
+                self._reader.join(timeout=5)  # it may have lines to hand over yet
+            with suppress(queue.Empty):
+                found = self._messages.get(timeout=_POLL if left else 0)
+                self.told |= found
+                return found
+            if not left:
+                return None
+            if time.monotonic() > deadline:
+                raise TookTooLong
+
+    def interrupt(self) -> None:
+        """Ctrl-C as a terminal sends it: to the whole group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGINT)
+
+    def wait(self, limit: float) -> Ended:
+        """How it ended; by us, if not within `limit` seconds."""
+        try:
+            status: int | None = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        return self.ended(status)
+
+    def ended(self, status: int | None) -> Ended:
+        """The end, whether it came by itself with `status` or comes now (None)."""
+        seconds = time.monotonic() - self._started
+        self._end()
+        while not self._messages.empty():
+            self.told |= self._messages.get()
+        return Ended(status, seconds, tuple(self._lines[-KEPT_LINES:]), self.told)
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS refuses where all are zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(timeout=5)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if (found := messages.heard(line)) is not None:
+                self._messages.put(found)
+            elif text := line.rstrip():
+                self._lines.append(text)
+                del self._lines[: -2 * KEPT_LINES]
+
+
+def run(
+    command: Sequence[str],
+    progress: Progress,
+    environment: Mapping[str, str | None] | None = None,
+    limits: Mapping[str, float] = LIMITS,
+) -> Ended:
+    """Runs a process to its end, or until a stage takes too long.
+
+    Args:
+        command: to run.
+        progress: told of each stage.
+        environment: see `Child`.
+        limits: seconds by stage; the first is of what comes before any message.
+    """
+    longest = next(iter(limits.values()))
+    with Child(command, environment) as child:
+        try:
+            while (told := child.message(longest)) is not None:
+                if (stage := told.get("stage")) is not None:
+                    progress(stage)
+                    longest = limits.get(stage, longest)
+        except TookTooLong:
+            return child.ended(None)
+        return child.wait(longest)
+
+
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module with this interpreter.
+
+    As the commands that users type, it imports nothing from the folder that it is started in.
+    """
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

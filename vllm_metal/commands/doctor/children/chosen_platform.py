@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells which platform vLLM chooses, and what of vLLM is not as this plugin knows it."""
+
+from importlib.metadata import entry_points
+
+from vllm_metal.commands.doctor.messages import say
+
+
+def main() -> None:
+    say(stage="importing vLLM")
+    say(plugins=[f"{p.name} ({p.value})" for p in entry_points(group="vllm.platform_plugins")])
+    from vllm.platforms import current_platform
+
+    chosen = type(current_platform)
+    say(platform=f"{chosen.__module__}.{chosen.__qualname__}")
+    say(stage="looking for what the plugin uses of vLLM")
+    from vllm_metal.vllm_patches.probe import probe
+
+    say(changed=[str(finding) for finding in probe()])
+
+
+if __name__ == "__main__":
+    main()

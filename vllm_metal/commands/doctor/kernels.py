@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of every Metal kernel against its reference, and their times."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.selfcheck import Case, Outcome
+from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, python
+from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.device import mlx_device, selfcheck
+
+_FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+_CODES = (mx.uint8, mx.int8)
+# Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
+# models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
+_GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
+_LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, value_size=512)
+_INTERPRETED_STEPS = 8  # of a shape, each kernel in every size; the device's usual number elsewhere
+_TIMING_LIMIT = 60.0  # seconds for one kernel's times, which are of milliseconds; only a hang is
+#: A process that dies at once, whatever it times, is not started for ever.
+_MOST_TIMING_PROCESSES = 6
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Who runs the kernels."""
+
+    how: str  # for people
+    command: tuple[str, ...]
+    time_limit: float  # seconds for each kernel
+
+
+def all_cases() -> list[Case]:
+    """All dtypes, head sizes, block sizes and caches; the quickest to check first."""
+    shapes = [_shape(size) for size in _GROUPS] + [_LATENT]
+    kinds = [
+        (shape, dtype, cache, block_size)
+        for dtype in _FLOATS
+        for cache in (dtype, *_CODES)
+        for shape in shapes
+        for block_size in (16, 32)
+    ]
+    # Windows, sinks and soft caps compile to nothing else, so each kind takes its turn at one.
+    extras: list[dict[str, Any]] = [{}, {"sinks": True}, {"window": 40}, {"softcap": 30.0}, {}]
+    cases = [Case(*kind, **extras[index % len(extras)]) for index, kind in enumerate(kinds)]
+    return sorted(cases, key=_work)
+
+
+def _work(case: Case) -> int:
+    """In proportion to what a check computes, and to the text that is compiled for it."""
+    return case.shape.num_heads * (case.shape.head_size + case.shape.value_size)
+
+
+def quick_cases() -> list[Case]:
+    """A few of them, so that each kernel runs, and each kind of cache."""
+    return [
+        Case(_shape(64), mx.float16, mx.float16, 16, sinks=True),
+        Case(_shape(128), mx.bfloat16, mx.uint8, 32),
+        Case(_shape(80), mx.float32, mx.int8, 16, softcap=30.0, window=300),
+    ]
+
+
+def _shape(head_size: int) -> AttentionShape:
+    return AttentionShape(2 * _GROUPS[head_size], 2, head_size, head_size)
+
+
+def wanted_cases(quick: bool) -> list[Case]:
+    """What to check here: a few kinds first, so that a kernel that fails shows at once."""
+    if not mx.metal.is_available() or quick:
+        return quick_cases()
+    return list(dict.fromkeys([*quick_cases(), *selfcheck.remembered(), *all_cases()]))
+
+
+def find_runner() -> Runner | None:
+    """None: nothing here can run them."""
+    if mx.metal.is_available():
+        return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
+    if not (os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")):
+        return None
+    steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))
+    how = "interpreted on the CPU, as this machine has no Metal device"
+    return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
+
+
+def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterator[Outcome]:
+    """All outcomes; where a kernel hangs or kills the process, the next case has a new one."""
+    left = list(wanted)
+    while left:
+        last = None
+        for outcome in selfcheck.outcomes(left, runner.command, runner.time_limit):
+            last = outcome
+            place = wanted.index(outcome.case) + 1
+            progress(f"kernels: {place} of {len(wanted)}: {outcome.case}, {outcome.check}")
+            yield outcome
+        left = left[left.index(last.case) + 1 :] if last is not None else []
+
+
+def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
+    """What the outcomes come to."""
+    cases = len({outcome.case for outcome in outcomes})
+    failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
+    of = f"{cases} kind{'s' * (cases > 1)} of layer"
+    if not failed:
+        return Finding("kernels", "ok", f"all agree with the references, in {of}")
+    advice = "This is a bug: attach the report to a bug report."
+    if on_metal:
+        advice += " A server leaves out what fails for its model; VLLM_METAL_KERNELS=mlx all."
+    return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {of}", advice)
+
+
+def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The time of each kernel, by processes of their own.
+
+    Args:
+        progress: told of each.
+        command: of the process; it says what children.timing says, and takes its --start.
+
+    Returns:
+        As children.timing tells them; where a kernel killed its process, its end as `failed`. The
+        first has `bandwidth`, bytes a second that a copy moves, where that could be measured.
+    """
+    command = command or python("vllm_metal.commands.doctor.children.timing")
+    found: list[dict[str, Any]] = []
+    start = 0
+    for _ in range(_MOST_TIMING_PROCESSES):
+        with Child([*command, "--start", str(start)]) as child:
+            begun = None
+            try:
+                for told in _messages(child):
+                    if "timing" in told:
+                        begun = told
+                        progress(f"times: {told['timing']}")
+                    else:
+                        found.append(told)
+                        begun = None
+                ended = child.wait(_TIMING_LIMIT)
+            except TookTooLong:
+                ended = child.ended(None)
+        if ended.ok:
+            break
+        name = begun["timing"] if begun else "times"
+        found.append({"name": name, "failed": ended.how, "log": "\n".join(ended.lines)})
+        if begun is None:
+            break
+        start = begun["index"] + 1
+    return found
+
+
+def _messages(child: Child) -> Iterable[dict[str, Any]]:
+    while (told := child.message(_TIMING_LIMIT)) is not None:
+        yield told

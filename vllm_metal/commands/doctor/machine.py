@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the machine: what it is, and whether there is room."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from vllm_metal.commands.doctor.child import Ended, Progress, python, run
+from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.device import sysctl
+from vllm_metal.settings import envs
+
+GIB = 2**30
+#: 1 where Rosetta runs a process: Apple, "About the Rosetta translation environment".
+TRANSLATED = "sysctl.proc_translated"
+#: Oldest macOS that MLX has wheels for (macosx_14_0_arm64).
+OLDEST_MACOS = (14, 0)
+#: MLX's wheel for macOS 26 is built for 26.2 (LC_BUILD_VERSION of libmlx.dylib and the target of
+#: mlx.metallib in mlx-metal 0.32.4), but tags know whole releases only, so that installers give it
+#: to 26.0 and 26.1 too: https://github.com/ml-explore/mlx/issues/4525.
+WHEEL_BUILT_FOR = (26, 2)
+#: Beside the weights: a server's two processes, with torch, vLLM and MLX in each, take 0.9 GiB of
+#: their own (a model of next to no weights, on Linux), and the smallest pool tried 0.25.
+PROCESSES_BYTES = int(1.25 * GIB)
+#: For the cache folder: the embedded model as float32 is 0.54 GB, the same again while written.
+CACHE_BYTES = 1.5 * GIB
+_KNOWN = (*envs.NAMES, "VLLM_METAL_CLANG")
+_GROUPS = ("VLLM_METAL_", "MLX_", "MTL_", "METAL_", "PYTORCH_MPS_")
+#: Of vLLM's own, those that change what is chosen or started; others may hold secrets.
+_VLLM_NAMES = (
+    "VLLM_PLUGINS",
+    "VLLM_TARGET_DEVICE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+    "VLLM_LOGGING_LEVEL",
+    "HF_HUB_OFFLINE",
+    "PYTHONDONTWRITEBYTECODE",
+)
+_ADVICE_PYTHON = (
+    "Make the environment with a Python for Apple silicon: `uv venv --python 3.12 --seed` in a "
+    "terminal that is not itself opened with Rosetta, and install anew."
+)
+
+
+@dataclass(frozen=True)
+class System:
+    """What the system says of itself."""
+
+    name: str  # sys.platform
+    machine: str  # platform.machine()
+    release: tuple[int, ...]  # of macOS, such as (26, 1); elsewhere empty
+    translated: bool  # by Rosetta
+    mlx_wheel: str | None  # tag of the installed mlx-metal, such as py3-none-macosx_26_0_arm64
+
+
+def this_system() -> System:
+    darwin = sys.platform == "darwin"
+    numbers = _macos_release().split(".") if darwin else []
+    return System(
+        name=sys.platform,
+        machine=platform.machine(),
+        release=tuple(int(number) for number in numbers if number.isdigit()),
+        translated=darwin and sysctl.read(TRANSLATED) == 1,
+        mlx_wheel=_wheel_tag("mlx-metal"),
+    )
+
+
+def _macos_release() -> str:
+    """Such as ``26.1``.
+
+    macOS tells programs linked against an older SDK, as a Python may be, that it is 16
+    (python/cpython#135675). Its own command tells the truth, as installers ask for it.
+    """
+    try:
+        told = subprocess.run(
+            ["sw_vers", "-productVersion"],
+            env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return platform.mac_ver()[0]
+    return told.stdout.strip() or platform.mac_ver()[0]
+
+
+def _wheel_tag(package: str) -> str | None:
+    try:
+        text = distribution(package).read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        return None
+    tags = (line.partition(":")[2].strip() for line in text.splitlines() if line[:4] == "Tag:")
+    return next(tags, None)
+
+
+def settings() -> Iterator[tuple[str, str]]:
+    """The variables that are set; of those that name folders, only that they are."""
+    for name, value in sorted(os.environ.items()):
+        if name in (*_KNOWN, *_VLLM_NAMES) or name.startswith(_GROUPS):
+            yield name, "set" if "/" in value or "~" in value else value
+
+
+def check_settings() -> Finding:
+    """The plugin's variables, each read as the plugin reads it."""
+    for read in (envs.requested_device, envs.kernels, envs.allow_untested):
+        try:
+            read()
+        except ValueError as error:
+            return Finding("settings", "failed", str(error), "Correct the variable, or unset it.")
+    unknown = sorted(
+        name for name in os.environ if name.startswith("VLLM_METAL_") and name not in _KNOWN
+    )
+    seen = ", ".join(f"{name}={value}" for name, value in settings()) or "none set"
+    if unknown:
+        advice = f"Unset {', '.join(unknown)}: nothing reads it. Known are {', '.join(_KNOWN)}."
+        return Finding("settings", "warning", seen, advice)
+    return Finding("settings", "ok", seen)
+
+
+def check_processor(system: System) -> Finding:
+    """Apple silicon, and a Python built for it."""
+    if system.name != "darwin":
+        return Finding("processor", "ok", f"{system.machine}, not a Mac")
+    if system.translated:
+        seen = "this Python is built for Intel, and Rosetta translates it"
+        return Finding("processor", "failed", seen, _ADVICE_PYTHON)
+    if system.machine != "arm64":
+        seen = f"{system.machine}: MLX has no build for Macs with Intel processors"
+        return Finding("processor", "failed", seen, "Use a Mac with Apple silicon (M1 or newer).")
+    return Finding("processor", "ok", "Apple silicon, without Rosetta")
+
+
+def check_release(system: System) -> Finding:
+    """A macOS that the installed MLX is built for."""
+    if system.name != "darwin":
+        return Finding("system", "ok", platform.platform())
+    found = ".".join(map(str, system.release)) or "of unknown release"
+    if system.release and system.release < OLDEST_MACOS:
+        advice = "Update macOS to 14 or newer (System Settings, General, Software Update)."
+        return Finding("system", "failed", f"macOS {found}: MLX needs 14 or newer", advice)
+    built_for = system.mlx_wheel or "macosx_26"
+    if WHEEL_BUILT_FOR[:1] <= system.release < WHEEL_BUILT_FOR and "macosx_26" in built_for:
+        seen = f"macOS {found}, but the installed MLX is built for macOS 26.2"
+        advice = (
+            "Update macOS to 26.2 or newer (System Settings, General, Software Update). If you "
+            f"cannot, install MLX's build for macOS 15, which this one runs:\n{_older_mlx()}"
+        )
+        return Finding("system", "warning", seen, advice)
+    return Finding("system", "ok", f"macOS {found}")
+
+
+def _older_mlx() -> str:
+    """pip takes a wheel of another system into a named folder only."""
+    pins = [f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal")]
+    command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
+    target = ["--target", sysconfig.get_path("purelib")]
+    return shlex.join([*command, ":all:", "--platform", "macosx_15_0_arm64", *target, *pins])
+
+
+def _version(package: str) -> str:
+    try:
+        return distribution(package).version
+    except PackageNotFoundError:
+        return "VERSION"
+
+
+def look_at_device(progress: Progress) -> Ended:
+    """What MLX says, by a process that may fail to import it."""
+    return run(python("vllm_metal.commands.doctor.children.device"), progress)
+
+
+def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
+    """MLX runs, on the device that was asked for."""
+    told = looked.told
+    if not looked.ok:
+        advice = (
+            "The last lines say why. If MLX was installed for another system or processor, install "
+            "it anew in an environment made on this machine."
+        )
+        return Finding(
+            "MLX", "failed", f"a process that uses MLX {looked.how}", advice, looked.lines
+        )
+    seen = f"runs on {told['device']}: {told['chip']} ({told['architecture']})"
+    if requested == "metal" and not told["metal"]:
+        advice = (
+            "Run from a session with access to the GPU (not every virtual machine has one), or set "
+            "VLLM_METAL_DEVICE=cpu for MLX's CPU backend."
+        )
+        return Finding("MLX", "failed", "finds no Metal device", advice)
+    return Finding("MLX", "ok", seen)
+
+
+def check_memory(told: dict[str, Any], weights: int) -> Finding:
+    """Room for the model that is about to run.
+
+    Args:
+        told: by `look_at_device`.
+        weights: bytes of the model's.
+    """
+    memory, needed = told["memory_bytes"], weights + PROCESSES_BYTES
+    seen = (
+        f"{told['ram_bytes'] / GIB:.1f} GiB, of which MLX may use {memory['total'] / GIB:.1f} and "
+        f"{memory['available'] / GIB:.1f} are free"
+    )
+    if memory["available"] >= needed:
+        return Finding("memory", "ok", seen)
+    advice = (
+        f"The model that is tried here needs about {needed / GIB:.1f} GiB: close other programs, "
+        "browsers first, before you start an engine."
+    )
+    return Finding("memory", "warning", seen, advice)
+
+
+def check_disk(folder: Path) -> Finding:
+    """Room and permission in the cache folder, which need not be there yet."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        seen = f"cannot write to the cache folder {folder}"
+        advice = "Give yourself access to it, or name another one: VLLM_METAL_CACHE=FOLDER."
+        return Finding("disk", "failed", seen, advice)
+    free = shutil.disk_usage(there).free
+    seen = f"{free / GIB:.1f} GiB free for the cache folder {folder}"
+    if free < CACHE_BYTES:
+        advice = (
+            f"Converted models need up to {CACHE_BYTES / GIB:.1f} GiB: make room, or name a folder "
+            "on another disk: VLLM_METAL_CACHE=FOLDER."
+        )
+        return Finding("disk", "warning", seen, advice)
+    return Finding("disk", "ok", seen)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what is installed, and of the platform that vLLM makes of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import vllm_metal
+from vllm_metal.commands.doctor.child import Ended, Progress, python, run
+from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.vllm_patches import releases
+
+_PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed, by package."""
+    found = {name: _version(name) for name in _PACKAGES} | {"vllm": releases.installed_vllm()}
+    found["python"] = platform.python_version()
+    return {name: number for name, number in found.items() if number}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_versions() -> Finding:
+    """A vLLM that the plugin is tested with."""
+    seen = ", ".join(f"{name} {number}" for name, number in versions().items())
+    try:
+        releases.require_tested_vllm()
+    except releases.UntestedVersionError as error:
+        advice = f"Install vLLM {releases.TESTED_VLLM} as the README says."
+        return Finding("versions", "failed", str(error), advice)
+    except ValueError as error:
+        return Finding("versions", "failed", str(error), "Correct the variable, or unset it.")
+    if not releases.is_tested(releases.installed_vllm()):
+        advice = (
+            f"The plugin is tested with vLLM {releases.TESTED_VLLM}: if something below fails, "
+            "install that one."
+        )
+        return Finding("versions", "warning", seen, advice)
+    return Finding("versions", "ok", seen)
+
+
+def ask_vllm(progress: Progress) -> Ended:
+    """What vLLM chooses, by a process that may fail to import it."""
+    return run(python("vllm_metal.commands.doctor.children.chosen_platform"), progress)
+
+
+def check_platform(asked: Ended) -> Finding:
+    """vLLM chooses this plugin wherever it should."""
+    chosen = asked.told.get("platform")
+    if chosen is None:
+        advice = (
+            "The last lines say why. If several platform plugins are installed, take one: "
+            "VLLM_PLUGINS=metal."
+        )
+        return Finding("platform", "failed", f"asking vLLM {asked.how}", advice, asked.lines)
+    if chosen == vllm_metal.PLATFORM:
+        return Finding("platform", "ok", f"vLLM chooses {chosen}")
+    found = ", ".join(asked.told["plugins"]) or "none"
+    seen = f"vLLM chooses {chosen}, not this plugin; platform plugins found: {found}"
+    return Finding(
+        "platform", "failed", seen, _advice_on_choice(asked.told["plugins"]), asked.lines
+    )
+
+
+def _advice_on_choice(plugins: list[str]) -> str:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "metal" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves this plugin out: unset it, or add metal."
+    if target := os.environ.get("VLLM_TARGET_DEVICE"):
+        return f"VLLM_TARGET_DEVICE={target} decides against plugins: unset it."
+    if not any(plugin.endswith("(vllm_metal:register)") for plugin in plugins):
+        return "Install vllm-metal into this environment (`pip install .` in a clone)."
+    return "Set VLLM_PLUGINS=metal."
+
+
+def advice_to_try() -> str:
+    """Where the plugin does not apply."""
+    if os.environ.get("VLLM_METAL_DEVICE", "").lower() == "off":
+        return "VLLM_METAL_DEVICE=off turns the plugin off: unset it to use the plugin."
+    return (
+        "On this machine the plugin leaves vLLM to its own platforms. To try it all the same, on "
+        "MLX's CPU backend: VLLM_METAL_DEVICE=cpu vllm-metal doctor"
+    )
+
+
+def check_touched(asked: Ended) -> Finding | None:
+    """All that the plugin uses of vLLM is there; None: vLLM could not be asked."""
+    if "platform" not in asked.told:
+        return None
+    advice = f"Install vLLM {releases.TESTED_VLLM}, or the vllm-metal release made for yours."
+    if not asked.ok:
+        return Finding("vLLM's names", "failed", f"a process {asked.how}", advice, asked.lines)
+    if changed := asked.told["changed"]:
+        seen = f"{len(changed)} are not as the plugin knows them: {'; '.join(changed)}"
+        return Finding("vLLM's names", "failed", seen, advice)
+    return Finding("vLLM's names", "ok", "all that the plugin uses of vLLM is as it knows it")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is printed and written, as it is found; nothing in it tells who the user is, but commands on
+their own terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_metal.commands.doctor.finding import Finding
+
+#: Lines of a process's output that are printed where it failed; all that are kept are in the file.
+SHOWN_LINES = 15
+_INDENT = " " * 9
+#: In a network; this machine's own names for itself tell nothing.
+_ADDRESSES = (
+    re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b"),
+    re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
+)
+
+
+class Report:
+    """Prints findings, and keeps a JSON file that is whole at every moment."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: file to write; what is there is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path = path
+        self._findings: list[Finding] = []
+        self._facts: dict[str, Any] = {}
+        self._on_terminal = sys.stderr.isatty()
+        self._private = _private_words()
+        self._begun = time.monotonic()
+        self._write(complete=False)
+
+    @property
+    def failed(self) -> list[str]:
+        """The checks that failed."""
+        return [finding.name for finding in self._findings if finding.status == "failed"]
+
+    def add(self, finding: Finding) -> None:
+        """Prints a finding and writes it."""
+        self._findings.append(finding)
+        self._write(complete=False)
+        self._clear()
+        self._print(f"{finding.status:8} {finding.name}: {finding.seen}", indent=_INDENT)
+        if finding.status == "failed":
+            for line in finding.log[-SHOWN_LINES:]:
+                print(f"{_INDENT}| {self._without_names(line)[:200]}")
+        for paragraph in filter(None, finding.advice.split("\n")):
+            self._print(_INDENT + paragraph, indent=_INDENT)
+        sys.stdout.flush()
+
+    def add_facts(self, **facts: Any) -> None:
+        """Writes more than findings say; the values must be JSON."""
+        self._facts |= facts
+        self._write(complete=False)
+
+    def announce(self, text: str) -> None:
+        """Prints what begins, where it takes a while."""
+        self._clear()
+        self._print(f"{'...':8} {text}", indent=_INDENT)
+        sys.stdout.flush()
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Prints lines of a table as they are."""
+        self._clear()
+        for line in lines:
+            print(self._without_names(line), flush=True)
+
+    def progress(self, text: str) -> None:
+        """Says on a terminal what is going on, in a line that the next one replaces."""
+        if self._on_terminal:
+            line = f"{_INDENT}[{time.monotonic() - self._begun:.0f} s] {text}"
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{line[:width]}\033[K", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> int:
+        """Prints the outcome; returns the exit status: 1 if anything failed."""
+        self._write(complete=True)
+        self._clear()
+        warnings = sum(finding.status == "warning" for finding in self._findings)
+        if failed := self.failed:
+            print(f"\nFailed: {', '.join(failed)}. The whole report is {self._path}")
+        else:
+            said = "Nothing failed" if warnings else "All is well"
+            said += f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+            print(f"\n{said}. Report: {self._path}")
+        return 1 if failed else 0
+
+    def _print(self, text: str, indent: str) -> None:
+        width = max(shutil.get_terminal_size((100, 24)).columns, 60)
+        # A command keeps its line and its paths, to be copied.
+        if " pip install " in text:
+            print(text)
+            return
+        text = self._without_names(text)
+        options: Any = {"break_long_words": False, "break_on_hyphens": False}
+        print(textwrap.fill(text, width, subsequent_indent=indent, **options))
+
+    def _clear(self) -> None:
+        if self._on_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _write(self, complete: bool) -> None:
+        found = {
+            "complete": complete,
+            "failed": self.failed,
+            "findings": [dataclasses.asdict(finding) for finding in self._findings],
+            **self._facts,
+        }
+        text = json.dumps(self._cleaned(found), indent=1)
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
+        try:
+            with os.fdopen(descriptor, "w") as part:
+                part.write(text + "\n")
+            os.replace(name, self._path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def _cleaned(self, value: Any) -> Any:
+        """Each string of a JSON value without names."""
+        if isinstance(value, str):
+            return self._without_names(value)
+        if isinstance(value, dict):
+            return {self._without_names(key): self._cleaned(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._cleaned(item) for item in value]
+        return value
+
+    def _without_names(self, text: str) -> str:
+        for pattern, replacement in self._private:
+            text = pattern.sub(replacement, text)
+        return text
+
+
+def _private_words() -> list[tuple[re.Pattern[str], str]]:
+    """What tells who the user is, and what is written in its place."""
+    home, host = Path.home(), platform.node()
+    # Both, for macOS's own paths are behind links; the longer first.
+    homes = sorted({str(home), os.path.realpath(home)}, key=len, reverse=True)
+    words = [(address, "ADDRESS") for address in _ADDRESSES]
+    words += [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]
+    if user := home.name:
+        words.append((re.compile(rf"(?<=/){re.escape(user)}\b|\b{re.escape(user)}(?=@)"), "USER"))
+    for name in {host, host.partition(".")[0]}:
+        if len(name) > 3:  # shorter ones are parts of words
+            words.append((re.compile(rf"\b{re.escape(name)}\b"), "HOST"))
+    return words

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the checks: what is quick to see first, what takes minutes last."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, get_args
+
+import vllm_metal
+from vllm_metal.commands.doctor import engine, machine, model, packages, server
+from vllm_metal.commands.doctor.child import Ended
+from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.commands.doctor.model import Model
+from vllm_metal.commands.doctor.report import Report
+from vllm_metal.settings import envs
+from vllm_metal.settings.extras import install_advice
+
+Part = Literal["machine", "engine", "kernels"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def run(
+    report: Path, quick: bool, model_name: str | None = None, parts: Sequence[str] = PARTS
+) -> int:
+    """Checks and prints; writes the report as it goes. Returns the exit status.
+
+    Args:
+        report: JSON file to write.
+        quick: a few shapes for the kernels, and a small KV cache for the server.
+        model_name: folder or hub name of a model to try; None: the embedded one where it is
+            installed, else one made on the spot.
+        parts: which of PARTS; the machine is always looked at.
+
+    Raises:
+        OSError: the report cannot be written.
+    """
+    found = Report(report)
+    looked = _look_at_machine(found, model_name)
+    if "engine" in parts:
+        with _guarded(found, "engine"):
+            _try_engine(found, looked, quick, model_name)
+    if "kernels" in parts:
+        with _guarded(found, "kernels"):
+            _try_kernels(found, looked, quick)
+    return found.close()
+
+
+@contextmanager
+def _guarded(found: Report, name: str) -> Iterator[None]:
+    """What a check itself raises is a failure among others."""
+    try:
+        yield
+    except Exception as error:
+        seen = f"the check itself failed: {type(error).__name__}: {error}"
+        lines = tuple(traceback.format_exc().splitlines())
+        advice = "This is a bug: attach the report to a bug report."
+        found.add(Finding(name, "failed", seen, advice, lines))
+
+
+def _look_at_machine(found: Report, model_name: str | None) -> Ended:
+    """Returns what MLX says of it."""
+    found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
+    system = machine.this_system()
+    checks: dict[str, Callable[[], Finding]] = {
+        "versions": packages.check_versions,
+        "settings": machine.check_settings,
+        "processor": lambda: machine.check_processor(system),
+        "system": lambda: machine.check_release(system),
+        "disk": lambda: machine.check_disk(envs.cache_dir()),
+    }
+    for name, check in checks.items():
+        with _guarded(found, name):
+            found.add(check())
+    looked = machine.look_at_device(found.progress)
+    found.add(machine.check_device(looked, _requested()))
+    if looked.ok:
+        found.add_facts(**{name: said for name, said in looked.told.items() if name != "stage"})
+        found.add(machine.check_memory(looked.told, model.expected_weights(model_name)))
+    return looked
+
+
+def _requested() -> envs.Device | None:
+    """Also None where the setting is not one; that is a finding of its own."""
+    try:
+        return envs.requested_device()
+    except ValueError:
+        return None
+
+
+def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | None) -> None:
+    if "settings" in found.failed or not looked.ok:
+        found.add(Finding("engine", "warning", "not tried: what failed above comes first"))
+        return
+    if _requested() is None:
+        seen = "not tried: here the plugin leaves vLLM to its own platforms"
+        found.add(Finding("engine", "warning", seen, packages.advice_to_try()))
+        return
+    found.announce("asking vLLM which platform it chooses (some seconds)")
+    asked = packages.ask_vllm(found.progress)
+    found.add(packages.check_platform(asked))
+    if (touched := packages.check_touched(asked)) is not None:
+        found.add(touched)
+    if asked.told.get("platform") != vllm_metal.PLATFORM:
+        found.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
+        return
+    with _model(found, model_name) as chosen:
+        found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
+        tried = engine.try_in_process(chosen, found.progress)
+        checked = engine.check_in_process(tried)
+        found.add(checked)
+        if checked.status == "ok":
+            found.add(engine.compare(chosen, tried, found.progress))
+        found.announce(f"a server with {chosen.name} (half a minute, large models longer)")
+        found.add(server.try_server(chosen, small_pool=quick, progress=found.progress))
+
+
+@contextmanager
+def _model(found: Report, name: str | None) -> Iterator[Model]:
+    """The model to try; what hinders the embedded one is a finding."""
+    if name is not None:
+        yield Model(name, name, local=Path(name).is_dir())
+        return
+    if not model.missing():
+        converted = model.embedded(found.progress)
+        if converted.ok:
+            folder = next(line for line in reversed(converted.lines) if Path(line).is_dir())
+            yield Model("the embedded SmolLM2-135M", folder, local=True)
+            return
+        advice = "If there was no room, make some. Otherwise attach the report to a bug report."
+        seen = f"the embedded model: its conversion {converted.how}"
+        found.add(Finding("model", "failed", seen, advice, converted.lines))
+    else:
+        advice = "\n".join(["To try one that talks: --model NAME, or install:", *model.missing()])
+        seen = "the embedded one is not installed; a tiny one of random weights takes its place"
+        found.add(Finding("model", "ok", seen, advice))
+    with model.made_on_the_spot() as made:
+        yield made
+
+
+def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
+    if not looked.ok:
+        found.add_facts(kernels="not run: MLX does not run")
+        found.add(Finding("kernels", "warning", "not run: what failed above comes first"))
+        return
+    # Imports MLX, which a process has shown to be safe by now.
+    from vllm_metal.commands.doctor import kernels, tables
+    from vllm_metal.device import selfcheck
+
+    runner = kernels.find_runner()
+    if runner is None:
+        found.add_facts(kernels="not run: no Metal device, and no interpreter")
+        advice = f"To run them in the interpreter:\n{install_advice('interpreter')}"
+        seen = "not run: without a Metal device they need an interpreter"
+        found.add(Finding("kernels", "warning", seen, advice))
+        return
+    on_metal = bool(looked.told["metal"])
+    wanted = kernels.wanted_cases(quick)
+    found.announce(f"kernels, for {len(wanted)} kinds of layer")
+    found.show([f"{runner.how}:", tables.header()])
+    outcomes = []
+    checked = kernels.check(wanted, runner, found.progress)
+    for case, alike in itertools.groupby(checked, key=lambda outcome: outcome.case):
+        outcomes += (last := list(alike))
+        found.show([tables.row(case, last)])
+        found.add_facts(how=runner.how, kernels=[outcome.to_json() for outcome in outcomes])
+    found.show(tables.legend(outcomes))
+    found.add(kernels.finding(outcomes, on_metal))
+    if on_metal:
+        selfcheck.forget()
+        timed = kernels.time_all(found.progress)
+        found.add_facts(timings=timed)
+        found.show(tables.times_table(timed))

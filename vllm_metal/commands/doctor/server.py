@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check of a server: it starts, streams an answer, and Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+
+from vllm_metal.commands.doctor.child import LIMITS, Child, Ended, Progress, TookTooLong, python
+from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT, environment
+from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.commands.doctor.model import Model
+
+_NAME = "engine, as a server"
+_SERVED = "doctor"  # the model's name in requests
+_HOST = "127.0.0.1"
+_POLL = 0.25  # seconds
+_GENERATED = "vllm:generation_tokens_total"
+_ADVICE = {
+    "loading the model": "The error says what the model, a setting or the memory lacks. If the "
+    "engine in one process works, attach the report to a bug report.",
+}
+_REPORT_IT = "This is a bug: attach the report to a bug report."
+
+
+class WrongAnswer(Exception):
+    """The server answered something else than it should have."""
+
+
+def try_server(
+    model: Model,
+    small_pool: bool,
+    progress: Progress,
+    command: Sequence[str] | None = None,
+    limits: Mapping[str, float] = LIMITS,
+) -> Finding:
+    """`vllm serve` on a free loopback port, from its start to Ctrl-C.
+
+    Args:
+        model: to serve.
+        small_pool: a KV cache of KV_CACHE_BYTES; False: as much as vLLM takes by default.
+        progress: told of each stage.
+        command: of the process, to which host and port are added.
+        limits: seconds by stage.
+    """
+    port = _free_port()
+    command = [*(command or _serve(model, small_pool)), "--host", _HOST, "--port", str(port)]
+    # A key of the user's would lock the doctor out, and belongs to nobody's log.
+    with Child(command, environment(model) | {"VLLM_API_KEY": None}) as child:
+        stages = _stages(child, port, limits)
+        try:
+            for stage in stages:
+                child.told["stage"] = stage
+                progress(stage)
+        except TookTooLong:
+            return _failed(child.ended(None))
+        except (OSError, http.client.HTTPException, ValueError, WrongAnswer) as error:
+            seen = f"{type(error).__name__} while {child.told['stage']}: {error}"
+            return Finding(_NAME, "failed", seen, _REPORT_IT, child.ended(None).lines)
+        ended = child.wait(limits["shutting down"])
+    return _failed(ended) if not ended.ok else _passed(ended)
+
+
+def _serve(model: Model, small_pool: bool) -> tuple[str, ...]:
+    pool = ("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)) if small_pool else ()
+    options = ("--served-model-name", _SERVED, "--max-model-len", "-1", *pool)
+    return python("vllm.entrypoints.cli.main", "serve", model.argument, *options)
+
+
+def _stages(child: Child, port: int, limits: Mapping[str, float]) -> Iterator[str]:
+    """Yields each stage before it begins; returns once the server was told to end, or has ended."""
+    yield "loading the model"
+    if not _is_up(child, port, limits["loading the model"]):
+        return
+    yield "answering"
+    asked = time.monotonic()
+    child.told |= _ask(port, limits["answering"], asked)
+    if (generated := _metric(port)) < NUM_TOKENS:
+        raise WrongAnswer(f"/metrics says {_GENERATED} {generated:g} after {NUM_TOKENS} tokens")
+    yield "shutting down"
+    child.interrupt()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_up(child: Child, port: int, limit: float) -> bool:
+    """Whether /health answers; False: the process has ended."""
+    deadline = time.monotonic() + limit
+    while child.alive:
+        try:
+            if _get(port, "/health")[0] == 200:
+                return True
+        except OSError:  # no one listens yet
+            pass
+        if time.monotonic() > deadline:
+            raise TookTooLong
+        time.sleep(_POLL)
+    return False
+
+
+def _get(port: int, path: str) -> tuple[int, str]:
+    # Not by urllib, which would ask the user's proxy.
+    with closing(http.client.HTTPConnection(_HOST, port, timeout=30)) as connection:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode(errors="replace")
+
+
+def _ask(port: int, limit: float, asked: float) -> dict[str, float]:
+    """Streams an answer.
+
+    Returns:
+        Seconds to its first piece, and to its end.
+    """
+    message = {"role": "user", "content": PROMPT}
+    status, pieces = _stream(port, "/v1/chat/completions", {"messages": [message]}, limit)
+    if status == 400 and "chat template" in "".join(pieces).lower():  # not a chat model
+        status, pieces = _stream(port, "/v1/completions", {"prompt": PROMPT}, limit)
+    first, last, usage = None, "", 0
+    for piece in pieces:
+        if status != 200:
+            raise WrongAnswer(f"HTTP status {status}: {piece[:500]}")
+        first = first or time.monotonic() - asked
+        last = piece
+        if piece.startswith("data: {"):
+            fields = json.loads(piece.removeprefix("data: "))
+            if "error" in fields:
+                raise WrongAnswer(f"an error in the stream: {fields['error']}")
+            usage = (fields.get("usage") or {}).get("completion_tokens", usage)
+    if last != "data: [DONE]" or usage != NUM_TOKENS or first is None:
+        raise WrongAnswer(f"the stream ended with {last!r} after {usage} tokens of {NUM_TOKENS}")
+    return {"first_seconds": first, "answer_seconds": time.monotonic() - asked}
+
+
+def _stream(
+    port: int, path: str, fields: dict[str, object], limit: float
+) -> tuple[int, Iterator[str] | list[str]]:
+    """HTTP status, and the lines as they come."""
+    body = fields | {
+        "model": _SERVED,
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    connection = http.client.HTTPConnection(_HOST, port, timeout=limit)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", path, json.dumps(body), headers)
+    reply = connection.getresponse()
+    if reply.status != 200:
+        with closing(connection):
+            return reply.status, [reply.read().decode(errors="replace")]
+
+    def lines() -> Iterator[str]:
+        with closing(connection):
+            for line in reply:
+                if text := line.decode(errors="replace").strip():
+                    yield text
+
+    return reply.status, lines()
+
+
+def _metric(port: int) -> float:
+    status, text = _get(port, "/metrics")
+    lines = [line for line in text.splitlines() if line.startswith(_GENERATED)]
+    if status != 200 or not lines:
+        raise WrongAnswer(f"/metrics answers {status}, without {_GENERATED}")
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _failed(ended: Ended) -> Finding:
+    advice = _ADVICE.get(ended.told["stage"], _REPORT_IT)
+    return Finding(_NAME, "failed", ended.how, advice, ended.lines)
+
+
+def _passed(ended: Ended) -> Finding:
+    if ended.told["stage"] != "shutting down":
+        seen = f"ended by itself with exit status 0 while {ended.told['stage']}"
+        return Finding(_NAME, "failed", seen, _REPORT_IT, ended.lines)
+    told = ended.told
+    seen = (
+        f"{NUM_TOKENS} tokens streamed in {told['answer_seconds']:.1f} s, the first after "
+        f"{told['first_seconds']:.1f}; Ctrl-C ended it with exit status 0, {ended.seconds:.0f} s "
+        "in all"
+    )
+    return Finding(_NAME, "ok", seen, log=ended.lines)

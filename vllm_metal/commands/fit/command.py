@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal fit`: what a model needs, what a Mac has room for, and how to serve it so."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vllm_metal.commands.fit import engine, report
+from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
+from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.commands.fit.report import Answer
+from vllm_metal.commands.fit.source import folder
+from vllm_metal.kv_cache import formats
+from vllm_metal.memory import budget
+from vllm_metal.models.weight_files import ModelLoadError
+from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
+
+#: What a cache of codes is called here: int8 takes the same bytes.
+_QUANTISED = "fp8"
+_NAMED_CHANGES = 4
+
+
+def run(args: Namespace) -> int:
+    """Prints the answer; the exit status says whether the asked requests fit (0) or not (1).
+
+    Args:
+        args: of `vllm_metal.commands.cli`; None where an option was not given.
+
+    Raises:
+        ValueError: the model cannot be had, or the engine would not serve it so.
+    """
+    machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
+    try:
+        with folder(args.model) as path:
+            answer = _answer(args, path, machine)
+    except (ModelLoadError, NotImplementedError) as error:
+        raise ValueError(str(error)) from error
+    print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
+    return 0 if answer.fits else 1
+
+
+def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
+    content = json.loads((path / "config.json").read_text())
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise ValueError(f"config.json of {args.model} names no model_type")
+    dtype = engine.dtype_of(content, machine.kind, args.dtype or "auto")
+    _check(args, formats.offered(args.kv_cache_dtype, dtype))
+    rows = args.max_num_batched_tokens or metal_platform.MAX_NUM_BATCHED_TOKENS[machine.kind]
+    requests = args.max_num_seqs or args.requests or min(metal_platform.MAX_NUM_SEQS, rows)
+    if requests > rows:
+        raise ValueError(f"{requests} requests at once need --max-num-batched-tokens {requests}")
+    model = Model.read(path, content["model_type"], dtype)
+    estimates = {}
+    for cache_dtype in dict.fromkeys((args.kv_cache_dtype, _QUANTISED)):
+        config = engine.config(
+            model_type=model.model_type,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            max_model_len=_context(args, content),
+            max_num_seqs=requests,
+            max_num_batched_tokens=rows,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            block_size=args.block_size or metal_platform.BLOCK_SIZES[0],
+        )
+        estimates[cache_dtype] = estimate(model, config, machine)
+        if estimates[cache_dtype].quantised is None:
+            break  # as asked for
+    return _judged(args, model, machine, estimates)
+
+
+def _check(args: Namespace, cache_offered: bool) -> None:
+    if not cache_offered:
+        raise ValueError(
+            f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: choose one of "
+            f"{', '.join(formats.OFFERED)}"
+        )
+    if args.block_size not in (None, *metal_platform.BLOCK_SIZES):
+        raise ValueError(
+            f"--block-size {args.block_size} is not supported: choose one of "
+            f"{metal_platform.BLOCK_SIZES}"
+        )
+
+
+def _context(args: Namespace, content: dict[str, Any]) -> int:
+    """Tokens of the longest request."""
+    most, asked = engine.longest_text(content), args.context
+    if (length := asked or most) is None:
+        raise ValueError("config.json does not say how long a text may be: say --context 32k")
+    if most is not None and length > most:
+        raise ValueError(
+            f"--context {asked} is longer than the {most} tokens that the model is made for"
+        )
+    return int(length)
+
+
+def _judged(
+    args: Namespace, model: Model, machine: Machine, estimates: dict[str, Estimate]
+) -> Answer:
+    wanted = args.requests or 1
+    found = {
+        cache_dtype: budget.fits(e.measured, e.settings, e.request(wanted))
+        for cache_dtype, e in estimates.items()
+    }
+    command = partial(_command, args, estimates[args.kv_cache_dtype])
+    return Answer(
+        model=args.model,
+        model_type=model.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        machine=machine,
+        estimates=estimates,
+        asked=args.kv_cache_dtype,
+        wanted=wanted,
+        fits=found[args.kv_cache_dtype],
+        changes=_changes(estimates[args.kv_cache_dtype], wanted),
+        commands=tuple(command(cache_dtype) for cache_dtype, fits in found.items() if fits),
+    )
+
+
+def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
+    """What would make the requests fit; nothing where they do."""
+    request = found.request(wanted)
+    if budget.fits(found.measured, found.settings, request):
+        return ()
+    fewer = [f"--requests {found.requests} or less"] if found.requests else []
+    changes = islice(budget.changes(found.measured, found.settings, request), _NAMED_CHANGES)
+    return (*fewer, *(change.advice for change in changes))
+
+
+def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
+    """The line that serves the model with the settings of the estimate."""
+    options = {
+        "max-model-len": found.settings.max_model_len,
+        "max-num-seqs": found.settings.max_num_seqs,
+        "max-num-batched-tokens": args.max_num_batched_tokens,
+        "kv-cache-dtype": None if cache_dtype == "auto" else cache_dtype,
+        "gpu-memory-utilization": args.gpu_memory_utilization,
+        "block-size": args.block_size,
+        "dtype": args.dtype,
+    }
+    flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
+    return shlex.join(["vllm", "serve", args.model, *flags])

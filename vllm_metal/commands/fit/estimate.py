@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine would measure of a model on a machine, and the pool that comes of it.
+
+The sum is the engine's own (vllm_metal.memory.budget), and so is what goes into it: the loader
+gives the model with weights that are never read, layers are read off it, vLLM places them in
+blocks. Only the forward pass is not run (vllm_metal.commands.fit.step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import torch
+from mlx.utils import tree_flatten
+
+from metal_kernels import paged_attention
+from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.commands.fit.machine import Machine
+from vllm_metal.commands.fit.step import step_peak
+from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.specs import kv_cache_specs
+from vllm_metal.memory import budget
+from vllm_metal.memory.budget import Budget, Measured, Request, Settings
+from vllm_metal.memory.planner import Beside, Needs, at_work, quantised_share, settings_of
+from vllm_metal.models.loader import MLX_DTYPES, lazy_model
+from vllm_metal.models.parts import SelectedRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is built and not loaded."""
+
+    model_type: str
+    dtype: torch.dtype
+    weights: int  # bytes, as the engine will hold them
+    network: nn.Module
+    rows: SelectedRows
+    layers: Sequence[AttentionLayer]
+
+    @staticmethod
+    def read(folder: Path, model_type: str, dtype: torch.dtype) -> Model:
+        """
+        Args:
+            folder: with config.json and weight files, of which only headers are read.
+            model_type: for messages.
+            dtype: of the engine.
+
+        Raises:
+            ModelLoadError: the loader cannot build it.
+            NotImplementedError: the engine does not serve it.
+        """
+        network = lazy_model(folder, MLX_DTYPES[dtype])
+        parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
+        weights = sum(array.nbytes for _, array in parameters)
+        layers = attention_layers(network, model_type)
+        return Model(model_type, dtype, weights, network, SelectedRows(network), layers)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A model on a machine. Sizes are bytes."""
+
+    token_bytes: int  # K and V of a token, in all layers
+    needs: Needs  # of the pool
+    measured: Measured  # what the engine would measure
+    settings: Settings
+    quantised: float | None  # share of its bytes that a quantised cache takes; None: it is one
+
+    @property
+    def budget(self) -> Budget:
+        """The sum that the engine logs."""
+        return budget.plan(self.measured, self.settings)
+
+    @property
+    def pool(self) -> int:
+        """For the KV cache; not positive where nothing is left for it."""
+        return budget.pool_bytes(self.measured, self.settings)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool."""
+        return max(self.pool // self.needs.block_bytes, 0)
+
+    @property
+    def requests(self) -> int:
+        """Requests of max_model_len that the pool holds at once."""
+        free = max(self.num_blocks - 1, 0)  # vLLM keeps one block for itself
+        return free // self.needs.blocks(self.settings.max_model_len)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of K/V in requests of max_model_len, as vLLM reckons them."""
+        length = self.settings.max_model_len
+        return self.num_blocks * length // self.needs.blocks(length)
+
+    def request(self, count: int = 1) -> Request:
+        """What the pool must hold: so many requests at once."""
+        return Request(replace(self.needs, requests=count), self.quantised)
+
+
+def estimate(
+    model: Model, config: VllmConfig, machine: Machine, forward: int | None = None
+) -> Estimate:
+    """What an engine of `config` would find.
+
+    Args:
+        model: to be served.
+        config: vLLM's.
+        machine: to serve it on.
+        forward: bytes of the largest forward pass where an engine has measured them; None: they are
+            estimated.
+
+    Raises:
+        ValueError: the forward pass cannot be estimated (vllm_metal.commands.fit.step).
+    """
+    block_size = config.cache_config.block_size
+    pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
+    specs = kv_cache_specs(model.layers, block_size, pool_dtype)
+    needs = Needs.of(config, specs)
+    settings = settings_of(config, machine.kind, needs.block_bytes)
+    quantised = quantised_share(model.layers, pool_dtype)
+    region_type = _region_type(model, machine, block_size)
+    step = step_peak(model.network, model.rows, model.layers, config, region_type, machine.kind)
+    measured = at_work(
+        _at_rest(model, machine),
+        settings,
+        Request(needs, quantised),
+        Beside.of(config, model.layers, region_type, step.vocab_size),
+        step.nbytes if forward is None else forward,
+    )
+    token_bytes = sum(spec.page_size_bytes for spec in specs.values()) // block_size
+    return Estimate(token_bytes, needs, measured, settings, quantised)
+
+
+def _region_type(model: Model, machine: Machine, block_size: int) -> type[Region]:
+    """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
+    dtype = MLX_DTYPES[model.dtype]
+    shapes = {layer.shape for layer in model.layers}
+    refused = any(paged_attention.unsupported(shape, dtype, block_size) for shape in shapes)
+    return ScatterRegion if refused or machine.kind == "cpu" else KernelRegion
+
+
+def _at_rest(model: Model, machine: Machine) -> Measured:
+    return Measured(
+        source=machine.source,
+        total=machine.total,
+        held=0,
+        taken=machine.taken,
+        weights=model.weights,
+        draft_weights=0,
+        forward=0,
+        attention=0,
+        sampling=0,
+        logits=0,
+        counts=0,
+        cache=machine.cache,
+    )

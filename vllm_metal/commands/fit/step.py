@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most memory that an engine's largest forward pass takes, without a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.commands.fit.graph import record, recordable
+from vllm_metal.commands.fit.peak import peak
+from vllm_metal.kv_cache.layer_cache import Pool, Region
+from vllm_metal.memory.profile import largest_caches, largest_step
+from vllm_metal.models.parts import SelectedRows
+from vllm_metal.settings import envs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """What was found of a step."""
+
+    nbytes: int
+    vocab_size: int  # of its logits
+
+
+def step_peak(
+    model: nn.Module,
+    rows: SelectedRows,
+    layers: Sequence[AttentionLayer],
+    config: VllmConfig,
+    region_type: type[Region],
+    kind: envs.Device,
+) -> StepPeak:
+    """What `memory.profile.profile_step` takes beside the weights, where MLX waits for each
+    operation, as it does on Metal.
+
+    Not covered: what Metal rounds up to whole pages, the little that some of its operations set
+    aside while they run, and that its command buffers hold what they read until they end.
+
+    Args:
+        model: whose parameters may be lazy; they stay so.
+        rows, layers, config, region_type: as for `profile_step`.
+        kind: of the device that the engine runs on.
+
+    Raises:
+        ValueError: the model uses an operation of which MLX does not tell what it is.
+    """
+    names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
+    num_tokens, sampled = largest_step(config)
+    with recordable(metal=kind == "metal"):
+        caches = largest_caches(layers, config, _whole(region_type))
+        pools = [pool for cache in caches for pool in (cache.region.keys, cache.region.values)]
+        arrays = [array for pool in pools for array in pool.arrays]
+
+        def build(*inputs: mx.array) -> list[mx.array]:
+            given = iter(inputs)
+            model.update(tree_unflatten([(name, next(given)) for name in names]))
+            for pool in pools:
+                _refill(pool, given)
+            logits = rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled)
+            # Beside the logits, all that the regions keep of a step.
+            return [logits, *_arrays_in([vars(cache.region) for cache in caches], set())]
+
+        try:
+            graph = record(build, [*parameters, *arrays])
+        finally:
+            model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
+    logits, *kept = graph.outputs
+    shape, _ = graph.arrays[logits]
+    nbytes = peak(graph, [logits], kept, graph.inputs[: len(parameters)])
+    return StepPeak(nbytes, shape[-1])
+
+
+def _whole(region_type: type[Region]) -> type[Region]:
+    """The same regions, in steps that are evaluated once: a graph is recorded as a whole."""
+
+    class Whole(region_type):  # type: ignore[misc, valid-type]
+        @classmethod
+        def plan(cls, *arguments: Any) -> Any:
+            return replace(super().plan(*arguments), pace=None)
+
+    return Whole
+
+
+def _refill(pool: Pool, arrays: Iterator[mx.array]) -> None:
+    pool.arrays = [next(arrays) for _ in pool.arrays]
+
+
+def _arrays_in(value: Any, seen: set[int]) -> Iterator[mx.array]:
+    """The arrays that a structure of lists, dictionaries and objects refers to."""
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _arrays_in(part, seen)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _arrays_in(part, seen)
+    elif hasattr(value, "__dict__"):
+        yield from _arrays_in(vars(value), seen)
