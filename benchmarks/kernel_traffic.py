@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from metal_interpreter import Checker, Dispatch
 
 from metal_kernels import kernel, kv_write, paged_attention
-from metal_kernels.interpreter import Checker, Dispatch
 from metal_kernels.paged_attention import AttentionShape
 
 LINE = 128  # bytes, what an Apple GPU moves at least

@@ -6,7 +6,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("vllm_metal", "metal_kernels")
+#: Packages, and the folders that hold them.
+PACKAGES = {
+    "vllm_metal": ROOT,
+    "metal_kernels": ROOT,
+    "metal_interpreter": ROOT / "interpreter",
+}
 
 
 def groups():
@@ -26,8 +31,8 @@ def groups():
 def module_files():
     return sorted(
         str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
+        for package, folder in PACKAGES.items()
+        for path in (folder / package).rglob("*.py")
         if path.name != "__init__.py"
     )
 
@@ -41,7 +46,8 @@ def imports(file):
         if isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parts = Path(file).parent.parts[: len(Path(file).parent.parts) - node.level + 1]
+                folders = Path(file).parent.parts[file.startswith("interpreter/") :]
+                parts = folders[: len(folders) - node.level + 1]
                 base = ".".join([*parts, *filter(None, [node.module])])
             yield from resolve(base, [alias.name for alias in node.names])
         elif isinstance(node, ast.Import):
@@ -50,9 +56,9 @@ def imports(file):
 
 
 def resolve(module, names):
-    if not module.startswith(PACKAGES):
+    if (package := module.split(".")[0]) not in PACKAGES:
         return
-    path = ROOT / Path(*module.split("."))
+    path = PACKAGES[package] / Path(*module.split("."))
     if path.with_suffix(".py").exists():
         yield str(path.with_suffix(".py").relative_to(ROOT))
         return

@@ -25,9 +25,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     args = parser.parse_args()
     if args.interpret:
-        from metal_kernels import interpreter
+        import metal_interpreter
 
-        kernel.use(interpreter.metal_kernel)
+        kernel.use(metal_interpreter.metal_kernel)
         mx.set_default_device(mx.cpu)  # the references too, where there is a GPU
     request = json.load(sys.stdin)
     outcomes = [Outcome.from_json(fields) for fields in request["done"]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine on the Metal kernels, interpreted: a Mac's dispatches, grids and plans."""
 
+import metal_interpreter
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
 
-from metal_kernels import interpreter
 from tests.metal_kernels.hazards import Logger, prove, prove_always
 
 
@@ -27,9 +27,9 @@ class Counted:
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernels that ran, by name."""
-    counted = Counted(interpreter.metal_kernel)
+    counted = Counted(metal_interpreter.metal_kernel)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
-    monkeypatch.setattr(interpreter, "metal_kernel", counted.metal_kernel)
+    monkeypatch.setattr(metal_interpreter, "metal_kernel", counted.metal_kernel)
     return counted.calls
 
 
@@ -87,9 +87,9 @@ def test_window_layers_past_their_window(gemma3, interpreted):
 
 
 def test_every_read_of_the_pool_is_ordered_with_every_write(smollm2, monkeypatch):
-    logger = Logger(interpreter.metal_kernel)
+    logger = Logger(metal_interpreter.metal_kernel)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
-    monkeypatch.setattr(interpreter, "metal_kernel", logger.metal_kernel)
+    monkeypatch.setattr(metal_interpreter, "metal_kernel", logger.metal_kernel)
     tokens = text_tokens(smollm2)
     # Chunks of a prompt, mixed steps and decode, queued two deep.
     with engine(smollm2, max_num_batched_tokens=32, async_scheduling=True) as llm:

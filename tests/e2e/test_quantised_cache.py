@@ -13,14 +13,13 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
 from mlx_lm.models.cache import make_prompt_cache
-
-from metal_kernels import interpreter
 
 pytestmark = pytest.mark.heavy
 
@@ -221,8 +220,8 @@ def test_kernels_and_scatter_give_the_same_tokens(model, cache, request, monkeyp
 
         return call
 
-    compiler = interpreter.metal_kernel
-    monkeypatch.setattr(interpreter, "metal_kernel", noting)
+    compiler = metal_interpreter.metal_kernel
+    monkeypatch.setattr(metal_interpreter, "metal_kernel", noting)
     cold, warm = serve(model, prompts, 6, passes=2, **options)
     assert cold[0] == warm[0] == plain
     assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"]

@@ -3,11 +3,12 @@
 
 from collections.abc import Callable
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_kernels import interpreter, kernel
+from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import Case, Check, Outcome, check, checks
 from tests.metal_kernels.doubles import Refusing
@@ -107,7 +108,7 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     assert chosen.moves_blocks == moves_blocks
     (line,) = warned
     assert failing.kernel in line and REASON in line and "vllm-metal doctor" in line
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         assert_right(chosen, SHAPE)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     assert issubclass(region_type(), KernelRegion)
@@ -175,7 +176,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
         monkeypatch.setattr(AttentionShape, "tile_rows", tile_rows)
     Tiles.of.cache_clear()
     layers = [AttentionLayer("layers.0", 4, 1, head_size, None)]
-    double = Refusing(interpreter.metal_kernel, most)
+    double = Refusing(metal_interpreter.metal_kernel, most)
 
     def results(cases):
         with kernel.using(double.metal_kernel), double.evaluating():

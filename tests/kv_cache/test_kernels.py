@@ -3,11 +3,12 @@
 
 import functools
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_kernels import interpreter, kernel, paged_attention
+from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
@@ -23,7 +24,7 @@ DTYPES = [mx.float32, mx.uint8, mx.int8]
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         yield
 
 
@@ -107,7 +108,7 @@ def test_queries_may_come_in_float32():
 
 def test_writes_and_reads_are_in_order_whatever_their_number():
     """Two writes in a row, two reads of one, whole blocks between: by tokens alone."""
-    logger = Logger(interpreter.metal_kernel)
+    logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
         region = make(KernelRegion)
         for requests, reads in ((STEPS[0], 0), (STEPS[1], 2), (STEPS[2], 0), (STEPS[3], 1)):
@@ -135,7 +136,7 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     spread = functools.partial(paged_attention.plan, most_work=1)
     monkeypatch.setattr(paged_attention, "plan", spread)
     monkeypatch.setattr(kernels, "pace_of", lambda pace, rows, work: Pace(most_work=1))
-    logger, apart = Logger(interpreter.metal_kernel), make(KernelRegion)
+    logger, apart = Logger(metal_interpreter.metal_kernel), make(KernelRegion)
     with kernel.using(logger.metal_kernel):
         found = [step(apart, requests, seed) for seed, requests in enumerate(steps)]
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(whole), atol=1e-6)

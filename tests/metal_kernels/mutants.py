@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-# What objects: a kind of interpreter.KernelViolation, or a result other than the formula's.
+# What objects: a kind of metal_interpreter.KernelViolation, or a result other than the formula's.
 RACE = "race"
 BOUNDS = "out_of_bounds"
 UNWRITTEN = "uninitialised"

@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import Checker, KernelViolation
 
-from metal_kernels import interpreter, kernel, kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.interpreter import Checker, KernelViolation
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
@@ -243,7 +244,7 @@ class FarPool:
         self.rng = np.random.default_rng(0)
         self.pool = mx.zeros((self.HEADS, self.BLOCKS, self.BLOCK_SIZE, self.SIZE), mx.uint8)
         self.scales = mx.zeros(self.pool.shape[:3], mx.bfloat16)
-        with kernel.using(interpreter.metal_kernel):
+        with kernel.using(metal_interpreter.metal_kernel):
             self.fill()
 
     def fill(self) -> tuple[mx.array, mx.array]:
@@ -288,7 +289,7 @@ class FarPool:
 
     def fill_unfaulted(self) -> None:
         """So that what a copy must do was not done before."""
-        with kernel.using(interpreter.metal_kernel):
+        with kernel.using(metal_interpreter.metal_kernel):
             self.fill()
 
     def attend(self, rows: int) -> None:

@@ -8,11 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_kernels import interpreter, kernel
+from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles, trials
 from metal_kernels.selfcheck import (
     KERNELS,
@@ -41,7 +42,7 @@ def wrapped(around):
     """A compiler whose kernels run as `around(name, run, call)` has it."""
 
     def compiler(name, **text):
-        run = interpreter.metal_kernel(name=name, **text)
+        run = metal_interpreter.metal_kernel(name=name, **text)
         return lambda **call: around(name, run, call)
 
     return compiler
@@ -59,7 +60,7 @@ def wrapped(around):
     ids=str,
 )
 def test_kernels_that_are_right_pass(case):
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         outcomes = check(case, STEPS)
     assert [outcome.check for outcome in outcomes] == checks(case)
     for outcome in outcomes:
@@ -216,7 +217,7 @@ def test_a_write_before_the_read_it_must_wait_for_shows():
 def test_a_text_that_does_not_compile_gives_the_compilers_line():
     def compiler(name, source, **text):
         planted = "int planted = not_declared;\n" if name == "kv_gather" else ""
-        return interpreter.metal_kernel(name=name, source=planted + source, **text)
+        return metal_interpreter.metal_kernel(name=name, source=planted + source, **text)
 
     with kernel.using(compiler):
         outcomes = {outcome.kernel: outcome for outcome in check(PLAIN, STEPS)}
@@ -226,7 +227,7 @@ def test_a_text_that_does_not_compile_gives_the_compilers_line():
 
 
 def test_a_layer_that_is_not_supported_fails_with_the_reason():
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         outcome = check_kernel(replace(PLAIN, block_size=48), Check("decode", 2), STEPS)
     assert not outcome.ok
     assert "48" in outcome.detail
@@ -267,7 +268,7 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
 
 
 def test_every_kernel_is_timed():
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         small = works(Case(SMALL, F16, FP8, 16), contexts=(64, 600))
         timed = [work.measure() for work in small]
     assert len({timing.name for timing in timed}) == len(timed)

@@ -4,12 +4,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import metal_kernel
 from mlx.utils import tree_map_with_path
 from mlx_lm.models import llama, olmo3
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_kernels import kernel
-from metal_kernels.interpreter import metal_kernel
 from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables

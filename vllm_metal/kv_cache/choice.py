@@ -56,7 +56,7 @@ def region_type(
     reasons = {paged_attention.unsupported(shape, dtype, block_size) for shape in shapes} - {None}
     if wanted == "interpret":
         # An extra of its own: it brings a compiler.
-        from metal_kernels.interpreter import metal_kernel
+        from metal_interpreter import metal_kernel
 
         kernel.use(metal_kernel)
     elif not reasons:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block copies and clears against numpy's indexing."""
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_kernels import interpreter, kernel, kv_blocks
+from metal_kernels import kernel, kv_blocks
 from metal_kernels.kv_blocks import reference
 
 # The rest of a pool's shape [Hkv, B, ...] and its dtype. Each is a kernel to compile.
@@ -25,7 +26,7 @@ TOKEN_BYTES = 32
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         yield
 
 
@@ -90,7 +91,7 @@ def test_blocks_are_cleared_and_nothing_else_changes(kinds, heads, blocks, seed)
 
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:1", "random:2"])
 def test_any_order_of_threads_moves_the_same_and_no_byte_more(schedule):
-    checker = interpreter.Checker(schedule=schedule)
+    checker = metal_interpreter.Checker(schedule=schedule)
     pools = make_pools(KINDS[:1] + KINDS[-1:], heads=2, num_blocks=9, seed=0)
     with kernel.using(checker.metal_kernel):
         check_copy(pools, np.array([0, 3, 3]), np.array([5, 1, 2]))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathered contexts against numpy's indexing and torch's conversions."""
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_kernels import interpreter, kernel, kv_gather, kv_write
+from metal_kernels import kernel, kv_gather, kv_write
 from metal_kernels.kv_gather import reference
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
@@ -31,7 +32,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         yield
 
 
@@ -100,7 +101,7 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(
     head_size, pool_dtype, dtype, schedule
 ):
     pool, scales = make_pool(np.random.default_rng(0), (2, 5, 16, head_size), pool_dtype)
-    checker = interpreter.Checker(schedule=schedule)
+    checker = metal_interpreter.Checker(schedule=schedule)
     with kernel.using(checker.metal_kernel):
         check(pool, scales, np.array([[1, 4], [2, -1]]), dtype)
     (dispatch,) = checker.dispatches

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_kernels import interpreter, kernel, kv_write
+from metal_kernels import kernel, kv_write
 from metal_kernels.kv_write import reference
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
@@ -21,7 +22,7 @@ TOKEN_BYTES = 32
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         yield
 
 
@@ -174,7 +175,7 @@ def test_pools_hold_the_rows_byte_for_byte(kind, slots, padding, heads, block_si
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:1", "random:2"])
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[4], KINDS[7], KINDS[11]], ids=str)
 def test_any_order_of_threads_moves_the_same_and_no_byte_more(kind, schedule):
-    checker = interpreter.Checker(schedule=schedule)
+    checker = metal_interpreter.Checker(schedule=schedule)
     write = Write(kind, slots=[5, -1, 40, 0, 17])
     with kernel.using(checker.metal_kernel):
         write.check()

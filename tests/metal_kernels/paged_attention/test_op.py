@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metal_interpreter import Checker, metal_kernel
 
 from metal_kernels import kernel, kv_write, paged_attention
-from metal_kernels.interpreter import Checker, metal_kernel
 from metal_kernels.paged_attention import AttentionShape, reference
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
 from tests.metal_kernels.paged_attention.batches import Batch, expected, make_batch

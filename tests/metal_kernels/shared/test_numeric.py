@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes of a quantised pool, every one, against torch's conversions."""
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 
-from metal_kernels import interpreter, kernel
+from metal_kernels import kernel
 
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16)
 FINITE = HALVES[np.isfinite(HALVES)]
@@ -26,7 +27,7 @@ def run(tmp_path, body, names, given, dtype):
     loaded = kernel.load(
         tmp_path / "numeric_test.metal", names[:1], names[1:], shared=("numeric.metal",)
     )
-    with kernel.using(interpreter.metal_kernel):
+    with kernel.using(metal_interpreter.metal_kernel):
         (out,) = loaded(
             inputs=[given],
             template=[("C", dtype)],

@@ -15,7 +15,7 @@ from darwin_double import system
 LINUX_WHEELS = ("torch", "llvmlite", "numba", "tvm_ffi", "xgrammar", "truststore")
 
 #: Modules of ours that say it to a compiler, whose libraries this process loads.
-LINUX_MODULES = ("metal_kernels.interpreter.toolchain", "metal_kernels.interpreter.launch")
+LINUX_MODULES = ("metal_interpreter.toolchain", "metal_interpreter.launch")
 
 _before: dict[str, Callable[[], None]] = {}
 _after: dict[str, Callable[[ModuleType], None]] = {}

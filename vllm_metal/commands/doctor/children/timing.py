@@ -26,9 +26,9 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="run kernels on the CPU")
     args = parser.parse_args()
     if args.interpret:
-        from metal_kernels import interpreter
+        import metal_interpreter
 
-        kernel.use(interpreter.metal_kernel)
+        kernel.use(metal_interpreter.metal_kernel)
     short, long = args.contexts
     wanted = [work for case in _CASES for work in works(case, (short, long))]
     if args.start == 0:

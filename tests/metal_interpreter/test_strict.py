@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import CompileError, Strict
 
 import metal_kernels
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.interpreter import CompileError, Strict
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
 from tests.metal_kernels.paged_attention.batches import make_batch

@@ -5,8 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-
-from metal_kernels.interpreter import CompileError, metal_kernel
+from metal_interpreter import CompileError, metal_kernel
 
 
 def values(*expressions, declare="", inputs=(), dtype=mx.float32, count=1):

@@ -4,8 +4,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import Checker, KernelViolation
 
-from metal_kernels.interpreter import Checker, KernelViolation
 from tests.metal_kernels.elf import reads_elf
 
 SCHEDULES = ["forward", "reverse", "random:1", "random:2"]

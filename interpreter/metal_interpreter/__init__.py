@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Metal kernels on a CPU, for tests on machines without a GPU.
 
-from metal_kernels import interpreter, kernel
-with kernel.using(interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
+import metal_interpreter
+from metal_kernels import kernel
+with kernel.using(metal_interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
     ...
 """
 

@@ -10,9 +10,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import Checker, metal_kernel, toolchain
 
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.interpreter import Checker, metal_kernel, toolchain
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.paged_attention.batches import make_batch
 
@@ -95,7 +95,7 @@ def test_kernels_and_runtime_compile_for_a_mac(tmp_path, monkeypatch, mode):
     """As on a Mac, up to loading, which another system refuses."""
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     monkeypatch.delenv("VLLM_METAL_CLANG", raising=False)
-    monkeypatch.setattr("metal_kernels.interpreter.toolchain.sys.platform", "darwin")
+    monkeypatch.setattr("metal_interpreter.toolchain.sys.platform", "darwin")
     for call in CALLS:
         with (
             # One of its own: what this process has compiled for Linux before is not asked.

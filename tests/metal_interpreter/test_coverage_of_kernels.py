@@ -6,10 +6,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import Coverage
 
 import metal_kernels
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.interpreter import Coverage
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.elf import reads_elf
 from tests.metal_kernels.paged_attention.batches import make_batch

@@ -4,8 +4,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import CompileError, KernelViolation, metal_kernel
 
-from metal_kernels.interpreter import CompileError, KernelViolation, metal_kernel
 from tests.metal_kernels.elf import reads_elf
 
 INDEX = "uint i = thread_position_in_grid.x;\n"
@@ -194,7 +194,7 @@ def test_the_lines_of_different_barriers():
 
 def test_where_lines_are_unknown_a_message_has_none(monkeypatch):
     """As on a Mac, whose files are no ELF."""
-    monkeypatch.setattr("metal_kernels.interpreter.lines.rows", lambda library: 1 / 0)
+    monkeypatch.setattr("metal_interpreter.lines.rows", lambda library: 1 / 0)
     places = "3 at threadgroup_barrier; 61 at threadgroup_barrier$"
     with pytest.raises(KernelViolation, match=places):
         launch(DIVERGENT.replace("= 1", "= 2"), [0])

@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import scipy.special
-
-from metal_kernels.interpreter import metal_kernel
+from metal_interpreter import metal_kernel
 
 N = 64
 

@@ -3,8 +3,7 @@
 
 import mlx.core as mx
 import pytest
-
-from metal_kernels.interpreter import Checker
+from metal_interpreter import Checker
 
 PLACE = """
     uint i = thread_position_in_grid.x, l = thread_position_in_threadgroup.x;

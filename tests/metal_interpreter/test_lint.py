@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from metal_interpreter import lint
 
 import metal_kernels
-from metal_kernels.interpreter import lint
 
 METAL = {path.name: path for path in Path(metal_kernels.__file__).parent.rglob("*.metal")}
 

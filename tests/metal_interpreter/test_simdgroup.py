@@ -4,8 +4,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from metal_kernels.interpreter import Checker, KernelViolation, metal_kernel
+from metal_interpreter import Checker, KernelViolation, metal_kernel
 
 LANES = np.arange(32)
 

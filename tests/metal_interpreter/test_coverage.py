@@ -7,8 +7,8 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_interpreter import Coverage
 
-from metal_kernels.interpreter import Coverage
 from tests.metal_kernels.elf import reads_elf
 
 # At the end of a line: "yes", executed; "no", executable and missed; neither, no code.

@@ -5,8 +5,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
-
-from metal_kernels.interpreter.signature import Input, Mentions, Signature
+from metal_interpreter.signature import Input, Mentions, Signature
 
 HEADER = "// functions\n"
 
