@@ -21,7 +21,7 @@ def make():
 
 def test_a_chunk_and_a_whole_prompt_in_one_ragged_batch():
     requests, _ = make()
-    requests.num_computed_tokens_np[requests["long"].slot] = 16
+    requests.num_computed_tokens_np[requests["long"].req_idx] = 16
     batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
     assert batch.query_start_loc_np.tolist() == [0, 20, 23]
     assert batch.seq_lens_np.tolist() == [36, 3]
@@ -33,9 +33,9 @@ def test_a_chunk_and_a_whole_prompt_in_one_ragged_batch():
     assert batch.num_output_tokens_np.tolist() == [0]
 
 
-def test_slot_mapping_follows_the_block_table():
+def test_request_index_mapping_follows_the_block_table():
     requests, _ = make()
-    requests.num_computed_tokens_np[requests["long"].slot] = 16
+    requests.num_computed_tokens_np[requests["long"].req_idx] = 16
     batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
     layout = step_layout(batch, requests.block_tables.tables_np[0], 16, Pace())
     expected = [3 * 16 + i for i in range(16)] + [8 * 16 + i for i in range(4)]
@@ -44,11 +44,11 @@ def test_slot_mapping_follows_the_block_table():
 
 def test_a_token_the_host_does_not_know_comes_from_the_device():
     requests, short = make()
-    requests.num_computed_tokens_np[short.slot] = 3
-    requests.num_tokens_np[short.slot] = 4  # sampled by the step in flight
+    requests.num_computed_tokens_np[short.req_idx] = 3
+    requests.num_tokens_np[short.req_idx] = 4  # sampled by the step in flight
     newest = mx.array([70, 71, 72, 73], mx.int32)
     batch = prepare(requests, {"short": 1}, newest)
-    assert np.array(batch.input_ids).tolist() == [70 + short.slot]
+    assert np.array(batch.input_ids).tolist() == [70 + short.req_idx]
     assert batch.sampling_np.tolist() == [0]
     assert batch.num_output_tokens_np.tolist() == [1]
     assert batch.logits_indices is None  # every row's logits are wanted
@@ -58,10 +58,10 @@ def test_prompt_logprobs_are_complete_when_the_request_samples():
     requests, _ = make()
     data = new_request("wants", list(range(33)), ([2, 4, 6],))
     data.sampling_params = SamplingParams(prompt_logprobs=0)
-    slot = requests.add(data).slot
+    req_idx = requests.add(data).req_idx
     seen = []
     for computed in range(0, 33, 16):  # the last chunk is the last token alone
-        requests.num_computed_tokens_np[slot] = computed
+        requests.num_computed_tokens_np[req_idx] = computed
         batch = prepare(requests, {"wants": min(16, 33 - computed)}, mx.zeros(4, mx.int32))
         (rows,) = batch.prompt_rows
         assert rows.last == (len(batch.sampling_np) == 1)

@@ -28,13 +28,13 @@ def make():
 def test_a_request_is_added_advanced_and_removed():
     requests = make()
     state = requests.add(new_request("a", [5, 6, 7], ([3], [9])))
-    slot = state.slot
-    assert requests.token_ids_np[slot, :3].tolist() == [5, 6, 7]
+    req_idx = state.req_idx
+    assert requests.token_ids_np[req_idx, :3].tolist() == [5, 6, 7]
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ["a"], [([4], [8])], [3]
     requests.advance(cached, 0)
-    assert requests.num_computed_tokens_np[slot] == 3
-    tables = [table[slot, :2].tolist() for table in requests.block_tables.tables_np]
+    assert requests.num_computed_tokens_np[req_idx] == 3
+    tables = [table[req_idx, :2].tolist() for table in requests.block_tables.tables_np]
     assert tables == [[3, 4], [9, 8]]
     assert requests.remove("a") is state
     assert requests.remove("a") is None
@@ -48,8 +48,8 @@ def test_learnt_tokens_extend_what_the_host_knows():
     requests.learn(state, [11])
     requests.learn(state, [12])
     assert outputs == [11, 12]
-    assert requests.num_known_np[state.slot] == 4
-    assert requests.token_ids_np[state.slot, :4].tolist() == [5, 6, 11, 12]
+    assert requests.num_known_np[state.req_idx] == 4
+    assert requests.token_ids_np[state.req_idx, :4].tolist() == [5, 6, 11, 12]
 
 
 def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
@@ -59,37 +59,37 @@ def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
     new = requests.resume("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
     requests.learn(old, [99])
     assert new.output_token_ids == [11]
-    assert requests.num_known_np[new.slot] == 3
-    assert requests.block_tables.tables_np[0][new.slot, 0] == 3
+    assert requests.num_known_np[new.req_idx] == 3
+    assert requests.block_tables.tables_np[0][new.req_idx, 0] == 3
     requests.remove("a")
     other = requests.add(new_request("b", [1], ([5], [6])))
     requests.learn(new, [99])
-    assert other.slot == new.slot and requests.num_known_np[other.slot] == 1
+    assert other.req_idx == new.req_idx and requests.num_known_np[other.req_idx] == 1
 
 
-def test_slots_are_given_again():
+def test_request_indices_are_given_again():
     requests = make()
     for name in ("a", "b"):
         requests.add(new_request(name, [1], ([1], [1])))
     requests.remove("a")
     requests.add(new_request("c", [2, 3], ([7], [8])))
-    slots = sorted(state.slot for state in requests)
-    assert slots == [0, 1]
+    req_indices = sorted(state.req_idx for state in requests)
+    assert req_indices == [0, 1]
     assert np.count_nonzero(requests.num_tokens_np == 2) == 1
 
 
-def test_a_preempted_request_leaves_its_slot_to_others():
+def test_a_preempted_request_leaves_its_request_index_to_others():
     requests = make()
     preempted = requests.add(new_request("a", [5, 6], ([1], [1])))
     requests.learn(preempted, [7])
     assert requests.preempt("a") is preempted
     assert requests.preempt("a") is None and "a" not in requests
     others = [requests.add(new_request(name, [1], ([2], [2]))) for name in ("b", "c")]
-    assert sorted(state.slot for state in others) == [0, 1]
+    assert sorted(state.req_idx for state in others) == [0, 1]
     assert requests.remove("b") is others[0]
     resumed = requests.resume("a", [5, 6, 7], ([3], [3]), num_computed_tokens=0)
-    assert resumed.slot == others[0].slot and resumed.output_token_ids == [7]
-    assert requests.token_ids_np[resumed.slot, :3].tolist() == [5, 6, 7]
+    assert resumed.req_idx == others[0].req_idx and resumed.output_token_ids == [7]
+    assert requests.token_ids_np[resumed.req_idx, :3].tolist() == [5, 6, 7]
 
 
 def test_a_preempted_request_may_be_aborted():
@@ -98,7 +98,7 @@ def test_a_preempted_request_may_be_aborted():
     requests.preempt("a")
     assert requests.remove("a") is None
     assert len(requests) == 0
-    assert {requests.add(new_request(name, [1], ([2], [2]))).slot for name in "bc"} == {0, 1}
+    assert {requests.add(new_request(name, [1], ([2], [2]))).req_idx for name in "bc"} == {0, 1}
 
 
 def test_prompt_logprobs_are_collected_again_until_the_scheduler_has_a_token():

@@ -142,10 +142,10 @@ class Script:
         self._text, self._vocab_size = text, vocab_size
         self.num_drafts = self.num_right = 0
 
-    def propose(self, proposer, token_ids_np, slots_np, num_tokens_np, limits_np):
+    def propose(self, proposer, token_ids_np, req_indices_np, num_tokens_np, limits_np):
         guesses = []
-        for slot, length, limit in zip(slots_np, num_tokens_np, limits_np, strict=True):
-            assert token_ids_np[slot, :length].tolist() == self._text[:length]
+        for req_idx, length, limit in zip(req_indices_np, num_tokens_np, limits_np, strict=True):
+            assert token_ids_np[req_idx, :length].tolist() == self._text[:length]
             ahead = self._text[length:][: self.num_drafts]
             guesses.append([*ahead[: self.num_right], *self.wrong(ahead)[self.num_right :]][:limit])
         return Drafts.of_lists(guesses, 7)
@@ -179,7 +179,7 @@ def scripted_engine(model):
     "num_drafts", [2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4, 5, 6))]
 )
 def test_every_way_to_cross_a_block(smollm2, script, num_drafts):
-    """Lengths around a block's end, drafts of which 0 to all are right; then replayed."""
+    """DraftLengthPolicy around a block's end, drafts of which 0 to all are right; then replayed."""
     script, text = script
     lengths = (15, 16, 17, 32)
     prompts, block = [text[:length] for length in lengths], 16
@@ -217,8 +217,8 @@ def test_a_rejected_draft_is_never_a_cache_hit(smollm2, script):
         # The drafts that stood at these positions, one after the other.
         planted = [*text[:17], *script.wrong(text[17:40])]
         script.num_drafts = 0
-        script.propose = lambda proposer, tokens, slots, lengths, limits: Drafts.of_lists(
-            [[] for _ in slots], 7
+        script.propose = lambda proposer, tokens, req_indices, lengths, limits: Drafts.of_lists(
+            [[] for _ in req_indices], 7
         )
         generate(llm, [planted], greedy(2))
         hits = counters(llm)["vllm:prefix_cache_hits"] - before["vllm:prefix_cache_hits"]

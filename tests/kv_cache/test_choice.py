@@ -15,9 +15,9 @@ from tests.metal_kernels.doubles import Refusing
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
-from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.layer_cache import Region, StepLayout
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 LAYERS = [
     AttentionLayer("layers.0", 8, 2, 128, None),
@@ -35,8 +35,8 @@ def as_on_a_mac(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-def region_type(layers=LAYERS, dtype=mx.bfloat16) -> type[Region]:
-    return choice.region_type("metal", layers, dtype, dtype, 16)
+def kv_cache_type(layers=LAYERS, dtype=mx.bfloat16) -> type[LayerKVCache]:
+    return choice.kv_cache_type("metal", layers, dtype, dtype, 16)
 
 
 def found_where(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Case, Check], bool]) -> None:
@@ -62,7 +62,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
     found_where(monkeypatch, lambda case, one: False)
-    assert region_type() is KernelRegion
+    assert kv_cache_type() is KernelKVCache
     assert not warned
 
 
@@ -70,17 +70,17 @@ def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
 @pytest.mark.parametrize("window", [None, 512])
 def test_without_a_write_or_any_attention_mlx_serves(monkeypatch, warned, failed, window):
     found_where(monkeypatch, lambda case, one: case.window == window and one.kernel in failed)
-    assert region_type() is ScatterRegion
+    assert kv_cache_type() is ScatterKVCache
     (line,) = warned
     assert "not by Metal kernels" in line and REASON in line and "vllm-metal doctor" in line
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     with pytest.raises(ValueError, match=r"self-check.*vllm-metal doctor"):
-        region_type()
+        kv_cache_type()
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):
     monkeypatch.setattr(selfcheck, "results", lambda cases: [])
-    assert region_type() is ScatterRegion
+    assert kv_cache_type() is ScatterKVCache
 
 
 WHOLE = Tiles.of(SHAPE)
@@ -101,8 +101,8 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
         return one.kernel == failing.kernel and failing.rows in (None, one.rows)
 
     found_where(monkeypatch, fails)
-    chosen = region_type()
-    assert issubclass(chosen, KernelRegion)
+    chosen = kv_cache_type()
+    assert issubclass(chosen, KernelKVCache)
     assert set(chosen.tiles.values()) == {tiles}
     assert set(chosen.tiles) == {(SHAPE, None), (SHAPE, 512)}
     assert chosen.moves_blocks == moves_blocks
@@ -111,7 +111,7 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     with kernel.using(metal_interpreter.metal_kernel):
         assert_right(chosen, SHAPE)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
-    assert issubclass(region_type(), KernelRegion)
+    assert issubclass(kv_cache_type(), KernelKVCache)
 
 
 TABLES = np.array([range(40), [40, 41] * 20], np.int32)  # of two requests
@@ -132,10 +132,10 @@ def layout(requests: list[tuple[int, int]]) -> StepLayout:
     return StepLayout(starts, before + rows, TABLES, slots.astype(np.int32), 16)
 
 
-def assert_right(chosen: type[Region], shape: AttentionShape) -> None:
+def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
     """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
     made = (48, 16, shape.num_kv_heads, shape.head_size, mx.float32)
-    regions = [kind(*made) for kind in (chosen, ScatterRegion)]
+    kv_caches = [kind(*made) for kind in (chosen, ScatterKVCache)]
     rng = np.random.default_rng(0)
     for requests in STEPS:
         where, heads = layout(requests), (shape.num_heads, *[shape.num_kv_heads] * 2)
@@ -145,18 +145,18 @@ def assert_right(chosen: type[Region], shape: AttentionShape) -> None:
             for num in heads
         )
         answers = []
-        for region in regions:
-            region.begin_step()
-            region.copy_blocks(np.array([0, 40]), np.array([46, 47]))
-            region.zero_blocks(np.array([44, 39]))
-            plan = region.plan(where, shape, None)
-            out = region.attend(plan, queries, *region.write(plan, keys, values), 0.1, None)
+        for kv_cache in kv_caches:
+            kv_cache.begin_step()
+            kv_cache.copy_blocks(np.array([0, 40]), np.array([46, 47]))
+            kv_cache.zero_blocks(np.array([44, 39]))
+            plan = kv_cache.plan(where, shape, None)
+            out = kv_cache.attend(plan, queries, *kv_cache.write(plan, keys, values), 0.1, None)
             mx.eval(out)
             answers.append(np.array(out))
         np.testing.assert_allclose(*answers, atol=1e-5)
-    for region in regions:
-        region.begin_step()
-    pairs = zip(*(region.arrays for region in regions), strict=True)
+    for kv_cache in kv_caches:
+        kv_cache.begin_step()
+    pairs = zip(*(kv_cache.arrays for kv_cache in kv_caches), strict=True)
     assert all(mx.array_equal(*pair) for pair in pairs)
 
 
@@ -184,12 +184,12 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
 
     monkeypatch.setattr(selfcheck, "results", results)
     try:
-        chosen = region_type(layers, mx.float32)
+        chosen = kv_cache_type(layers, mx.float32)
         whole = Tiles.of(layers[0].shape)
         if lost is None:
-            assert chosen is ScatterRegion
+            assert chosen is ScatterKVCache
         elif not lost:
-            assert chosen is KernelRegion and not warned
+            assert chosen is KernelKVCache and not warned
         else:
             (tiles,) = chosen.tiles.values()
             kept = tuple(rows for rows in whole.prefill if rows not in lost)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both kinds of region hold and answer the same; the kernels' never replaces its arrays."""
+"""Both kinds of kv_cache hold and answer the same; the kernels' never replaces its arrays."""
 
 import functools
 
@@ -13,9 +13,9 @@ from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache import kernels
-from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import StepLayout
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
 NUM_BLOCKS = 8
@@ -28,8 +28,8 @@ def interpreted():
         yield
 
 
-def make(region_type, dtype=mx.float32):
-    return region_type(NUM_BLOCKS, 16, SHAPE.num_kv_heads, SHAPE.head_size, dtype)
+def make(kv_cache_type, dtype=mx.float32):
+    return kv_cache_type(NUM_BLOCKS, 16, SHAPE.num_kv_heads, SHAPE.head_size, dtype)
 
 
 def layout(requests):
@@ -51,7 +51,7 @@ def layout(requests):
     )
 
 
-def step(region, requests, seed, window=None):
+def step(kv_cache, requests, seed, window=None):
     """One layer's step; [T, H, D]."""
     rng, where = np.random.default_rng(seed), layout(requests)
     num_tokens = len(where.slot_mapping_np)
@@ -60,15 +60,15 @@ def step(region, requests, seed, window=None):
         return mx.array(rng.normal(size=(num_tokens, heads, 64)).astype(np.float32))
 
     queries, keys, values = rows(4), rows(2), rows(2)
-    return attended(region, where, queries, keys, values, window)
+    return attended(kv_cache, where, queries, keys, values, window)
 
 
-def attended(region, where, queries, keys, values, window=None):
+def attended(kv_cache, where, queries, keys, values, window=None):
     """[T, H, D]"""
-    plan = region.plan(where, SHAPE, window)
-    region.begin_step()
-    fresh = region.write(plan, keys, values)
-    return np.array(region.attend(plan, queries, *fresh, 0.1, None))
+    plan = kv_cache.plan(where, SHAPE, window)
+    kv_cache.begin_step()
+    fresh = kv_cache.write(plan, keys, values)
+    return np.array(kv_cache.attend(plan, queries, *fresh, 0.1, None))
 
 
 STEPS = [
@@ -82,11 +82,11 @@ STEPS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 10])
 def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
-    ours, other = make(KernelRegion, dtype), make(ScatterRegion, dtype)
+    ours, other = make(KernelKVCache, dtype), make(ScatterKVCache, dtype)
     arrays = ours.arrays
     assert len(arrays) == (2 if dtype == mx.float32 else 4)
     for seed, requests in enumerate(STEPS):
-        found, wanted = (step(region, requests, seed, window) for region in (ours, other))
+        found, wanted = (step(kv_cache, requests, seed, window) for kv_cache in (ours, other))
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     other.begin_step()
     assert all(now is then for now, then in zip(ours.arrays, arrays, strict=True))
@@ -99,8 +99,8 @@ def test_queries_may_come_in_float32():
     heads = ((4, mx.float32), (2, mx.float16), (2, mx.float16))
     rows = [mx.array(rng.normal(size=(29, num, 64))).astype(dtype) for num, dtype in heads]
     found, wanted = (
-        attended(make(region_type, mx.float16), where, *rows)
-        for region_type in (KernelRegion, ScatterRegion)
+        attended(make(kv_cache_type, mx.float16), where, *rows)
+        for kv_cache_type in (KernelKVCache, ScatterKVCache)
     )
     assert found.dtype == wanted.dtype == np.float32
     np.testing.assert_allclose(found, wanted, atol=2e-3)  # queries are rounded to 11 bits
@@ -110,17 +110,17 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
     """Two writes in a row, two reads of one, whole blocks between: by tokens alone."""
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
-        region = make(KernelRegion)
+        kv_cache = make(KernelKVCache)
         for requests, reads in ((STEPS[0], 0), (STEPS[1], 2), (STEPS[2], 0), (STEPS[3], 1)):
             where = layout(requests)
-            plan = region.plan(where, SHAPE, None)
+            plan = kv_cache.plan(where, SHAPE, None)
             rows = [mx.ones((len(where.slot_mapping_np), heads, 64)) for heads in (4, 2, 2)]
-            fresh = region.write(plan, *rows[1:])
+            fresh = kv_cache.write(plan, *rows[1:])
             for _ in range(reads):
-                region.attend(plan, rows[0], *fresh, 0.1, None)
-        region.copy_blocks(np.array([3]), np.array([4]))
-        region.zero_blocks(np.array([5]))
-        attended(region, where, *rows)
+                kv_cache.attend(plan, rows[0], *fresh, 0.1, None)
+        kv_cache.copy_blocks(np.array([3]), np.array([4]))
+        kv_cache.zero_blocks(np.array([5]))
+        attended(kv_cache, where, *rows)
     assert sum(dispatch.name == "kv_write" for dispatch in logger.log) == 5
     assert prove_always(logger.log) == []
 
@@ -130,13 +130,13 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     steps = [[([3, 1, 6, 7], 0, 60), ([5], 0, 9)], [([3, 1, 6, 7], 60, 1), ([5, 2], 9, 12)]]
     ends = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))
-    together = make(KernelRegion)
+    together = make(KernelKVCache)
     whole = [step(together, requests, seed) for seed, requests in enumerate(steps)]
     assert not ends
     spread = functools.partial(paged_attention.plan, most_work=1)
     monkeypatch.setattr(paged_attention, "plan", spread)
     monkeypatch.setattr(kernels, "pace_of", lambda pace, rows, work: Pace(most_work=1))
-    logger, apart = Logger(metal_interpreter.metal_kernel), make(KernelRegion)
+    logger, apart = Logger(metal_interpreter.metal_kernel), make(KernelKVCache)
     with kernel.using(logger.metal_kernel):
         found = [step(apart, requests, seed) for seed, requests in enumerate(steps)]
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(whole), atol=1e-6)
@@ -147,19 +147,19 @@ def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("region_type", [KernelRegion, ScatterRegion])
-def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(region_type, dtype):
+@pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
+def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(kv_cache_type, dtype):
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-3, 0, (40, 1, 1))  # so that scales differ
     queries = mx.array(rng.normal(size=(40, 4, 64)).astype(np.float32))
     keys, values = mx.array((rng.normal(size=(2, 40, 2, 64)) * sizes).astype(np.float32))
 
     def answers(*chunks):
-        region, out, start = make(region_type, dtype), [], 0
+        kv_cache, out, start = make(kv_cache_type, dtype), [], 0
         for chunk in chunks:
             rows = slice(start, start + chunk)
             where = layout([([3, 1, 6], start, chunk)])
-            out.append(attended(region, where, queries[rows], keys[rows], values[rows]))
+            out.append(attended(kv_cache, where, queries[rows], keys[rows], values[rows]))
             start += chunk
         return np.concatenate(out)
 
@@ -170,18 +170,18 @@ def test_a_row_counts_the_same_in_its_own_step_and_from_the_pool(region_type, dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "region_type", [KernelRegion, KernelRegion.limited({}, moves_blocks=False), ScatterRegion]
+    "kv_cache_type", [KernelKVCache, KernelKVCache.limited({}, moves_blocks=False), ScatterKVCache]
 )
-def test_blocks_are_copied_and_cleared(region_type, dtype):
-    region = make(region_type, dtype)
-    step(region, STEPS[0], 0)
-    region.begin_step()
-    before = [np.array(array.astype(mx.float32)) for array in region.arrays]
-    region.zero_blocks(np.array([5], np.int32))
-    region.copy_blocks(np.array([3, 1], np.int32), np.array([2, 4], np.int32))
-    step(region, [([7], 0, 1)], 1)
-    region.begin_step()
-    for array, was in zip(region.arrays, before, strict=True):
+def test_blocks_are_copied_and_cleared(kv_cache_type, dtype):
+    kv_cache = make(kv_cache_type, dtype)
+    step(kv_cache, STEPS[0], 0)
+    kv_cache.begin_step()
+    before = [np.array(array.astype(mx.float32)) for array in kv_cache.arrays]
+    kv_cache.zero_blocks(np.array([5], np.int32))
+    kv_cache.copy_blocks(np.array([3, 1], np.int32), np.array([2, 4], np.int32))
+    step(kv_cache, [([7], 0, 1)], 1)
+    kv_cache.begin_step()
+    for array, was in zip(kv_cache.arrays, before, strict=True):
         now = np.array(array.astype(mx.float32))
         assert all(was[:, block].any() for block in (1, 3, 5))
         np.testing.assert_array_equal(now[:, [2, 4]], was[:, [3, 1]])

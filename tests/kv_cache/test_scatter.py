@@ -7,7 +7,7 @@ import pytest
 
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.layer_cache import StepLayout
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=2, head_size=4, value_size=4)
 
@@ -17,24 +17,24 @@ def plan_for(slots):
     count, slots = len(slots), np.asarray(slots, np.int32)
     starts, ones = np.arange(count + 1, dtype=np.int32), np.ones(count, np.int32)
     layout = StepLayout(starts, ones, slots[:, None] // 16, slots, 16)
-    return ScatterRegion.plan(layout, SHAPE, None)
+    return ScatterKVCache.plan(layout, SHAPE, None)
 
 
 def test_begin_step_puts_rows_into_their_slots():
     rng = np.random.default_rng(0)
-    region = ScatterRegion(5, 16, 2, 4, mx.float32)
+    kv_cache = ScatterKVCache(5, 16, 2, 4, mx.float32)
     expected_keys = np.zeros((80, 2, 4), np.float32)
     expected_values = expected_keys.copy()
     for _ in range(3):  # steps
         for _ in range(2):  # layers of two groups, whose blocks differ
             slots = rng.choice(80, 6, replace=False).astype(np.int32)
             keys, values = rng.normal(size=(2, 6, 2, 4)).astype(np.float32)
-            region.write(plan_for(slots), mx.array(keys), mx.array(values))
+            kv_cache.write(plan_for(slots), mx.array(keys), mx.array(values))
             expected_keys[slots], expected_values[slots] = keys, values
-            region.begin_step()
+            kv_cache.begin_step()
     for found, expected in (
-        (region.keys.elements, expected_keys),
-        (region.values.elements, expected_values),
+        (kv_cache.keys.elements, expected_keys),
+        (kv_cache.values.elements, expected_values),
     ):
         assert found.shape == (2, 5, 16, 4)  # heads, blocks, slots of a block, head size
         by_slot = np.array(found).reshape(2, 80, 4).swapaxes(0, 1)
@@ -43,21 +43,21 @@ def test_begin_step_puts_rows_into_their_slots():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.uint8, mx.int8], ids=str)
 def test_two_steps_in_flight_never_copy_the_pool(dtype):
-    regions = [ScatterRegion(8192 // dtype.size, 16, 4, 64, dtype) for _ in range(4)]
-    mx.eval([array for region in regions for array in region.arrays])
-    one_pool = regions[0].keys.elements.nbytes
+    kv_caches = [ScatterKVCache(8192 // dtype.size, 16, 4, 64, dtype) for _ in range(4)]
+    mx.eval([array for kv_cache in kv_caches for array in kv_cache.arrays])
+    one_pool = kv_caches[0].keys.elements.nbytes
     table = mx.arange(16, dtype=mx.int32)
     plans = [plan_for(np.arange(8) * 100 + layer) for layer in range(2)]
 
     def step(x):
-        """Four regions, each written by two layers and read by both, as groups share them."""
-        for region in regions:
-            region.begin_step()
+        """Four kv_caches, each written by two layers and read by both, as groups share them."""
+        for kv_cache in kv_caches:
+            kv_cache.begin_step()
         for layer in range(2):
-            for region in regions:
+            for kv_cache in kv_caches:
                 fresh = mx.broadcast_to(x[:, None, None], (8, 4, 64))
-                region.write(plans[layer], fresh, fresh)
-                read = [array[:, table].sum().astype(mx.float32) for array in region.arrays]
+                kv_cache.write(plans[layer], fresh, fresh)
+                read = [array[:, table].sum().astype(mx.float32) for array in kv_cache.arrays]
                 x = x + sum(read) * 1e-9
         return x
 

@@ -9,8 +9,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.kv_cache.scatter import ScatterRegion
-from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 
 BLOCK = 16
 MEMORY = 8 << 20
@@ -71,20 +71,20 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
     found, num_groups = CASES[case]
     specs = kv_cache_specs(found, BLOCK, dtype)
     (placed,) = get_kv_cache_configs(config, [dict(specs)], [MEMORY])
-    regions = allocate_regions(placed, found, BLOCK, dtype, ScatterRegion)
+    kv_caches = allocate_kv_caches(placed, found, BLOCK, dtype, ScatterKVCache)
 
-    assert regions.keys() == specs.keys()
+    assert kv_caches.keys() == specs.keys()
     groups = [set(group.layer_names) for group in placed.kv_cache_groups]
     assert len(groups) >= num_groups and (num_groups > 1 or len(groups) == 1)
     for layer in found:
-        region = regions[layer.name]
-        shape = region.keys.elements.shape
+        kv_cache = kv_caches[layer.name]
+        shape = kv_cache.keys.elements.shape
         assert shape == (layer.num_kv_heads, placed.num_blocks, BLOCK, layer.head_size)
-        size = sum(array.nbytes for array in region.arrays)
+        size = sum(array.nbytes for array in kv_cache.arrays)
         assert size == placed.num_blocks * specs[layer.name].page_size_bytes
     for group in groups:  # only layers of different groups may share memory
-        assert len({id(regions[name]) for name in group}) == len(group)
-    used = sum(array.nbytes for region in set(regions.values()) for array in region.arrays)
+        assert len({id(kv_caches[name]) for name in group}) == len(group)
+    used = sum(array.nbytes for kv_cache in set(kv_caches.values()) for array in kv_cache.arrays)
     assert 0.9 * MEMORY < used <= MEMORY
     # A block is as many tokens everywhere: tables and slots count by one size.
     assert {group.kv_cache_spec.block_size for group in placed.kv_cache_groups} == {BLOCK}

@@ -11,9 +11,9 @@ from metal_kernels import kernel
 from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.doubles import Recorder
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import StepLayout
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.warm_up import compile_kernels
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 70
@@ -38,17 +38,19 @@ def layout(requests):
     return StepLayout(starts, seq_lens, tables, slots, BLOCK_SIZE)
 
 
-def serve(region_type, layer, dtype, pool_dtype, steps):
+def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
     shape = layer.shape
-    region = region_type(NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, shape.head_size, pool_dtype)
-    region.copy_blocks(np.array([3]), np.array([4]))
-    region.zero_blocks(np.array([5, 6]))
+    kv_cache = kv_cache_type(
+        NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, shape.head_size, pool_dtype
+    )
+    kv_cache.copy_blocks(np.array([3]), np.array([4]))
+    kv_cache.zero_blocks(np.array([5, 6]))
     for requests in steps:
-        plan = region_type.plan(layout(requests), shape, layer.window)
+        plan = kv_cache_type.plan(layout(requests), shape, layer.window)
         fresh = mx.zeros((plan.num_tokens, shape.num_kv_heads, shape.head_size), dtype)
         queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
         sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
-        region.attend(plan, queries, *region.write(plan, fresh, fresh), 1.0, sinks)
+        kv_cache.attend(plan, queries, *kv_cache.write(plan, fresh, fresh), 1.0, sinks)
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,7 +66,7 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
         AttentionLayer(f"layers.{index}", *shape, window, sinks)
         for index, (shape, window, sinks) in enumerate(layers)
     ]
-    region_type = KernelRegion
+    kv_cache_type = KernelKVCache
     if fewer:  # some failed their self-check
         tiles = {}
         for shape, window in {(layer.shape, layer.window) for layer in layers}:
@@ -75,13 +77,13 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
                 tuple(rows for rows in sizes.prefill if rows in kept),
                 drawn.draw(st.booleans()) and sizes.split,
             )
-        region_type = KernelRegion.limited(tiles, moves_blocks=True)
+        kv_cache_type = KernelKVCache.limited(tiles, moves_blocks=True)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(region_type, layers, mx.float16, pool_dtype, BLOCK_SIZE)
+        compile_kernels(kv_cache_type, layers, mx.float16, pool_dtype, BLOCK_SIZE)
         compiled = set(recorder.pipelines)
         for layer in layers:
-            serve(region_type, layer, mx.float16, pool_dtype, steps)
+            serve(kv_cache_type, layer, mx.float16, pool_dtype, steps)
     assert recorder.pipelines - compiled == set()
     assert {"kv_write", "kv_blocks"} <= {pipeline.kernel for pipeline in compiled}
     assert max(recorder.threads.values()) <= 256
@@ -92,11 +94,11 @@ def test_nothing_is_compiled_that_no_step_asks_for():
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(KernelRegion, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
         compiled, recorder.pipelines = recorder.pipelines, set()
         queries = (1, 2, 4, 8, 16)  # packed rows 4 to 64
         steps = [[(before, rows)] for before in (0, MOST) for rows in queries]
-        serve(KernelRegion, layer, mx.float16, mx.float16, steps)
+        serve(KernelKVCache, layer, mx.float16, mx.float16, steps)
     assert recorder.pipelines == compiled
     assert len(compiled) == 2 * len(queries) + 4  # reduce, write, copy and clear
 
@@ -104,7 +106,7 @@ def test_nothing_is_compiled_that_no_step_asks_for():
 def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     with kernel.using(Recorder().metal_kernel):
-        compile_kernels(KernelRegion, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert "Compiling Metal kernels: 100%" in (said := capsys.readouterr().err)
     assert "10/10" in said
 
@@ -113,5 +115,5 @@ def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureF
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(ScatterRegion, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compile_kernels(ScatterKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert not recorder.pipelines and not capsys.readouterr().err

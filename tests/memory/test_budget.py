@@ -40,8 +40,8 @@ def machines(draw):
     return Measured(
         source="working set",
         total=total,
-        held=held,
-        taken=held + draw(st.integers(0, total // 2)),
+        other_engines=held,
+        in_use=held + draw(st.integers(0, total // 2)),
         weights=draw(st.integers(0, int(1.2 * total))),
         draft_weights=draw(st.integers(0, total // 8)),
         forward=draw(st.integers(0, total // 4)),
@@ -91,12 +91,12 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
         return
     pool = pool_bytes(machine, flag)
     assert pool >= request.needed(1 if flag.fitted else flag.max_model_len)
-    used = machine.held + machine.weights + machine.draft_weights + pool
+    used = machine.other_engines + machine.weights + machine.draft_weights + pool
     if flag.asked is None:
         assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
         sampling = machine.sampling + machine.logits
         used += max(machine.forward + machine.attention, sampling) + machine.counts + machine.cache
-        assert used - machine.held <= int(machine.total * flag.utilization)
+        assert used - machine.other_engines <= int(machine.total * flag.utilization)
     assert used <= machine.total - margin(machine.total)
 
 
@@ -116,8 +116,8 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
     flag = replace(flag, asked=None)
     better = {
         "total": st.integers(machine.total, 2 * machine.total),
-        "held": st.integers(0, machine.held),
-        "taken": st.integers(0, machine.taken),
+        "other_engines": st.integers(0, machine.other_engines),
+        "in_use": st.integers(0, machine.in_use),
         **{name: st.integers(0, getattr(machine, name)) for name in NEEDS},
     }
     name = data.draw(st.sampled_from(sorted(better)))
@@ -164,8 +164,8 @@ def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, fl
 EIGHT_GB_MAC = Measured(
     source="working set that Metal recommends",
     total=int(5.33 * GIB),
-    held=0,
-    taken=0,
+    other_engines=0,
+    in_use=0,
     weights=int(3.68 * GIB),
     draft_weights=0,
     forward=GIB // 2,
@@ -205,14 +205,14 @@ def test_where_no_one_setting_is_enough_several_are_advised():
 
 def test_where_others_hold_the_memory_the_way_out_names_them():
     """However long a request may be: closing them is enough, or with a shorter length."""
-    taken = replace(EIGHT_GB_MAC, weights=2 * GIB, taken=3 * GIB)
+    taken = replace(EIGHT_GB_MAC, weights=2 * GIB, in_use=3 * GIB)
     with pytest.raises(BudgetError, match=r"close other programs: they hold 3.00 GiB, and \d"):
         check(taken, replace(DEFAULTS, max_model_len=4096), QWEN)
     with pytest.raises(BudgetError) as raised:
         check(replace(taken, weights=int(2.4 * GIB)), replace(DEFAULTS, max_model_len=10**6), QWEN)
     pattern = r"close other programs that hold ([\d.]+) GiB, and --max-model-len (\d+), together"
     freed, tokens = re.search(pattern, str(raised.value)).groups()
-    fewer = replace(taken, weights=int(2.4 * GIB), taken=3 * GIB - int(float(freed) * GIB))
+    fewer = replace(taken, weights=int(2.4 * GIB), in_use=3 * GIB - int(float(freed) * GIB))
     check(fewer, replace(DEFAULTS, max_model_len=int(tokens)), QWEN)
 
 

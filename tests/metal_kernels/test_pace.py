@@ -9,7 +9,7 @@ from metal_kernels import kernel
 from metal_kernels.pace import MOST_WORK, Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.doubles import Recorder
-from vllm_metal.kv_cache.kernels import KernelRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import StepLayout
 
 SHAPE = AttentionShape(32, 8, 128, 128)
@@ -83,12 +83,12 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
         return call
 
     with kernel.using(counting):
-        plan = KernelRegion.plan(layout, SHAPE, None)
+        plan = KernelKVCache.plan(layout, SHAPE, None)
         for _ in range(LAYERS):
-            region = KernelRegion(1, 16, SHAPE.num_kv_heads, SHAPE.head_size, mx.float16)
+            kv_cache = KernelKVCache(1, 16, SHAPE.num_kv_heads, SHAPE.head_size, mx.float16)
             rows = mx.zeros((starts[-1], 8, 128), mx.float16)
             queries = mx.zeros((starts[-1], 32, 128), mx.float16)
-            out = region.attend(plan, queries, *region.write(plan, rows, rows), 1.0, None)
+            out = kv_cache.attend(plan, queries, *kv_cache.write(plan, rows, rows), 1.0, None)
         mx.eval(out)
     return queue.buffers
 
@@ -137,7 +137,7 @@ def test_layers_of_all_kinds_keep_one_pace():
         np.array([0, 2048], np.int32), np.array([2048], np.int32), rows[None, :128], rows, 16
     )
     with kernel.using(Recorder().metal_kernel):
-        plans = [KernelRegion.plan(layout, SHAPE, window) for window in (None, 512)]
+        plans = [KernelKVCache.plan(layout, SHAPE, window) for window in (None, 512)]
     assert plans[0].pace is plans[1].pace is layout.pace
 
 

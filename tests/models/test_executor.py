@@ -13,7 +13,7 @@ from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import SelectedRows
 
@@ -80,14 +80,14 @@ def build(model_type: str):
 
 def executor(model, model_type: str, num_blocks: int):
     layers = attention_layers(model, model_type)
-    regions = {
-        layer.name: ScatterRegion(
+    kv_caches = {
+        layer.name: ScatterKVCache(
             num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32
         )
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}
-    return ModelExecutor(model, SelectedRows(model), layers, regions, group_of, BLOCK)
+    return ModelExecutor(model, SelectedRows(model), layers, kv_caches, group_of, BLOCK)
 
 
 class _NewRequest:
@@ -147,7 +147,7 @@ def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
             if done[i] < lengths[i]
         }
         for req_id in step:
-            requests.num_computed_tokens_np[requests[req_id].slot] = done[int(req_id)]
+            requests.num_computed_tokens_np[requests[req_id].req_idx] = done[int(req_id)]
         batch = prepare(requests, step, mx.zeros(len(prompts), mx.int32))
         for index, logits in logits_of(run, batch, requests.block_tables):
             found[int(batch.states[index].req_id)].append(logits)

@@ -30,14 +30,18 @@ def test_words_are_matched_against_tokens_never_fetched(seed, distribution):
         if step in arrival:
             request = arrival.index(step)
             sampler.add(request, params[request], [], list(resumed[request]))
-        slots = np.array([r for r in (2, 0, 1) if arrival[r] <= step], dtype=np.int32)
-        counts = np.array([len(resumed[r]) + step - arrival[r] for r in slots], dtype=np.int32)
-        tokens.append((slots, sampler.sample(mx.array(logits[step, slots]), slots, counts)))
+        req_indices = np.array([r for r in (2, 0, 1) if arrival[r] <= step], dtype=np.int32)
+        counts = np.array(
+            [len(resumed[r]) + step - arrival[r] for r in req_indices], dtype=np.int32
+        )
+        tokens.append(
+            (req_indices, sampler.sample(mx.array(logits[step, req_indices]), req_indices, counts))
+        )
 
     outputs = [list(r) for r in resumed]
     changed = 0
-    for step, (slots, out) in enumerate(tokens):
-        for request, token in zip(slots.tolist(), out.token_ids.tolist(), strict=True):
+    for step, (req_indices, out) in enumerate(tokens):
+        for request, token in zip(req_indices.tolist(), out.token_ids.tolist(), strict=True):
             row = logits[step, request]
             assert token == distribution(row, params[request], [], outputs[request]).argmax()
             changed += token != row.argmax()

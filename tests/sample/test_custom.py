@@ -14,7 +14,7 @@ from vllm.v1.sample.logits_processor import (
     MoveDirectionality,
 )
 
-from vllm_metal.sample import CustomProcessors, Sampler, Windows
+from vllm_metal.sample import CustomProcessors, DraftSpans, Sampler
 
 V = 32
 
@@ -107,27 +107,27 @@ def test_processor_follows_requests_through_adds_removes_and_reorderings():
     forced: dict[int, int | None] = {}
     outputs: dict[int, list[int]] = {}
     for _ in range(120):
-        for slot in rng.permutation(6).tolist():
-            if slot in forced and rng.random() < 0.25:
-                under_test.remove(slot)
-                del forced[slot], outputs[slot]
-            if slot not in forced and rng.random() < 0.4:
+        for req_idx in rng.permutation(6).tolist():
+            if req_idx in forced and rng.random() < 0.25:
+                under_test.remove(req_idx)
+                del forced[req_idx], outputs[req_idx]
+            if req_idx not in forced and rng.random() < 0.4:
                 token = int(rng.integers(V)) if rng.random() < 0.8 else None
                 extra = None if token is None else {"force": token}
-                forced[slot], outputs[slot] = token, []
+                forced[req_idx], outputs[req_idx] = token, []
                 params = SamplingParams(temperature=0, extra_args=extra)
-                under_test.add(slot, params, [1, 2], outputs[slot])
+                under_test.add(req_idx, params, [1, 2], outputs[req_idx])
         present = [s for s in rng.permutation(list(forced)).tolist() if rng.random() < 0.8]
         if not present:
             continue
-        slots = np.array(present, dtype=np.int32)
+        req_indices = np.array(present, dtype=np.int32)
         counts = np.array([len(outputs[s]) for s in present], dtype=np.int32)
-        logits = rng.normal(size=(len(slots), V)).astype(np.float32)
-        tokens = under_test.sample(mx.array(logits), slots, counts).token_ids.tolist()
-        for row, slot in enumerate(present):
-            token = forced[slot]
+        logits = rng.normal(size=(len(req_indices), V)).astype(np.float32)
+        tokens = under_test.sample(mx.array(logits), req_indices, counts).token_ids.tolist()
+        for row, req_idx in enumerate(present):
+            token = forced[req_idx]
             assert tokens[row] == (logits[row].argmax() if token is None else token)
-            outputs[slot].append(tokens[row])
+            outputs[req_idx].append(tokens[row])
         assert {id(o) for o in processor.outputs.values()} == {id(o) for o in outputs.values()}
     assert processor.updates > 50
 
@@ -145,9 +145,9 @@ def test_per_request_processors_see_the_tokens_the_owner_appends():
     assert under_test.needs_host_tokens
     output: list[int] = []
     under_test.add(3, SamplingParams(temperature=0), [1], output)
-    slots, logits = np.array([3], dtype=np.int32), mx.arange(V, dtype=mx.float32)[None]
+    req_indices, logits = np.array([3], dtype=np.int32), mx.arange(V, dtype=mx.float32)[None]
     for step in range(4):
-        out = under_test.sample(logits, slots, np.array([step], dtype=np.int32))
+        out = under_test.sample(logits, req_indices, np.array([step], dtype=np.int32))
         output.append(out.token_ids.item())
     assert output == [V - 1, V - 2, V - 1, V - 2]
 
@@ -163,11 +163,13 @@ def test_drafts_are_refused():
     under_test = sampler(OnlyEven, ForceToken)
     under_test.add(0, SamplingParams(temperature=0), [1, 2], [])
     zeros, start = np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
-    windows = Windows(start, start + 2, mx.array([3, -1]))
+    draft_spans = DraftSpans(start, start + 2, mx.array([3, -1]))
     with pytest.raises(ValueError, match=r"\(OnlyEven, ForceToken\) cannot be combined"):
-        under_test.sample(mx.zeros((2, V)), zeros, np.arange(2, dtype=np.int32), windows=windows)
-    single = Windows(start, start + 1, mx.array([-1]))
-    out = under_test.sample(mx.zeros((1, V)), start, start, windows=single)
+        under_test.sample(
+            mx.zeros((2, V)), zeros, np.arange(2, dtype=np.int32), draft_spans=draft_spans
+        )
+    single = DraftSpans(start, start + 1, mx.array([-1]))
+    out = under_test.sample(mx.zeros((1, V)), start, start, draft_spans=single)
     assert out.num_accepted.tolist() == [0]
 
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_metal.sample import GrammarMask, Sampler, SamplerOutput, Windows, num_accepted
+from vllm_metal.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput, num_accepted
 
 V = 11
 
 
-def windows_of(drafts: list[list[int]]) -> Windows:
-    """One window per list of drafts."""
+def windows_of(drafts: list[list[int]]) -> DraftSpans:
+    """One span per list of drafts."""
     lens = np.array([len(d) + 1 for d in drafts], dtype=np.int32)
     flat = [token for d in drafts for token in [*d, -1]]
     starts = (np.cumsum(lens) - lens).astype(np.int32)
-    return Windows(starts, lens, mx.array(flat, dtype=mx.int32))
+    return DraftSpans(starts, lens, mx.array(flat, dtype=mx.int32))
 
 
 @given(
@@ -31,20 +31,20 @@ def windows_of(drafts: list[list[int]]) -> Windows:
 )
 @settings(max_examples=100, deadline=None)
 def test_leading_matches_are_accepted(rows):
-    """rows: windows of (sampled, draft); the last row's draft stands for none."""
-    windows = windows_of([[draft for _, draft in window[:-1]] for window in rows])
-    sampled = mx.array([token for window in rows for token, _ in window], dtype=mx.int32)
+    """rows: draft_spans of (sampled, draft); the last row's draft stands for none."""
+    draft_spans = windows_of([[draft for _, draft in span[:-1]] for span in rows])
+    sampled = mx.array([token for span in rows for token, _ in span], dtype=mx.int32)
     expected = []
-    for window in rows:
-        right = [token == draft for token, draft in window[:-1]]
+    for span in rows:
+        right = [token == draft for token, draft in span[:-1]]
         expected.append([*right, False].index(False))
-    accepted = num_accepted(sampled, windows)
+    accepted = num_accepted(sampled, draft_spans)
     assert accepted.dtype == mx.int32
     assert accepted.tolist() == expected
     places = [
-        place <= e for window, e in zip(rows, expected, strict=True) for place in range(len(window))
+        place <= e for span, e in zip(rows, expected, strict=True) for place in range(len(span))
     ]
-    assert windows.kept(accepted).tolist() == places
+    assert draft_spans.kept(accepted).tolist() == places
 
 
 @dataclass
@@ -60,21 +60,23 @@ class Scene:
 
     def sampler(self, mode: str) -> Sampler:
         sampler = Sampler(V, len(self.params), logprobs_mode=mode)
-        for slot, params in enumerate(self.params):
-            sampler.add(slot, params, self.prompts[slot], list(self.resumed[slot]))
+        for req_idx, params in enumerate(self.params):
+            sampler.add(req_idx, params, self.prompts[req_idx], list(self.resumed[req_idx]))
         return sampler
 
     def sample(
-        self, sampler: Sampler, rows: list[tuple[int, int]], windows: Windows | None = None
+        self, sampler: Sampler, rows: list[tuple[int, int]], draft_spans: DraftSpans | None = None
     ) -> SamplerOutput:
         """rows: (request, tokens of this life so far)."""
-        slots = np.array([request for request, _ in rows], dtype=np.int32)
+        req_indices = np.array([request for request, _ in rows], dtype=np.int32)
         done = np.array([tokens for _, tokens in rows], dtype=np.int32)
-        before = np.array([len(r) for r in self.resumed], dtype=np.int32)[slots] + done
-        under = np.flatnonzero(np.array(self.masked)[slots]).astype(np.int32)
-        grammar = GrammarMask(under, self.masks[slots[under], done[under]]) if len(under) else None
-        logits = mx.array(self.logits[slots, done])
-        return sampler.sample(logits, slots, before, grammar, windows)
+        before = np.array([len(r) for r in self.resumed], dtype=np.int32)[req_indices] + done
+        under = np.flatnonzero(np.array(self.masked)[req_indices]).astype(np.int32)
+        grammar = (
+            GrammarMask(under, self.masks[req_indices[under], done[under]]) if len(under) else None
+        )
+        logits = mx.array(self.logits[req_indices, done])
+        return sampler.sample(logits, req_indices, before, grammar, draft_spans)
 
 
 tokens = st.integers(0, V - 1)
@@ -150,7 +152,7 @@ def same_logprobs(got: LogprobsLists, row: int, expected: LogprobsLists, request
 def test_windows_sample_what_single_rows_sample(rows_at_once):
     """Against the same sampler without drafts, over many requests with all parameters mixed; drafts
     are right with probability 0.7. The last tokens are again sampled without drafts. All the same
-    where a step is sampled piece by piece."""
+    where a step is sampled chunk by chunk."""
     shares = []
 
     @given(
@@ -177,13 +179,13 @@ def test_windows_sample_what_single_rows_sample(rows_at_once):
                 guess = expected[r, done[r] : done[r] + count]
                 wrong = rng.random(count) > 0.7
                 drafts.append(np.where(wrong, rng.integers(0, V, count), guess).tolist())
-            windows = windows_of(drafts)
+            draft_spans = windows_of(drafts)
             rows = [
                 (r, done[r] + j)
                 for r, own in zip(here, drafts, strict=True)
                 for j in range(len(own) + 1)
             ]
-            out = fixed.sample(sampler, rows, windows)
+            out = fixed.sample(sampler, rows, draft_spans)
             got, counts, last = (
                 np.array(out.token_ids),
                 out.num_accepted.tolist(),
@@ -191,7 +193,7 @@ def test_windows_sample_what_single_rows_sample(rows_at_once):
             )
             lists = out.logprobs.to_lists() if out.logprobs else None
             for r, own, start, count, newest in zip(
-                here, drafts, windows.starts_np.tolist(), counts, last, strict=True
+                here, drafts, draft_spans.starts_np.tolist(), counts, last, strict=True
             ):
                 right = expected[r, done[r] : done[r] + len(own)] == own
                 assert count == [*right, False].index(False)
@@ -232,12 +234,12 @@ def test_drafts_do_not_change_the_law_of_unseeded_draws(distribution, assert_fol
         presence_penalty=-0.3,
     )
     greedy = SamplingParams(temperature=0.0, frequency_penalty=0.8)
-    num_slots = NUM_DRAWS + NUM_GREEDY
-    is_greedy = rng.permutation(num_slots) < NUM_GREEDY
-    sampler = Sampler(size, num_slots, seed=5)
-    for slot in range(num_slots):
-        sampler.add(slot, greedy if is_greedy[slot] else random, prompt, [])
-    output = continue_with_drafts(sampler, logits, num_slots, length, prompt[-1], rng)
+    num_reqs = NUM_DRAWS + NUM_GREEDY
+    is_greedy = rng.permutation(num_reqs) < NUM_GREEDY
+    sampler = Sampler(size, num_reqs, seed=5)
+    for req_idx in range(num_reqs):
+        sampler.add(req_idx, greedy if is_greedy[req_idx] else random, prompt, [])
+    output = continue_with_drafts(sampler, logits, num_reqs, length, prompt[-1], rng)
 
     def joint(params: SamplingParams) -> np.ndarray:
         law = np.zeros((size,) * length)
@@ -257,38 +259,41 @@ def test_drafts_do_not_change_the_law_of_unseeded_draws(distribution, assert_fol
 def continue_with_drafts(
     sampler: Sampler,
     logits: np.ndarray,
-    num_slots: int,
+    num_reqs: int,
     length: int,
     first: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """int [num_slots, length] sampled after `first`: windows of random lengths until all are full.
+    """int [num_reqs, length] sampled after `first`: spans of random lengths until all are full.
     A draft is the likeliest successor of the draft before, or half the time any token."""
-    text = np.full((num_slots, 1 + length), first, dtype=np.int32)
-    done = np.zeros(num_slots, dtype=np.int32)
+    text = np.full((num_reqs, 1 + length), first, dtype=np.int32)
+    done = np.zeros(num_reqs, dtype=np.int32)
     num_accepted = num_drafts = 0
     while (left := length - done).any():
-        slots = np.flatnonzero(left).astype(np.int32)
-        lens = rng.integers(1, left[slots] + 1).astype(np.int32)
+        req_indices = np.flatnonzero(left).astype(np.int32)
+        lens = rng.integers(1, left[req_indices] + 1).astype(np.int32)
         starts = (np.cumsum(lens) - lens).astype(np.int32)
-        window = np.repeat(np.arange(len(slots)), lens)
-        offsets = np.arange(len(window), dtype=np.int32) - starts[window]
-        chain = rng.integers(0, len(logits), (len(slots), 1 + length), dtype=np.int32)
-        chain[:, 0] = text[slots, done[slots]]
+        span = np.repeat(np.arange(len(req_indices)), lens)
+        offsets = np.arange(len(span), dtype=np.int32) - starts[span]
+        chain = rng.integers(0, len(logits), (len(req_indices), 1 + length), dtype=np.int32)
+        chain[:, 0] = text[req_indices, done[req_indices]]
         likeliest = rng.random(chain.shape) < 0.5
         for j in range(length):
             successor = logits[chain[:, j]].argmax(axis=-1)
             chain[:, j + 1] = np.where(likeliest[:, j], successor, chain[:, j + 1])
-        drafts = np.where(offsets < lens[window] - 1, chain[window, offsets + 1], -1)
-        places = done[slots][window] + offsets
-        windows = Windows(starts, lens, mx.array(drafts))
+        drafts = np.where(offsets < lens[span] - 1, chain[span, offsets + 1], -1)
+        places = done[req_indices][span] + offsets
+        draft_spans = DraftSpans(starts, lens, mx.array(drafts))
         out = sampler.sample(
-            mx.array(logits[chain[window, offsets]]), slots[window], places, windows=windows
+            mx.array(logits[chain[span, offsets]]),
+            req_indices[span],
+            places,
+            draft_spans=draft_spans,
         )
         accepted = np.array(out.num_accepted)
-        kept = offsets <= accepted[window]
-        text[slots[window][kept], 1 + places[kept]] = np.array(out.token_ids)[kept]
-        done[slots] += accepted + 1
+        kept = offsets <= accepted[span]
+        text[req_indices[span][kept], 1 + places[kept]] = np.array(out.token_ids)[kept]
+        done[req_indices] += accepted + 1
         num_accepted, num_drafts = num_accepted + accepted.sum(), num_drafts + (lens - 1).sum()
     assert 0.2 < num_accepted / num_drafts < 0.8
     return text[:, 1:]
@@ -299,18 +304,18 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
         temperature=0, frequency_penalty=1.0, _bad_words_token_ids=[[1, 2], [3, 4, 5]]
     )
     sampler, alone = Sampler(V, 2), Sampler(V, 2)
-    for slot in (0, 1):
-        sampler.add(slot, params, [], [])
-        alone.add(slot, params, [], [])
+    for req_idx in (0, 1):
+        sampler.add(req_idx, params, [], [])
+        alone.add(req_idx, params, [], [])
     rng = np.random.default_rng(0)
     logits = mx.array(rng.normal(size=(4, V)).astype(np.float32))
-    slots = np.array([0, 0, 0, 1], dtype=np.int32)
+    req_indices = np.array([0, 0, 0, 1], dtype=np.int32)
     before = np.array([0, 1, 2, 0], dtype=np.int32)
     logits[3, 0] = logits[3].max() + 0.5  # would lose if V at row 2 were taken for 0 at row 3
     for impossible in (V, -1, V + 3):
-        windows = windows_of([[impossible, 2], []])
-        out = sampler.sample(logits, slots, before, windows=windows)
-        expected = alone.sample(logits[mx.array([0, 3])], slots[[0, 3]], before[[0, 3]])
+        draft_spans = windows_of([[impossible, 2], []])
+        out = sampler.sample(logits, req_indices, before, draft_spans=draft_spans)
+        expected = alone.sample(logits[mx.array([0, 3])], req_indices[[0, 3]], before[[0, 3]])
         assert out.num_accepted.tolist() == [0, 0]
         assert out.last_token_ids.tolist() == expected.token_ids.tolist()
         before += 1
@@ -318,21 +323,21 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
 
 def test_an_empty_step_has_no_windows():
     none = np.zeros(0, dtype=np.int32)
-    windows = Windows(none, none, mx.zeros((0,), dtype=mx.int32))
-    out = Sampler(V, 1).sample(mx.zeros((0, V)), none, none, windows=windows)
+    draft_spans = DraftSpans(none, none, mx.zeros((0,), dtype=mx.int32))
+    out = Sampler(V, 1).sample(mx.zeros((0, V)), none, none, draft_spans=draft_spans)
     assert out.num_accepted.shape == out.last_token_ids.shape == (0,)
 
 
 def test_contract_errors_name_the_cause():
     lens = np.array([2, 1], dtype=np.int32)
     with pytest.raises(ValueError, match="leave no gap"):
-        Windows(np.array([0, 3], dtype=np.int32), lens, mx.zeros((3,), dtype=mx.int32))
+        DraftSpans(np.array([0, 3], dtype=np.int32), lens, mx.zeros((3,), dtype=mx.int32))
     with pytest.raises(ValueError, match="at least one row"):
-        Windows(np.array([0, 2], dtype=np.int32), lens * [1, 0], mx.zeros((2,), dtype=mx.int32))
-    with pytest.raises(ValueError, match=r"draft_ids has shape \(2,\); windows: 3 rows"):
-        Windows(np.array([0, 2], dtype=np.int32), lens, mx.zeros((2,), dtype=mx.int32))
+        DraftSpans(np.array([0, 2], dtype=np.int32), lens * [1, 0], mx.zeros((2,), dtype=mx.int32))
+    with pytest.raises(ValueError, match=r"draft_ids has shape \(2,\); draft_spans: 3 rows"):
+        DraftSpans(np.array([0, 2], dtype=np.int32), lens, mx.zeros((2,), dtype=mx.int32))
     sampler = Sampler(V, 1)
     sampler.add(0, SamplingParams(), [], [])
     one = np.zeros(1, dtype=np.int32)
-    with pytest.raises(ValueError, match="windows have 2 rows; expected 1"):
-        sampler.sample(mx.zeros((1, V)), one, one, windows=windows_of([[4]]))
+    with pytest.raises(ValueError, match="draft_spans have 2 rows; expected 1"):
+        sampler.sample(mx.zeros((1, V)), one, one, draft_spans=windows_of([[4]]))

@@ -8,7 +8,7 @@ from vllm_metal.sample import GrammarMask, Logprobs, Sampler, prompt_logprobs
 
 V = 50
 LOGITS = np.random.default_rng(11).normal(scale=2.0, size=(3, V)).astype(np.float32)
-SLOTS = np.arange(3, dtype=np.int32)
+REQ_INDICES = np.arange(3, dtype=np.int32)
 ZEROS = np.zeros(3, dtype=np.int32)
 
 
@@ -33,9 +33,9 @@ def check(got: Logprobs, scores: np.ndarray, chosen: np.ndarray, num_logprobs: i
 
 def sample(mode: str, params: list[SamplingParams], grammar: GrammarMask | None = None):
     sampler = Sampler(V, 3, logprobs_mode=mode, seed=6)
-    for slot, own in enumerate(params):
-        sampler.add(slot, own, [], [])
-    return sampler.sample(mx.array(LOGITS), SLOTS, ZEROS, grammar)
+    for req_idx, own in enumerate(params):
+        sampler.add(req_idx, own, [], [])
+    return sampler.sample(mx.array(LOGITS), REQ_INDICES, ZEROS, grammar)
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 7, V - 1, -1])

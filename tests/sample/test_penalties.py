@@ -12,8 +12,8 @@ def test_tokens_never_fetched_still_count(distribution):
     """Greedy runs with penalties, requests joining and leaving at different steps, against a loop
     that knows every token. No token reaches the host before the end."""
     rng = np.random.default_rng(3)
-    num_steps, num_slots = 14, 5
-    logits = rng.normal(scale=0.6, size=(num_steps, num_slots, V)).astype(np.float32)
+    num_steps, num_reqs = 14, 5
+    logits = rng.normal(scale=0.6, size=(num_steps, num_reqs, V)).astype(np.float32)
     logits[..., :6] += 1.5  # favourites, so that tokens come back and counts exceed one
     penalties = [
         {"repetition_penalty": 1.9},
@@ -22,36 +22,36 @@ def test_tokens_never_fetched_still_count(distribution):
         {"presence_penalty": 1.0, "repetition_penalty": 0.8},
         {"frequency_penalty": -0.5, "presence_penalty": 0.3},
     ]
-    sampler = Sampler(V, num_slots)
+    sampler = Sampler(V, num_reqs)
     lives: list[tuple[SamplingParams, list[int], list[tuple[int, int, mx.array]]]] = []
     holder: dict[int, int] = {}
     for step in range(num_steps):
-        for slot in range(num_slots):
-            if step == slot or step == slot + 8:  # the second arrival reuses the slot
-                if slot in holder:
-                    sampler.remove(slot)
-                setting = penalties[(slot + step) % len(penalties)]
+        for req_idx in range(num_reqs):
+            if step == req_idx or step == req_idx + 8:  # the second arrival reuses the req_idx
+                if req_idx in holder:
+                    sampler.remove(req_idx)
+                setting = penalties[(req_idx + step) % len(penalties)]
                 params = SamplingParams(temperature=0, **setting)
                 prompt = rng.integers(0, V, 6).tolist()
-                sampler.add(slot, params, prompt, [])
-                holder[slot] = len(lives)
+                sampler.add(req_idx, params, prompt, [])
+                holder[req_idx] = len(lives)
                 lives.append((params, prompt, []))
-        here = [slot for slot in rng.permutation(num_slots).tolist() if slot in holder]
-        counts = np.array([len(lives[holder[slot]][2]) for slot in here], dtype=np.int32)
-        slots = np.array(here, dtype=np.int32)
-        tokens = sampler.sample(mx.array(logits[step, slots]), slots, counts).token_ids
-        for row, slot in enumerate(here):
-            lives[holder[slot]][2].append((step, slot, tokens[row]))
+        here = [req_idx for req_idx in rng.permutation(num_reqs).tolist() if req_idx in holder]
+        counts = np.array([len(lives[holder[req_idx]][2]) for req_idx in here], dtype=np.int32)
+        req_indices = np.array(here, dtype=np.int32)
+        tokens = sampler.sample(mx.array(logits[step, req_indices]), req_indices, counts).token_ids
+        for row, req_idx in enumerate(here):
+            lives[holder[req_idx]][2].append((step, req_idx, tokens[row]))
 
-    assert len(lives) > num_slots
+    assert len(lives) > num_reqs
     changed = 0
     for params, prompt, steps in lives:
         output: list[int] = []
-        for step, slot, token in steps:
-            expected = distribution(logits[step, slot], params, prompt, output).argmax()
+        for step, req_idx, token in steps:
+            expected = distribution(logits[step, req_idx], params, prompt, output).argmax()
             assert token.item() == expected
             output.append(int(expected))
-            changed += expected != logits[step, slot].argmax()
+            changed += expected != logits[step, req_idx].argmax()
     assert changed > 5
 
 
@@ -76,12 +76,12 @@ def test_same_penalised_logits_as_vllm():
     ).numpy()
 
     sampler = Sampler(V, 3, logprobs_mode="processed_logits")
-    for slot in range(3):
-        own = {name: column[slot] for name, column in columns.items()}
+    for req_idx in range(3):
+        own = {name: column[req_idx] for name, column in columns.items()}
         params = SamplingParams(temperature=0, logprobs=-1, **own)
-        sampler.add(slot, params, prompts[slot].tolist(), outputs[slot].tolist())
-    slots = np.arange(3, dtype=np.int32)
-    out = sampler.sample(mx.array(logits), slots, np.full_like(slots, 15))
+        sampler.add(req_idx, params, prompts[req_idx].tolist(), outputs[req_idx].tolist())
+    req_indices = np.arange(3, dtype=np.int32)
+    out = sampler.sample(mx.array(logits), req_indices, np.full_like(req_indices, 15))
     lists = out.logprobs.to_lists()
     got = np.zeros((3, V), np.float32)
     np.put_along_axis(got, lists.logprob_token_ids[:, 1:], lists.logprobs[:, 1:], axis=1)

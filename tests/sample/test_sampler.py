@@ -5,7 +5,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_metal.sample import GrammarMask, Sampler, SamplerOutput, Windows
+from vllm_metal.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput
 
 V = 64
 NUM_DRAWS = 20_000
@@ -33,17 +33,17 @@ def draw_many(params: SamplingParams, allowed: list[int] | None = None) -> np.nd
     sampler = Sampler(V, NUM_DRAWS // 2, seed=20)
     draws = []
     for _ in range(2):
-        slots = np.arange(NUM_DRAWS // 2, dtype=np.int32)
-        for slot in slots.tolist():
-            sampler.add(slot, params, PROMPT, list(OUTPUT))
+        req_indices = np.arange(NUM_DRAWS // 2, dtype=np.int32)
+        for req_idx in req_indices.tolist():
+            sampler.add(req_idx, params, PROMPT, list(OUTPUT))
         grammar = None
         if allowed is not None:
-            grammar = GrammarMask(slots, np.tile(bitmask(allowed), (len(slots), 1)))
-        logits = mx.broadcast_to(mx.array(LOGITS), (len(slots), V))
-        out = sampler.sample(logits, slots, np.full_like(slots, len(OUTPUT)), grammar)
+            grammar = GrammarMask(req_indices, np.tile(bitmask(allowed), (len(req_indices), 1)))
+        logits = mx.broadcast_to(mx.array(LOGITS), (len(req_indices), V))
+        out = sampler.sample(logits, req_indices, np.full_like(req_indices, len(OUTPUT)), grammar)
         draws.append(np.array(out.token_ids))
-        for slot in slots.tolist():
-            sampler.remove(slot)
+        for req_idx in req_indices.tolist():
+            sampler.remove(req_idx)
     return np.bincount(np.concatenate(draws), minlength=V)
 
 
@@ -109,11 +109,13 @@ def test_draws_under_a_grammar_follow_the_defined_distribution(distribution, ass
     assert_follows(draw_many(params, allowed), expected)
 
 
-def generate(sampler: Sampler, logits: np.ndarray, slots: np.ndarray, num_steps: int) -> np.ndarray:
+def generate(
+    sampler: Sampler, logits: np.ndarray, req_indices: np.ndarray, num_steps: int
+) -> np.ndarray:
     """[num_steps, N] tokens of requests already added. logits: [num_steps, N, V]. No token is
     fetched until all steps have been described."""
     tokens = [
-        sampler.sample(mx.array(logits[i]), slots, np.full_like(slots, i)).token_ids
+        sampler.sample(mx.array(logits[i]), req_indices, np.full_like(req_indices, i)).token_ids
         for i in range(num_steps)
     ]
     return np.array(mx.stack(tokens))
@@ -138,12 +140,12 @@ def test_seeded_request_draws_the_same_alone_and_in_a_batch():
         SamplingParams(seed=4, repetition_penalty=1.3, logprobs=3),
     ]
     batch = Sampler(wide, 16, seed=99)
-    slots = rng.permutation(16).astype(np.int32)
-    for row, slot in enumerate(slots.tolist()):
-        batch.add(slot, seeded if row == 11 else others[row % 5], [1, 2], [])
+    req_indices = rng.permutation(16).astype(np.int32)
+    for row, req_idx in enumerate(req_indices.tolist()):
+        batch.add(req_idx, seeded if row == 11 else others[row % 5], [1, 2], [])
     logits = rng.normal(size=(num_steps, 16, wide)).astype(np.float32)
     logits[:, 11] = own
-    assert generate(batch, logits, slots, num_steps)[:, 11].tolist() == expected.tolist()
+    assert generate(batch, logits, req_indices, num_steps)[:, 11].tolist() == expected.tolist()
 
 
 def test_resumed_seeded_request_goes_on_with_the_same_tokens():
@@ -178,14 +180,14 @@ def test_engine_seed_decides_unseeded_draws():
 def test_greedy_rows_take_the_argmax_beside_random_ones(dtype):
     logits = mx.random.normal((6, V), key=mx.random.key(0)).astype(dtype)
     sampler = Sampler(V, 6)
-    for slot in range(6):
-        greedy = slot % 2 == 0
-        sampler.add(slot, SamplingParams(temperature=0 if greedy else 2.0, top_p=0.99), [], [])
-    slots = np.arange(6, dtype=np.int32)
+    for req_idx in range(6):
+        greedy = req_idx % 2 == 0
+        sampler.add(req_idx, SamplingParams(temperature=0 if greedy else 2.0, top_p=0.99), [], [])
+    req_indices = np.arange(6, dtype=np.int32)
     best = np.array(mx.argmax(logits, axis=-1))
     varied = set()
     for step in range(20):
-        out = sampler.sample(logits, slots, np.full_like(slots, step))
+        out = sampler.sample(logits, req_indices, np.full_like(req_indices, step))
         assert out.token_ids.dtype == mx.int32
         tokens = np.array(out.token_ids)
         assert (tokens[::2] == best[::2]).all()
@@ -193,7 +195,7 @@ def test_greedy_rows_take_the_argmax_beside_random_ones(dtype):
     assert len(varied) > 10
 
 
-def test_rows_follow_their_slots_not_their_position():
+def test_rows_follow_their_request_indices_not_their_position():
     sampler = Sampler(V, 8)
     sampler.add(5, SamplingParams(temperature=0, logit_bias={9: 100}), [], [])
     sampler.add(2, SamplingParams(temperature=0, allowed_token_ids=[4]), [], [])
@@ -233,24 +235,24 @@ def test_token_ids_outside_the_vocabulary_change_nothing():
     assert out.token_ids.item() == TOP[0]
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_a_step_with_everything_on_evaluates_nothing(window):
+@pytest.mark.parametrize("span", [1, 2, 4])
+def test_a_step_with_everything_on_evaluates_nothing(span):
     """Seen in memory: logits of 8 MB are described, and nothing of that size is ever allocated."""
     num_rows, wide = 8, 2**18
     params = SamplingParams(**SETTINGS["everything"], logprobs=3, seed=1)
     sampler = Sampler(wide, num_rows)
-    lens = np.full(num_rows // window, window, dtype=np.int32)
-    slots = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
-    before = 5 + np.arange(num_rows, dtype=np.int32) % window
-    for slot in range(len(lens)):
-        sampler.add(slot, params, PROMPT, list(OUTPUT))
+    lens = np.full(num_rows // span, span, dtype=np.int32)
+    req_indices = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
+    before = 5 + np.arange(num_rows, dtype=np.int32) % span
+    for req_idx in range(len(lens)):
+        sampler.add(req_idx, params, PROMPT, list(OUTPUT))
     mask = GrammarMask(rows(0, 1), np.full((2, wide // 32), -1, dtype=np.int32))
 
     def sample(logits: mx.array, draft_ids: mx.array) -> SamplerOutput:
-        windows = None if window == 1 else Windows(starts, lens, draft_ids)
-        return sampler.sample(logits, slots, before, mask, windows)
+        draft_spans = None if span == 1 else DraftSpans(starts, lens, draft_ids)
+        return sampler.sample(logits, req_indices, before, mask, draft_spans)
 
-    starts = window * np.arange(len(lens), dtype=np.int32)
+    starts = span * np.arange(len(lens), dtype=np.int32)
     out = sample(mx.zeros((num_rows, wide)), mx.zeros((num_rows,), dtype=mx.int32))
     mx.eval(out.token_ids)  # brings the prompts' token counts to the device
 
@@ -277,7 +279,7 @@ def test_contract_errors_name_the_cause():
         Sampler(V, 1, logprobs_mode="raw")
     sampler = Sampler(V, 1)
     sampler.add(0, SamplingParams(), [], [])
-    with pytest.raises(ValueError, match="slot 0 already"):
+    with pytest.raises(ValueError, match="req_idx 0 already"):
         sampler.add(0, SamplingParams(), [], [])
     with pytest.raises(ValueError, match="logits have shape"):
         sampler.sample(mx.zeros((1, V + 1)), rows(0), rows(0))

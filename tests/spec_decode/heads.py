@@ -23,14 +23,14 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.spec_decode.networks import load_network
 from vllm_metal.spec_decode.paged_proposer import Spans
 
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
-BLOCK, SLOTS = 16, 4
+BLOCK, MAX_NUM_REQS = 16, 4
 TIE = 1e-3  # of two logits, which range over some 10; torch and MLX sum in other orders
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -210,68 +210,70 @@ class Bench:
         selected = parts.SelectedRows(model)
         network = load_network(config, model, selected)
         everything = [*layers, *network.layers]
-        regions = {
-            layer.name: ScatterRegion(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+        kv_caches = {
+            layer.name: ScatterKVCache(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
             for layer in everything
         }
-        group_of = dict.fromkeys(regions, 0)
-        self.executor = ModelExecutor(model, selected, layers, regions, group_of, BLOCK)
-        self.tables = BlockTables(1, SLOTS, MAX_LEN // BLOCK + 1)
-        self.proposer = network.proposer(regions, group_of, self.tables)
+        group_of = dict.fromkeys(kv_caches, 0)
+        self.executor = ModelExecutor(model, selected, layers, kv_caches, group_of, BLOCK)
+        self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
+        self.proposer = network.proposer(kv_caches, group_of, self.tables)
         self.free = self.rng.permutation(np.arange(1, 60)).tolist()
-        self.token_ids_np = np.zeros((SLOTS, MAX_LEN), np.int32)
-        self.known = np.zeros(SLOTS, np.int32)
-        self.computed = np.zeros(SLOTS, np.int32)
+        self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
+        self.known = np.zeros(MAX_NUM_REQS, np.int32)
+        self.computed = np.zeros(MAX_NUM_REQS, np.int32)
 
     def prompt(self, length):
         return self.rng.integers(0, VOCAB, length).tolist()
 
-    def begin(self, slot, tokens, shared=()):
+    def begin(self, req_idx, tokens, shared=()):
         own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
-        self.tables.replace(slot, [[*shared, *own]])
-        self.token_ids_np[slot, : len(tokens)] = tokens
-        self.known[slot], self.computed[slot] = len(tokens), len(shared) * BLOCK
-        self.proposer.begin(slot, len(shared) * BLOCK)
+        self.tables.replace(req_idx, [[*shared, *own]])
+        self.token_ids_np[req_idx, : len(tokens)] = tokens
+        self.known[req_idx], self.computed[req_idx] = len(tokens), len(shared) * BLOCK
+        self.proposer.begin(req_idx, len(shared) * BLOCK)
 
-    def step(self, slots, limits, chunk=MAX_LEN):
+    def step(self, req_indices, limits, chunk=MAX_LEN):
         """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""
-        slots = np.array(slots, np.int32)
-        ends = np.minimum(self.known[slots], self.computed[slots] + chunk)
-        proposed = self.proposer.propose(self.token_ids_np, slots, ends, np.array(limits, np.int32))
+        req_indices = np.array(req_indices, np.int32)
+        ends = np.minimum(self.known[req_indices], self.computed[req_indices] + chunk)
+        proposed = self.proposer.propose(
+            self.token_ids_np, req_indices, ends, np.array(limits, np.int32)
+        )
         counts = proposed.counts_np
         drafts = [
             row[:count] for row, count in zip(np.array(proposed.token_ids), counts, strict=True)
         ]
-        for slot, of_request in zip(slots, drafts, strict=True):
-            self.check(slot, of_request.tolist())
+        for req_idx, of_request in zip(req_indices, drafts, strict=True):
+            self.check(req_idx, of_request.tolist())
         text = self.token_ids_np.copy()
-        for slot, of_request in zip(slots, drafts, strict=True):
-            text[slot, self.known[slot] : self.known[slot] + len(of_request)] = of_request
-        spans = Spans(slots, self.computed[slots], ends + counts)
-        ids = mx.array(text[spans.slots_np[spans.index_np], spans.positions_np])
+        for req_idx, of_request in zip(req_indices, drafts, strict=True):
+            text[req_idx, self.known[req_idx] : self.known[req_idx] + len(of_request)] = of_request
+        spans = Spans(req_indices, self.computed[req_indices], ends + counts)
+        ids = mx.array(text[spans.req_indices_np[spans.index_np], spans.positions_np])
         rows = spans.rows(ids, np.array([0]))
         logits = self.executor.forward(rows, self.tables)
         self.proposer.take_hidden(rows)
         mx.eval(logits)
-        for slot, end, of_request in zip(slots, ends, drafts, strict=True):
-            self.learn(slot, end, of_request.tolist())
+        for req_idx, end, of_request in zip(req_indices, ends, drafts, strict=True):
+            self.learn(req_idx, end, of_request.tolist())
         return counts.tolist()
 
-    def check(self, slot, drafts):
+    def check(self, req_idx, drafts):
         if drafts:
-            text = self.token_ids_np[slot, : self.known[slot]].tolist()
+            text = self.token_ids_np[req_idx, : self.known[req_idx]].tolist()
             for row, token in zip(self.judge(text, drafts), drafts, strict=True):
                 assert row.max() - row[token] <= TIE
 
-    def learn(self, slot, end, drafts):
-        if end < self.known[slot]:  # within its prompt
-            self.computed[slot] = end
+    def learn(self, req_idx, end, drafts):
+        if end < self.known[req_idx]:  # within its prompt
+            self.computed[req_idx] = end
             return
         accepted = int(self.rng.integers(0, len(drafts) + 1))
         new = [*drafts[:accepted], int(self.rng.integers(0, VOCAB))]
         if accepted < len(drafts) and new[-1] == drafts[accepted]:
             new[-1] = (new[-1] + 1) % VOCAB
-        start = self.known[slot]
-        self.token_ids_np[slot, start : start + len(new)] = new
-        self.known[slot] += len(new)
-        self.computed[slot] = self.known[slot] - 1
+        start = self.known[req_idx]
+        self.token_ids_np[req_idx, start : start + len(new)] = new
+        self.known[req_idx] += len(new)
+        self.computed[req_idx] = self.known[req_idx] - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from vllm_metal.spec_decode.adaptive import DraftLengths, FixedLengths
+from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, FixedDraftLengths
 
 K = 8
 MACHINES = {"gpu": (0.020, 0.0002), "cpu": (0.055, 0.005)}  # seconds a step, and a row of it
@@ -43,15 +43,15 @@ class Machine:
         Steps are up to some 10 % slower than the line says, and one in 100 three times as slow.
         """
         rng, num_reqs = np.random.default_rng(seed), len(acceptance)
-        slots, all_tokens, all_seconds = np.arange(num_reqs), 0.0, 0.0
+        req_indices, all_tokens, all_seconds = np.arange(num_reqs), 0.0, 0.0
         for step in range(num_steps):
-            limits = lengths.limits(slots, 0)
+            limits = lengths.limits(req_indices, 0)
             assert limits.dtype == np.int32 and min(limits) >= 0 and max(limits) <= K
             good = rng.random((num_reqs, K)) < acceptance[:, None]
             accepted = np.cumprod(good & (np.arange(K) < limits[:, None]), axis=1).sum(1)
             tokens, seconds = self.rate(limits, acceptance)
             slowness = 1 + 0.05 * abs(rng.standard_normal()) + 2 * (rng.random() < 0.01)
-            lengths.observe(slots, limits, accepted)
+            lengths.observe(req_indices, limits, accepted)
             lengths.observe_step(num_reqs + int(limits.sum()), seconds * slowness)
             if step >= skip:
                 all_tokens, all_seconds = all_tokens + tokens, all_seconds + seconds
@@ -68,7 +68,7 @@ def machine(request):
 def test_within_three_percent_of_the_best_fixed_length(machine, num_reqs, rate):
     """From the first step on, learning included."""
     acceptance = np.full(num_reqs, rate)
-    reached = machine.run(DraftLengths(K, num_reqs), acceptance, num_steps=600)
+    reached = machine.run(AdaptiveDraftLengths(K, num_reqs), acceptance, num_steps=600)
     assert reached > 0.97 * machine.best_fixed(acceptance)
     assert reached > 0.97 * machine.plain(num_reqs)
 
@@ -76,7 +76,7 @@ def test_within_three_percent_of_the_best_fixed_length(machine, num_reqs, rate):
 @pytest.mark.parametrize("num_reqs", BATCHES)
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
 def test_a_text_that_changes_is_noticed(machine, num_reqs, before, after):
-    lengths = DraftLengths(K, num_reqs)
+    lengths = AdaptiveDraftLengths(K, num_reqs)
     machine.run(lengths, np.full(num_reqs, before), num_steps=300)
     acceptance = np.full(num_reqs, after)
     at_first = machine.run(lengths, acceptance, num_steps=300, seed=1)
@@ -89,32 +89,32 @@ def test_a_text_that_changes_is_noticed(machine, num_reqs, before, after):
 def test_drafts_go_to_the_requests_that_use_them(machine, num_reqs):
     predictable = np.arange(num_reqs) % 2 == 0
     acceptance = np.where(predictable, 0.9, 0.1)
-    reached = machine.run(DraftLengths(K, num_reqs), acceptance, num_steps=600)
+    reached = machine.run(AdaptiveDraftLengths(K, num_reqs), acceptance, num_steps=600)
     assert reached > 0.95 * machine.best_of_two(acceptance, predictable)
     assert reached > machine.best_fixed(acceptance)
 
 
-def test_another_request_in_a_slot_starts_afresh():
-    lengths = DraftLengths(K, 2)
+def test_another_request_in_a_request_index_starts_afresh():
+    lengths = AdaptiveDraftLengths(K, 2)
     machine = Machine(*MACHINES["gpu"])
     machine.run(lengths, np.array([0.0, 0.95]), num_steps=200)
-    slots = np.array([0, 1])
-    unpredictable, predictable = lengths.limits(slots, 0)
+    req_indices = np.array([0, 1])
+    unpredictable, predictable = lengths.limits(req_indices, 0)
     lengths.forget(0)
     lengths.forget(1)
-    first, second = lengths.limits(slots, 0)
+    first, second = lengths.limits(req_indices, 0)
     assert unpredictable < first == second <= predictable
 
 
 def test_rows_of_others_make_a_draft_cheaper_by_comparison():
     """The longer a step takes anyway, the more a token in it is worth."""
-    lengths = DraftLengths(K, 1)
+    lengths = AdaptiveDraftLengths(K, 1)
     machine = Machine(*MACHINES["cpu"])
     machine.run(lengths, np.array([0.5]), num_steps=300)
     assert lengths.limits(np.array([0]), 256)[0] > lengths.limits(np.array([0]), 0)[0]
 
 
-@pytest.mark.parametrize("lengths", [DraftLengths(K, 4), FixedLengths(K)])
+@pytest.mark.parametrize("lengths", [AdaptiveDraftLengths(K, 4), FixedDraftLengths(K)])
 def test_acceptance_counts_drafts_whose_fate_was_seen(lengths):
     for _ in range(2000):
         lengths.observe(np.array([0, 2]), np.array([4, 2]), np.array([3, 2]))
@@ -123,7 +123,7 @@ def test_acceptance_counts_drafts_whose_fate_was_seen(lengths):
 
 
 def test_fixed_lengths():
-    lengths = FixedLengths(3)
+    lengths = FixedDraftLengths(3)
     assert lengths.acceptance() == 0.0
     lengths.observe_step(4, 0.1)
     lengths.forget(0)
@@ -131,4 +131,4 @@ def test_fixed_lengths():
 
 
 def test_no_request_no_limit():
-    assert DraftLengths(K, 4).limits(np.zeros(0, np.int32), 5).tolist() == []
+    assert AdaptiveDraftLengths(K, 4).limits(np.zeros(0, np.int32), 5).tolist() == []

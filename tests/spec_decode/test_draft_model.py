@@ -13,13 +13,13 @@ from metal_kernels import kernel
 from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
-from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
 
-BLOCK, VOCAB, MAX_LEN, SLOTS, K = 16, 64, 160, 6, 4
+BLOCK, VOCAB, MAX_LEN, MAX_NUM_REQS, K = 16, 64, 160, 6, 4
 TIE = 1e-4  # of two logits, which range over some 3: sums in another order move them by 1e-6
 CONFIG = {
     "model_type": "llama",
@@ -41,7 +41,7 @@ WINDOWED = {"model_type": "olmo3", "sliding_window": 24}  # every fourth layer i
 class Bench:
     """A proposer on a small pool, the true tokens of its requests, and mlx-lm's model as judge."""
 
-    def __init__(self, windowed=False, max_len=MAX_LEN, region_type=ScatterRegion):
+    def __init__(self, windowed=False, max_len=MAX_LEN, kv_cache_type=ScatterKVCache):
         seam.install()
         self.rng = np.random.default_rng(0)
         mx.random.seed(0)
@@ -57,7 +57,7 @@ class Bench:
         mx.eval(self.model.parameters())
         layers = attention_layers(self.model, "test")
         pools = {
-            layer.name: region_type(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+            layer.name: kv_cache_type(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
             for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
@@ -72,41 +72,41 @@ class Bench:
             return forward(rows, tables)
 
         executor.forward = counted
-        self.tables = BlockTables(1, SLOTS, MAX_LEN // BLOCK + 1)
+        self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.free = self.rng.permutation(np.arange(1, 80)).tolist()
-        self.proposer = DraftModelProposer(executor, self.tables, SLOTS, K, max_len)
-        self.token_ids_np = np.zeros((SLOTS, MAX_LEN), np.int32)
-        self.known = np.zeros(SLOTS, np.int32)
+        self.proposer = DraftModelProposer(executor, self.tables, MAX_NUM_REQS, K, max_len)
+        self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
+        self.known = np.zeros(MAX_NUM_REQS, np.int32)
 
-    def begin(self, slot, tokens, shared=()):
+    def begin(self, req_idx, tokens, shared=()):
         """A request with whole `shared` blocks from the prefix cache."""
         own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
-        self.tables.replace(slot, [[*shared, *own]])
-        self.token_ids_np[slot, : len(tokens)] = tokens
-        self.known[slot] = len(tokens)
-        self.proposer.begin(slot, len(shared) * BLOCK)
+        self.tables.replace(req_idx, [[*shared, *own]])
+        self.token_ids_np[req_idx, : len(tokens)] = tokens
+        self.known[req_idx] = len(tokens)
+        self.proposer.begin(req_idx, len(shared) * BLOCK)
 
-    def propose(self, slots, limits, ends=None):
+    def propose(self, req_indices, limits, ends=None):
         """[R] lists of drafts; `ends` where the step still works on prompts."""
-        slots = np.array(slots, np.int32)
-        num_tokens = self.known[slots] if ends is None else np.array(ends, np.int32)
+        req_indices = np.array(req_indices, np.int32)
+        num_tokens = self.known[req_indices] if ends is None else np.array(ends, np.int32)
         drafts = self.proposer.propose(
-            self.token_ids_np, slots, num_tokens, np.array(limits, np.int32)
+            self.token_ids_np, req_indices, num_tokens, np.array(limits, np.int32)
         )
         token_ids = np.array(drafts.token_ids)
-        assert token_ids.shape == (len(slots), K)
+        assert token_ids.shape == (len(req_indices), K)
         return [
             row[:n].tolist() for row, n in zip(token_ids, drafts.counts_np.tolist(), strict=True)
         ]
 
-    def learn(self, slot, tokens):
-        start = self.known[slot]
-        self.token_ids_np[slot, start : start + len(tokens)] = tokens
-        self.known[slot] += len(tokens)
+    def learn(self, req_idx, tokens):
+        start = self.known[req_idx]
+        self.token_ids_np[req_idx, start : start + len(tokens)] = tokens
+        self.known[req_idx] += len(tokens)
 
-    def check(self, slot, drafts):
+    def check(self, req_idx, drafts):
         """Each draft is the model's most likely token after the known ones and those before it."""
-        text = self.token_ids_np[slot, : self.known[slot]].tolist()
+        text = self.token_ids_np[req_idx, : self.known[req_idx]].tolist()
         cache = make_prompt_cache(self.model)
         logits = np.array(self.model(mx.array([text + drafts]), cache=cache)[0, len(text) - 1 :])
         for row, token in zip(logits, drafts, strict=False):  # nothing is drafted after the last
@@ -117,26 +117,26 @@ class Bench:
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("region_type", [ScatterRegion, KernelRegion])
-def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(region_type, windowed):
+@pytest.mark.parametrize("kv_cache_type", [ScatterKVCache, KernelKVCache])
+def test_drafts_equal_greedy_generation_after_any_pattern_of_acceptance(kv_cache_type, windowed):
     with kernel.using(metal_kernel):
-        generate(Bench(windowed, region_type=region_type))
+        generate(Bench(windowed, kv_cache_type=kv_cache_type))
 
 
 def generate(bench):
-    for slot, length in enumerate([1, 15, 16, 30]):
-        bench.begin(slot, bench.prompt(length))
+    for req_idx, length in enumerate([1, 15, 16, 30]):
+        bench.begin(req_idx, bench.prompt(length))
     seen = set()
     for step in range(24):
         limits = bench.rng.integers(0, K + 1, 4) if step % 5 else np.zeros(4, int)
         order = bench.rng.permutation(4)
-        for slot, drafts in zip(order, bench.propose(order, limits[order]), strict=True):
-            assert len(drafts) == limits[slot]
-            bench.check(slot, drafts)
+        for req_idx, drafts in zip(order, bench.propose(order, limits[order]), strict=True):
+            assert len(drafts) == limits[req_idx]
+            bench.check(req_idx, drafts)
             seen.update(drafts)
             accepted = int(bench.rng.integers(0, len(drafts) + 1))
             wrong = (drafts[accepted] + 1) % VOCAB if accepted < len(drafts) else 3
-            bench.learn(slot, [*drafts[:accepted], wrong])
+            bench.learn(req_idx, [*drafts[:accepted], wrong])
     assert len(seen) > 10  # not one token over and over, whatever the context
 
 
@@ -166,7 +166,7 @@ def test_blocks_of_the_prefix_cache_hold_the_draft_models_context_too():
     bench.check(1, drafts)
 
 
-def test_a_slot_taken_over_by_another_request():
+def test_a_request_index_taken_over_by_another_request():
     bench = Bench()
     bench.begin(2, bench.prompt(50))
     bench.propose([2], [4])

@@ -136,11 +136,13 @@ def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(be
     assert bench.step([2], [0]) == [0]
     drafted = 0
     for number in range(6):
-        slots = bench.rng.permutation(3)[: 2 if number % 3 else 3]  # now and then one sits out
-        drafted += sum(bench.step(slots, bench.rng.integers(0, K + 1, len(slots))))
+        req_indices = bench.rng.permutation(3)[
+            : 2 if number % 3 else 3
+        ]  # now and then one sits out
+        drafted += sum(bench.step(req_indices, bench.rng.integers(0, K + 1, len(req_indices))))
     assert drafted > 15
-    for slot in range(3):
-        bench.proposer.forget(slot)
+    for req_idx in range(3):
+        bench.proposer.forget(req_idx)
 
 
 def test_a_request_without_hidden_states_gets_no_drafts(bench):

@@ -87,5 +87,5 @@ def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
         assert bench.step(bench.rng.permutation(2), limits) == np.minimum(limits, most).tolist()
     assert bench.step([0], [1]) == [1]
     assert bench.step([0, 1], [2, 2]) == [2, 0]  # the other one sat a step out
-    for slot in range(2):
-        bench.proposer.forget(slot)
+    for req_idx in range(2):
+        bench.proposer.forget(req_idx)

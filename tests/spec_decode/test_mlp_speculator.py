@@ -135,8 +135,8 @@ def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
     for _ in range(5):
         limits = bench.rng.integers(0, K + 1, 2)
         assert bench.step(bench.rng.permutation(2), limits) == np.minimum(limits, most).tolist()
-    for slot in range(2):
-        bench.proposer.forget(slot)
+    for req_idx in range(2):
+        bench.proposer.forget(req_idx)
 
 
 @pytest.mark.parametrize(

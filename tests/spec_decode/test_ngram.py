@@ -82,33 +82,35 @@ def test_agrees_with_vllm_token_for_token(vllm_ngram, text, lengths):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_index_kept_over_steps_finds_what_a_fresh_look_does(data):
-    """Texts that grow by several tokens a step, in slots that change hands."""
+    """Texts that grow by several tokens a step, in req_indices that change hands."""
     min_n = data.draw(st.integers(1, 3))
     max_n = data.draw(st.integers(min_n, 5))
     proposer = NgramProposer(min_n, max_n, num_drafts=3)
     table = np.zeros((MAX_SLOTS, MAX_LEN), np.int32)
-    texts = {slot: [] for slot in range(MAX_SLOTS)}
+    texts = {req_idx: [] for req_idx in range(MAX_SLOTS)}
     for _ in range(8):
-        slots = data.draw(st.lists(st.sampled_from(range(MAX_SLOTS)), unique=True, min_size=1))
-        for slot in slots:
+        req_indices = data.draw(
+            st.lists(st.sampled_from(range(MAX_SLOTS)), unique=True, min_size=1)
+        )
+        for req_idx in req_indices:
             if data.draw(st.integers(0, 9)) == 0:
-                proposer.forget(slot)
-                texts[slot] = []
-            texts[slot] += data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-            table[slot] = 7
-            table[slot, : len(texts[slot])] = texts[slot]
-        limits = [data.draw(st.integers(0, 3)) for _ in slots]
-        lengths = [len(texts[slot]) for slot in slots]
-        drafts = proposer.propose(table, np.array(slots), np.array(lengths), np.array(limits))
+                proposer.forget(req_idx)
+                texts[req_idx] = []
+            texts[req_idx] += data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+            table[req_idx] = 7
+            table[req_idx, : len(texts[req_idx])] = texts[req_idx]
+        limits = [data.draw(st.integers(0, 3)) for _ in req_indices]
+        lengths = [len(texts[req_idx]) for req_idx in req_indices]
+        drafts = proposer.propose(table, np.array(req_indices), np.array(lengths), np.array(limits))
         expected = [
-            naive(texts[slot], min_n, max_n, limit)
-            for slot, limit in zip(slots, limits, strict=True)
+            naive(texts[req_idx], min_n, max_n, limit)
+            for req_idx, limit in zip(req_indices, limits, strict=True)
         ]
         assert lists(drafts) == expected
 
 
 @pytest.mark.parametrize("num_tokens", [3, 20])
-def test_slot_taken_over_unannounced(num_tokens):
+def test_request_index_taken_over_unannounced(num_tokens):
     """A text that is shorter, or other where the old one ended, starts a new index."""
     table = np.zeros((1, MAX_LEN), np.int32)
     table[0, :10] = np.arange(10)

@@ -9,18 +9,18 @@ from vllm_metal.spec_decode.suffix import SuffixOptions, SuffixProposer
 MAX_LEN = 64
 
 
-def guess(proposer, text, slot=0, limit=8):
-    table = np.full((slot + 1, MAX_LEN), 999, np.int32)
-    table[slot, : len(text)] = text
-    drafts = proposer.propose(table, np.array([slot]), np.array([len(text)]), np.array([limit]))
+def guess(proposer, text, req_idx=0, limit=8):
+    table = np.full((req_idx + 1, MAX_LEN), 999, np.int32)
+    table[req_idx, : len(text)] = text
+    drafts = proposer.propose(table, np.array([req_idx]), np.array([len(text)]), np.array([limit]))
     return np.array(drafts.token_ids)[0, : drafts.counts_np[0]].tolist()
 
 
-def run_to_end(proposer, prompt, output, slot=0):
+def run_to_end(proposer, prompt, output, req_idx=0):
     """A whole request, a token a step."""
     for end in range(len(output) + 1):
-        guess(proposer, prompt + output[:end], slot)
-    proposer.forget(slot)
+        guess(proposer, prompt + output[:end], req_idx)
+    proposer.forget(req_idx)
 
 
 def counted_path(text, places, num_tokens, min_prob):
@@ -81,13 +81,13 @@ def test_takes_the_path_of_highest_expected_length(text, options, first_seen):
 def test_past_outputs_continue_a_new_request():
     proposer = SuffixProposer(8, SuffixOptions())
     run_to_end(proposer, [1, 2, 3], list(range(10, 30)))
-    assert guess(proposer, [5, 12, 13, 14, 15], slot=3) == [16, 17, 18, 19]
+    assert guess(proposer, [5, 12, 13, 14, 15], req_idx=3) == [16, 17, 18, 19]
 
 
 def test_prompts_are_not_shared():
     proposer = SuffixProposer(8, SuffixOptions())
     run_to_end(proposer, list(range(10, 30)), [1, 2, 3])
-    assert guess(proposer, [5, 12, 13, 14, 15], slot=3) == []
+    assert guess(proposer, [5, 12, 13, 14, 15], req_idx=3) == []
 
 
 def test_past_outputs_stay_in_their_scope():
@@ -96,7 +96,7 @@ def test_past_outputs_stay_in_their_scope():
     run_to_end(proposer, [1], list(range(10, 30)))
     for scope, expected in ((None, []), ("other", []), ("tenant", [14, 15, 16, 17])):
         proposer.set_scope(1, scope)
-        assert guess(proposer, [10, 11, 12, 13], slot=1) == expected
+        assert guess(proposer, [10, 11, 12, 13], req_idx=1) == expected
         proposer.forget(1)
 
 
@@ -120,7 +120,7 @@ def test_oldest_outputs_are_dropped_across_scopes(options, max_tokens, kept):
         proposer.set_scope(1, str(number % 2))
         for start in (0, 4, 6):  # the start of the output, and towards its end
             text, follow = output[start : start + 4], output[start + 4 : start + 8]
-            assert guess(proposer, text, slot=1) == (follow if number in kept else [])
+            assert guess(proposer, text, req_idx=1) == (follow if number in kept else [])
         proposer.forget(1)
 
 
@@ -140,4 +140,4 @@ def test_a_text_that_changed_hands_is_no_output():
     guess(proposer, [1, 2, 3, 4, 5])
     guess(proposer, list(range(40, 50)))  # without a word of the first one's end
     proposer.forget(0)
-    assert guess(proposer, [3, 4], slot=1) == guess(proposer, [43, 44], slot=2) == []
+    assert guess(proposer, [3, 4], req_idx=1) == guess(proposer, [43, 44], req_idx=2) == []

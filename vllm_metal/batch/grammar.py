@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
 
 
-def masked(batch: InputBatch, output: GrammarOutput) -> tuple[GrammarMask | None, InputBatch]:
+def match_grammar_mask(
+    batch: InputBatch, output: GrammarOutput
+) -> tuple[GrammarMask | None, InputBatch]:
     """Masks of the rows that have one, and the batch without drafts the grammars did not see.
 
     The scheduler sends a mask for each request's next token and for what follows each row reserved
@@ -27,26 +29,28 @@ def masked(batch: InputBatch, output: GrammarOutput) -> tuple[GrammarMask | None
     if batch.drafts is not None:
         counts = batch.drafts.reserved_np.tolist()
         reserved = {state.req_id: n for state, n in zip(batch.states, counts, strict=True)}
-    windows = batch.windows
-    starts = np.arange(len(sampling)) if windows is None else windows.starts_np
-    lens = np.ones(len(sampling), np.int64) if windows is None else windows.lens_np
+    draft_spans = batch.draft_spans
+    starts = np.arange(len(sampling)) if draft_spans is None else draft_spans.starts_np
+    lens = np.ones(len(sampling), np.int64) if draft_spans is None else draft_spans.lens_np
     rows, places, unseen, place = [], [], [], 0
     acceptable = output.num_acceptable_drafts or [0] * len(output.structured_output_request_ids)
     for req_id, num_seen in zip(output.structured_output_request_ids, acceptable, strict=True):
         if (n := sampling.get(req_id)) is not None:
-            in_window = np.arange(lens[n])
-            rows.append(starts[n] + in_window)
-            places.append(place + in_window)
-            unseen.append(starts[n] + in_window[num_seen:])
+            in_span = np.arange(lens[n])
+            rows.append(starts[n] + in_span)
+            places.append(place + in_span)
+            unseen.append(starts[n] + in_span[num_seen:])
         place += 1 + reserved.get(req_id, 0)
     if not rows:
         return None, batch
     mask = GrammarMask(
         np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(places)]
     )
-    if windows is not None and (blind := np.concatenate(unseen)).size:
-        is_blind = np.zeros(len(batch.sample_slots_np), bool)
+    if draft_spans is not None and (blind := np.concatenate(unseen)).size:
+        is_blind = np.zeros(len(batch.sample_req_indices_np), bool)
         is_blind[blind] = True
-        kept = mx.where(mx.array(is_blind), -1, windows.draft_ids)
-        batch = dataclasses.replace(batch, windows=dataclasses.replace(windows, draft_ids=kept))
+        kept = mx.where(mx.array(is_blind), -1, draft_spans.draft_ids)
+        batch = dataclasses.replace(
+            batch, draft_spans=dataclasses.replace(draft_spans, draft_ids=kept)
+        )
     return mask, batch

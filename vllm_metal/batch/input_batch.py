@@ -11,7 +11,7 @@ import numpy as np
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.batch.rows import Rows
-from vllm_metal.sample import Windows
+from vllm_metal.sample import DraftSpans
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class InputBatch(Rows):
     """A step's rows, and which of them sample.
 
     The last rows of a request with drafts hold them, one each; the row before the first of them and
-    these rows are its window: each samples what follows it.
+    these rows are its span: each samples what follows it.
     """
 
     states: list[RequestState]  # [R]
     sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
-    sample_slots_np: np.ndarray  # [S] int32, of each row that samples
+    sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     num_output_tokens_np: np.ndarray  # [S] int32, generated before that row, drafts included
-    windows: Windows | None  # of the rows that sample; None: one row each
+    draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
     drafts: StepDrafts | None  # of all requests; None: without speculation
     prompt_rows: tuple[PromptRows, ...]
 
@@ -52,66 +52,66 @@ def prepare(
     Args:
         requests: brought up to date with this step's scheduler output.
         num_scheduled_tokens: request id to its number of rows in this step.
-        last_token_ids: [max_num_reqs] int32, by slot the token last sampled, on the device. A row
+        last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device. A row
             whose token the host does not know yet takes it from there.
         drafts: of the scheduled requests, in their order. Then the host knows all sampled tokens.
     """
     states = [requests[req_id] for req_id in num_scheduled_tokens]
-    slots = np.fromiter((state.slot for state in states), np.int32, len(states))
+    req_indices = np.fromiter((state.req_idx for state in states), np.int32, len(states))
     scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(states))
     num_drafts = np.zeros(len(states), np.int32)
     if drafts is not None:
         num_drafts = drafts.counts_np
         scheduled += num_drafts - drafts.reserved_np
-    computed = requests.num_computed_tokens_np[slots]
+    computed = requests.num_computed_tokens_np[req_indices]
     seq_lens = computed + scheduled
     query_start_loc = np.zeros(len(states) + 1, np.int32)
     np.cumsum(scheduled, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
 
-    row_slots = np.repeat(slots, scheduled)
+    row_req_indices = np.repeat(req_indices, scheduled)
     offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
     positions = np.repeat(computed, scheduled) + offsets
     last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
-    host_ids = mx.array(requests.token_ids_np[row_slots, np.minimum(positions, last)])
-    unknown = positions >= requests.num_known_np[row_slots]
+    host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
+    unknown = positions >= requests.num_known_np[row_req_indices]
     input_ids = host_ids
     if unknown.any():
-        newest = last_token_ids[mx.array(row_slots)]
+        newest = last_token_ids[mx.array(row_req_indices)]
         if drafts is not None:
             owner = np.repeat(np.arange(len(states)), scheduled)
-            newest = _draft_of(drafts, owner, positions - requests.num_known_np[row_slots])
+            newest = _draft_of(drafts, owner, positions - requests.num_known_np[row_req_indices])
         input_ids = mx.where(mx.array(unknown), newest, host_ids)
 
-    num_tokens_before = requests.num_tokens_np[slots]
+    num_tokens_before = requests.num_tokens_np[req_indices]
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
-    window_lens = 1 + num_drafts[sampling]
-    window = np.repeat(np.arange(len(sampling)), window_lens)
-    starts = np.cumsum(window_lens) - window_lens
-    in_window = (np.arange(len(window)) - starts[window]).astype(np.int32)
-    sample_rows = (query_start_loc[sampling + 1] - window_lens)[window] + in_window
-    windows = None
+    span_lens = 1 + num_drafts[sampling]
+    span = np.repeat(np.arange(len(sampling)), span_lens)
+    starts = np.cumsum(span_lens) - span_lens
+    in_span = (np.arange(len(span)) - starts[span]).astype(np.int32)
+    sample_rows = (query_start_loc[sampling + 1] - span_lens)[span] + in_span
+    draft_spans = None
     if drafts is not None and num_drafts.any():
-        guesses = _draft_of(drafts, sampling[window], in_window)
-        final = mx.array(in_window == window_lens[window] - 1)
-        windows = Windows(
-            starts.astype(np.int32), window_lens.astype(np.int32), mx.where(final, -1, guesses)
+        guesses = _draft_of(drafts, sampling[span], in_span)
+        final = mx.array(in_span == span_lens[span] - 1)
+        draft_spans = DraftSpans(
+            starts.astype(np.int32), span_lens.astype(np.int32), mx.where(final, -1, guesses)
         )
-    sample_slots = slots[sampling][window]
-    num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[slots])[sampling][window]
+    sample_req_indices = req_indices[sampling][span]
+    num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
     everything = len(sample_rows) == num_tokens
     return InputBatch(
         states=states,
-        slots_np=slots,
+        req_indices_np=req_indices,
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
         positions_np=positions,
         positions=mx.array(positions),
         input_ids=input_ids,
         sampling_np=sampling,
-        sample_slots_np=sample_slots,
-        num_output_tokens_np=(num_outputs + in_window).astype(np.int32),
-        windows=windows,
+        sample_req_indices_np=sample_req_indices,
+        num_output_tokens_np=(num_outputs + in_span).astype(np.int32),
+        draft_spans=draft_spans,
         drafts=drafts,
         prompt_rows=_prompt_rows(requests, states, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
@@ -141,7 +141,7 @@ def _prompt_rows(
         num_rows = int(query_start_loc[index + 1]) - start
         # The last row of a prompt predicts no other, and may be a chunk by itself.
         predicting = max(min(num_rows, state.num_prompt_tokens - 1 - first), 0)
-        targets = requests.token_ids_np[state.slot, first + 1 : first + 1 + predicting].copy()
+        targets = requests.token_ids_np[state.req_idx, first + 1 : first + 1 + predicting].copy()
         last = bool((sampling == index).any())
         found.append(PromptRows(state, start, targets, last))
     return tuple(found)

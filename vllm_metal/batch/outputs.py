@@ -64,11 +64,11 @@ class StepOutput(AsyncOutput):
 
     def _kept_rows(self) -> tuple[list[int], list[int]]:
         """First row of each sampling request, and the end of those whose token is kept."""
-        windows = self.batch.windows
-        if self.sampled is None or windows is None or self.sampled.num_accepted is None:
+        draft_spans = self.batch.draft_spans
+        if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
             starts = np.arange(len(self.batch.sampling_np))
             return starts.tolist(), (starts + 1).tolist()
-        starts = windows.starts_np
+        starts = draft_spans.starts_np
         return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
 
     def _failures(self) -> dict[str, str]:
@@ -88,7 +88,7 @@ class StepOutput(AsyncOutput):
         logprobs = None
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = self.sampled.logprobs.to_lists()
-            if self.batch.windows is not None:
+            if self.batch.draft_spans is not None:
                 kept = zip(*self._kept_rows(), strict=True)
                 rows = np.concatenate([np.arange(start, stop) for start, stop in kept])
                 logprobs = logprobs._replace(

@@ -34,7 +34,7 @@ class RequestState:
     """
 
     req_id: str
-    slot: int  # row of every per-request table, from 0 to max_num_reqs - 1
+    req_idx: int  # row of every per-request table, from 0 to max_num_reqs - 1
     sampling_params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -58,22 +58,22 @@ class BlockTables:
         self.tables_np = [np.zeros((max_num_reqs, max_blocks), np.int32) for _ in range(num_groups)]
         self._lengths = [[0] * max_num_reqs for _ in range(num_groups)]
 
-    def replace(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Makes `block_ids`, one list a group, the whole of the slot's tables."""
+    def replace(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Makes `block_ids`, one list a group, the whole of the req_idx's tables."""
         for lengths in self._lengths:
-            lengths[slot] = 0
-        self.append(slot, block_ids)
+            lengths[req_idx] = 0
+        self.append(req_idx, block_ids)
 
-    def append(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Adds newly allocated blocks at the end of the slot's tables."""
+    def append(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Adds newly allocated blocks at the end of the req_idx's tables."""
         for table, lengths, ids in zip(self.tables_np, self._lengths, block_ids, strict=True):
-            start = lengths[slot]
-            table[slot, start : start + len(ids)] = ids
-            lengths[slot] = start + len(ids)
+            start = lengths[req_idx]
+            table[req_idx, start : start + len(ids)] = ids
+            lengths[req_idx] = start + len(ids)
 
 
 class Requests:
-    """Requests by id, and by slot the columns that a step's inputs are gathered from."""
+    """Requests by id, and by req_idx the columns that a step's inputs are gathered from."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_tables: BlockTables) -> None:
         self.block_tables = block_tables
@@ -84,7 +84,7 @@ class Requests:
         self.num_prompt_tokens_np = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)
         self._states: dict[str, RequestState] = {}
-        self._preempted: dict[str, RequestState] = {}  # whose slots are others' to take
+        self._preempted: dict[str, RequestState] = {}  # whose req_indices are others' to take
         self._free = list(range(max_num_reqs - 1, -1, -1))
 
     def __getitem__(self, req_id: str) -> RequestState:
@@ -143,36 +143,36 @@ class Requests:
     def _enter(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
     ) -> None:
-        slot, tokens = state.slot, state.prompt_token_ids + state.output_token_ids
+        req_idx, tokens = state.req_idx, state.prompt_token_ids + state.output_token_ids
         self._states[state.req_id] = state
-        self.token_ids_np[slot, : len(tokens)] = tokens
-        self.num_known_np[slot] = self.num_tokens_np[slot] = len(tokens)
-        self.num_prompt_tokens_np[slot] = state.num_prompt_tokens
-        self.num_computed_tokens_np[slot] = num_computed_tokens
-        self.block_tables.replace(slot, block_ids)
+        self.token_ids_np[req_idx, : len(tokens)] = tokens
+        self.num_known_np[req_idx] = self.num_tokens_np[req_idx] = len(tokens)
+        self.num_prompt_tokens_np[req_idx] = state.num_prompt_tokens
+        self.num_computed_tokens_np[req_idx] = num_computed_tokens
+        self.block_tables.replace(req_idx, block_ids)
 
     def advance(self, data: CachedRequestData, index: int) -> None:
         """Takes the scheduler's news of a running request: its progress and new blocks."""
-        slot = self._states[data.req_ids[index]].slot
-        self.num_computed_tokens_np[slot] = data.num_computed_tokens[index]
+        req_idx = self._states[data.req_ids[index]].req_idx
+        self.num_computed_tokens_np[req_idx] = data.num_computed_tokens[index]
         if (block_ids := data.new_block_ids[index]) is not None:
-            self.block_tables.append(slot, block_ids)
+            self.block_tables.append(req_idx, block_ids)
 
     def preempt(self, req_id: str) -> RequestState | None:
-        """Takes a request's slot from it until it resumes, for with priorities or after a reset
+        """Takes a request's req_idx from it until it resumes, for with priorities or after a reset
         others may run before it does; None if it has none."""
         if req_id not in self._states:
             return None
         state = self._preempted[req_id] = self._states.pop(req_id)
-        self._free.append(state.slot)
+        self._free.append(state.req_idx)
         return state
 
     def remove(self, req_id: str) -> RequestState | None:
-        """Forgets a request; None if it has no slot: preempted, or never scheduled."""
+        """Forgets a request; None if it has no req_idx: preempted, or never scheduled."""
         self._preempted.pop(req_id, None)
         state = self._states.pop(req_id, None)
         if state is not None:
-            self._free.append(state.slot)
+            self._free.append(state.req_idx)
         return state
 
     def learn(self, state: RequestState, token_ids: list[int]) -> None:
@@ -180,12 +180,12 @@ class Requests:
         if self._states.get(state.req_id) is not state:
             return
         state.output_token_ids.extend(token_ids)
-        slot = state.slot
-        known = int(self.num_known_np[slot])
+        req_idx = state.req_idx
+        known = int(self.num_known_np[req_idx])
         room = self.token_ids_np.shape[1] - known
-        self.token_ids_np[slot, known : known + len(token_ids)] = token_ids[: max(room, 0)]
-        self.num_known_np[slot] = known + len(token_ids)
-        self.num_tokens_np[slot] = max(self.num_tokens_np[slot], self.num_known_np[slot])
+        self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: max(room, 0)]
+        self.num_known_np[req_idx] = known + len(token_ids)
+        self.num_tokens_np[req_idx] = max(self.num_tokens_np[req_idx], self.num_known_np[req_idx])
 
     def roll_back(self) -> None:
         """Forgets what the scheduler counts as computed but verification rejected.

@@ -16,7 +16,7 @@ from vllm_metal.kv_cache.layer_cache import StepLayout
 class Rows:
     """T rows of R requests; request r owns rows query_start_loc[r : r + 2], by position."""
 
-    slots_np: np.ndarray  # [R] int32
+    req_indices_np: np.ndarray  # [R] int32
     query_start_loc_np: np.ndarray  # [R + 1] int32
     seq_lens_np: np.ndarray  # [R] int32, context including these rows
     positions_np: np.ndarray  # [T] int32
@@ -30,14 +30,14 @@ def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int, pace: P
 
     Args:
         rows: the batch.
-        block_table_np: [max_num_reqs, max_blocks] int32, the group's table by slot.
+        block_table_np: [max_num_reqs, max_blocks] int32, the group's table by req_idx.
         block_size: tokens of a block.
         pace: of the network.
     """
     # Narrowed to the longest context, so that a step's cost follows what it really holds.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
-    tables = block_table_np[rows.slots_np, :width]
-    requests = np.repeat(np.arange(len(rows.slots_np)), np.diff(rows.query_start_loc_np))
+    tables = block_table_np[rows.req_indices_np, :width]
+    requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))
     blocks = tables[requests, rows.positions_np // block_size]
     return StepLayout(
         query_start_loc_np=rows.query_start_loc_np,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of region serves a model: the kernels', or MLX's."""
+"""Which kind of kv_cache serves a model: the kernels', or MLX's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from metal_kernels import kernel, paged_attention
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck import Case, Outcome, usable
 from vllm_metal.device import selfcheck
-from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.layer_cache import Region
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ logger = init_logger(__name__)
 _ADVICE = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
 
 
-def region_type(
+def kv_cache_type(
     device: envs.Device,
     layers: Sequence[AttentionLayer],
     dtype: mx.Dtype,
     pool_dtype: mx.Dtype,
     block_size: int,
-) -> type[Region]:
+) -> type[LayerKVCache]:
     """Follows VLLM_METAL_KERNELS; with `auto`, whatever is right and quickest on this machine.
 
     Args:
@@ -47,7 +47,7 @@ def region_type(
     """
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
-        return ScatterRegion
+        return ScatterKVCache
     if wanted == "metal" and device == "cpu":
         raise ValueError("VLLM_METAL_KERNELS=metal needs a Metal device; on a CPU: mlx, interpret")
     if wanted == "interpret" and device == "metal":
@@ -74,16 +74,16 @@ def region_type(
             return chosen
         reasons = {f"they fail their self-check: {'; '.join(failed)}. {_ADVICE}"}
     if not reasons:
-        return KernelRegion
+        return KernelKVCache
     reason = "; ".join(sorted(str(reason) for reason in reasons))
     if wanted != "auto":
         raise ValueError(f"VLLM_METAL_KERNELS={wanted}: {reason}")
     logger.warning("Attention runs by MLX's own operations, not by Metal kernels: %s", reason)
-    return ScatterRegion
+    return ScatterKVCache
 
 
-def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelRegion] | None:
-    """Regions that use what passed its check; None where a layer cannot be written or attend.
+def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelKVCache] | None:
+    """Layer caches that use what passed its check; None where a layer cannot be written or attend.
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
     contexts are not split, and without `kv_blocks` MLX moves blocks.
@@ -96,5 +96,5 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
         return None
     moves_blocks = all((case, "kv_blocks") in passed for case in cases)
     if moves_blocks and all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items()):
-        return KernelRegion
-    return KernelRegion.limited(tiles, moves_blocks)
+        return KernelKVCache
+    return KernelKVCache.limited(tiles, moves_blocks)

@@ -13,7 +13,7 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_write, paged_attention
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, AttentionShape, Tiles
-from vllm_metal.kv_cache.layer_cache import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
 
 #: A kind of layer: its shape and window.
 Kind = tuple[AttentionShape, int | None]
@@ -37,7 +37,7 @@ class KernelPlan:
         return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
 
 
-class KernelRegion(Region):
+class KernelKVCache(LayerKVCache):
     """The pool arrays are inputs of every kernel, also of the one that writes through them.
 
     So MLX never copies them, and orders nothing by them either: tokens do. A write returns one that
@@ -53,8 +53,8 @@ class KernelRegion(Region):
     moves_blocks: ClassVar[bool] = True
 
     @classmethod
-    def limited(cls, tiles: Mapping[Kind, Tiles], moves_blocks: bool) -> type[KernelRegion]:
-        """Regions that keep to what works on this machine."""
+    def limited(cls, tiles: Mapping[Kind, Tiles], moves_blocks: bool) -> type[KernelKVCache]:
+        """Layer caches that keep to what works on this machine."""
         return type(cls.__name__, (cls,), {"tiles": tiles, "moves_blocks": moves_blocks})
 
     def __init__(

@@ -29,7 +29,7 @@ class StepLayout:
 
 
 @dataclass
-class Pool:
+class KVArray:
     """K, or V, for every block: values, or codes with a scale for each row of each head.
 
     Head outermost: what attention reads of a head's block is then in one piece.
@@ -39,7 +39,7 @@ class Pool:
     scales: mx.array | None  # [Hkv, B, block_size] bfloat16, value = code * scale; None: of values
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> Pool:
+    def empty(cls, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> KVArray:
         """Zeros; `shape` is that of the elements, `dtype` theirs."""
         scales = mx.zeros(shape[:3], SCALE_DTYPE) if dtype in CODE_DTYPES else None
         return cls(mx.zeros(shape, dtype), scales)
@@ -59,10 +59,10 @@ def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
     return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
 
 
-class Region(ABC):
+class LayerKVCache(ABC):
     """K and V of one layer, or of one layer of each KV cache group, for every block of the pool.
 
-    Groups share regions soundly: a block belongs to one group at a time.
+    Groups share kv_caches soundly: a block belongs to one group at a time.
     """
 
     #: Whether a step may be handed to the device while the one before still runs.
@@ -79,13 +79,13 @@ class Region(ABC):
             dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for codes.
         """
         shape = (num_kv_heads, num_blocks, block_size, head_size)
-        self.keys = Pool.empty(shape, dtype)
-        self.values = Pool.empty(shape, dtype)
+        self.keys = KVArray.empty(shape, dtype)
+        self.values = KVArray.empty(shape, dtype)
         self.dtype = dtype
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the region holds, as it stands."""
+        """All that the kv_cache holds, as it stands."""
         return [*self.keys.arrays, *self.values.arrays]
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class AttentionMetadata:
     """What a layer needs to know of one step; made fresh each step, shared by a KV cache group."""
 
     positions: mx.array  # [T] int32, position of each row in its request
-    plan: Any  # what the layer's kind of region made of it
+    plan: Any  # what the layer's kind of kv_cache made of it
 
 
 class PagedCache(AttendingCache):
@@ -27,8 +27,8 @@ class PagedCache(AttendingCache):
     hands K/V to the pool and `attend` is called by the seam in place of dense attention.
     """
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
+    def __init__(self, kv_cache: LayerKVCache) -> None:
+        self.kv_cache = kv_cache
         self._metadata: AttentionMetadata | None = None
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -49,7 +49,7 @@ class PagedCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes this step's K/V, each [T, Hkv, 1, D], and returns them as the pool holds them."""
-        k, v = self.region.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
+        k, v = self.kv_cache.write(self.metadata.plan, keys[:, :, 0], values[:, :, 0])
         return mx.expand_dims(k, 2), mx.expand_dims(v, 2)
 
     def attend(
@@ -61,7 +61,7 @@ class PagedCache(AttendingCache):
         sinks: mx.array | None,
     ) -> mx.array:
         """[T, H, 1, D] queries over the request's whole context; same shape back."""
-        out = self.region.attend(
+        out = self.kv_cache.attend(
             self.metadata.plan, queries[:, :, 0], keys[:, :, 0], values[:, :, 0], scale, sinks
         )
         return out[:, :, None]

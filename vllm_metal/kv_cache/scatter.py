@@ -13,7 +13,7 @@ from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape, reference
-from vllm_metal.kv_cache.layer_cache import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ScatterPlan:
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
 
-class ScatterRegion(Region):
+class ScatterKVCache(LayerKVCache):
     """Writes by MLX's scatter, attends by gathering the context.
 
     MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the model as vLLM's KV cache specs, and vLLM's placement as pool regions."""
+"""Layers of the model as vLLM's KV cache specs, and vLLM's placement as pool kv_caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_metal.kv_cache.layer_cache import Region, row_bytes
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, row_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -67,14 +67,14 @@ def kv_cache_specs(
     return {layer.name: spec(layer) for layer in layers}
 
 
-def allocate_regions(
+def allocate_kv_caches(
     config: KVCacheConfig,
     layers: Sequence[AttentionLayer],
     block_size: int,
     dtype: mx.Dtype,
-    region_type: type[Region],
-) -> dict[str, Region]:
-    """The pool: a region for each layer name, the same one for layers that vLLM overlays.
+    kv_cache_type: type[LayerKVCache],
+) -> dict[str, LayerKVCache]:
+    """The pool: a kv_cache for each layer name, the same one for layers that vLLM overlays.
 
     vLLM places each layer at a byte offset; layers of different groups at one offset share memory,
     since a block belongs to one group at a time.
@@ -83,20 +83,20 @@ def allocate_regions(
         NotImplementedError: layers that share memory differ in K/V shape.
     """
     by_name = {layer.name: layer for layer in layers}
-    regions: dict[int, Region] = {}
+    kv_caches: dict[int, LayerKVCache] = {}
     shapes: dict[int, tuple[int, int]] = {}
-    placed: dict[str, Region] = {}
+    placed: dict[str, LayerKVCache] = {}
     for tensor in config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
             offset = tensor.offset + index * tensor.layer_stride
             shape = (by_name[name].num_kv_heads, by_name[name].head_size)
-            if offset not in regions:
-                regions[offset] = region_type(config.num_blocks, block_size, *shape, dtype)
+            if offset not in kv_caches:
+                kv_caches[offset] = kv_cache_type(config.num_blocks, block_size, *shape, dtype)
                 shapes[offset] = shape
             elif shapes[offset] != shape:
                 raise NotImplementedError(
                     f"{name} has K/V of {shape} (heads, head size) where another layer of its "
                     f"memory has {shapes[offset]}; use --disable-hybrid-kv-cache-manager"
                 )
-            placed[name] = regions[offset]
+            placed[name] = kv_caches[offset]
     return placed

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 
 if TYPE_CHECKING:
     from vllm_metal.attention.layers import AttentionLayer
@@ -21,22 +21,22 @@ _BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
 
 
 def compile_kernels(
-    region_type: type[Region],
+    kv_cache_type: type[LayerKVCache],
     layers: Sequence[AttentionLayer],
     dtype: mx.Dtype,
     pool_dtype: mx.Dtype,
     block_size: int,
 ) -> None:
-    """Says how far it is; does nothing for regions without kernels.
+    """Says how far it is; does nothing for kv_caches without kernels.
 
     Args:
-        region_type: that will serve.
+        kv_cache_type: that will serve.
         layers: all that the pool is for.
         dtype: of their queries, keys and values.
         pool_dtype: of the pool's elements.
         block_size: tokens of a block.
     """
-    launches = list(_launches(region_type, layers, dtype, pool_dtype, block_size))
+    launches = list(_launches(kv_cache_type, layers, dtype, pool_dtype, block_size))
     if not launches:
         return
     for launch in tqdm(launches, desc="Compiling Metal kernels"):
@@ -44,29 +44,29 @@ def compile_kernels(
 
 
 def _launches(
-    region_type: type[Region],
+    kv_cache_type: type[LayerKVCache],
     layers: Sequence[AttentionLayer],
     dtype: mx.Dtype,
     pool_dtype: mx.Dtype,
     block_size: int,
 ) -> Iterator[Callable[[], mx.array]]:
-    """One for each pipeline of attention; the first of a region is for its other kernels, too."""
-    regions: dict[tuple[int, int], Region] = {}
+    """One for each pipeline of attention; the first of a kv_cache is for its other kernels, too."""
+    kv_caches: dict[tuple[int, int], LayerKVCache] = {}
     launched = set()
     for shape, window, sinks in dict.fromkeys((x.shape, x.window, x.sinks) for x in layers):
-        for trial in region_type.trials(shape, window):
+        for trial in kv_cache_type.trials(shape, window):
             heads = (shape.num_kv_heads, shape.head_size)
-            fresh = heads not in regions
+            fresh = heads not in kv_caches
             if fresh:
-                regions[heads] = region_type(_BLOCKS, block_size, *heads, pool_dtype)
+                kv_caches[heads] = kv_cache_type(_BLOCKS, block_size, *heads, pool_dtype)
             pipeline = (shape, sinks, trial.pipeline)
             if pipeline not in launched:
                 launched.add(pipeline)
-                yield partial(_launch, regions[heads], trial, shape, dtype, sinks, fresh)
+                yield partial(_launch, kv_caches[heads], trial, shape, dtype, sinks, fresh)
 
 
 def _launch(
-    region: Region,
+    kv_cache: LayerKVCache,
     trial: Any,
     shape: AttentionShape,
     dtype: mx.Dtype,
@@ -74,10 +74,10 @@ def _launch(
     whole_blocks: bool,
 ) -> mx.array:
     if whole_blocks:
-        region.zero_blocks(np.array([1], np.int32))
-        region.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
+        kv_cache.zero_blocks(np.array([1], np.int32))
+        kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
     fresh = mx.zeros((trial.num_tokens, shape.num_kv_heads, shape.head_size), dtype)
     queries = mx.zeros((trial.num_tokens, shape.num_heads, shape.head_size), dtype)
-    keys, values = region.write(trial, fresh, fresh)
+    keys, values = kv_cache.write(trial, fresh, fresh)
     logits = None if sinks is None else mx.zeros(shape.num_heads, sinks)
-    return region.attend(trial, queries, keys, values, 1.0, logits)
+    return kv_cache.attend(trial, queries, keys, values, 1.0, logits)

@@ -35,8 +35,8 @@ class Measured:
 
     source: str  # of `total`, in words
     total: int  # what the device may use at all
-    held: int  # of that, by other engines of this process
-    taken: int  # by them and by other programs
+    other_engines: int  # of that, by other engines of this process
+    in_use: int  # by them and by other programs
     weights: int
     draft_weights: int
     forward: int  # the most that a step of max_num_batched_tokens rows needs
@@ -126,7 +126,7 @@ def plan(measured: Measured, settings: Settings) -> Budget:
         lines = [
             (measured.source, total),
             ("- margin for the system", most_of_it - total),
-            ("- held by other engines of this process", -measured.held),
+            ("- held by other engines of this process", -measured.other_engines),
             *networks,
             (f"- KV pool by {asked.setting} {asked.count}", -asked.nbytes),
         ]
@@ -160,8 +160,8 @@ def peak_of_a_step(measured: Measured) -> int:
 def room(measured: Measured, settings: Settings) -> int:
     """What this engine may use in all."""
     share = int(measured.total * settings.utilization)
-    beside = measured.total - margin(measured.total) - measured.held
-    return min(share, beside, measured.total - measured.taken)
+    beside = measured.total - margin(measured.total) - measured.other_engines
+    return min(share, beside, measured.total - measured.in_use)
 
 
 def _worth_showing(lines: list[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -270,14 +270,14 @@ def _other_pool(now: Change) -> Iterator[Change]:
 
 
 def _less_elsewhere(now: Change) -> Iterator[Change]:
-    taken = now.measured.taken - now.measured.held
+    taken = now.measured.in_use - now.measured.other_engines
     missing = _missing(now)
     if 0 < missing <= taken and now.settings.asked is None:
         yield replace(
             now,
             advice=f"close other programs: they hold {taken / GIB:.2f} GiB, and "
             f"{_up(missing):.2f} are missing",
-            measured=replace(now.measured, taken=now.measured.taken - missing),
+            measured=replace(now.measured, in_use=now.measured.in_use - missing),
         )
 
 
@@ -340,7 +340,7 @@ def _quantised_cache(now: Change) -> Iterator[Change]:
 def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
     """Both, where others have taken so much that neither is enough."""
     taken = _taken_beyond_the_share(now.measured, now.settings)
-    measured = replace(now.measured, taken=now.measured.taken - taken)
+    measured = replace(now.measured, in_use=now.measured.in_use - taken)
     tokens = longest(measured, now.settings, now.request)
     if taken and tokens and not now.settings.fitted:
         yield replace(
@@ -384,7 +384,7 @@ def _taken_beyond_the_share(measured: Measured, settings: Settings) -> int:
     """Bytes that would be this engine's, were they not in use by other programs."""
     if settings.asked is not None:
         return 0
-    alone = replace(measured, taken=measured.held)
+    alone = replace(measured, in_use=measured.other_engines)
     return room(alone, settings) - room(measured, settings)
 
 

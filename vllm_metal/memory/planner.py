@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
-from vllm_metal.kv_cache.layer_cache import Region, row_bytes
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, row_bytes
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import AskedPool, Measured, Request, Settings
 from vllm_metal.memory.profile import most_sampled, profile_attention, profile_sampling
@@ -77,13 +77,13 @@ class Beside:
     def of(
         config: VllmConfig,
         layers: Sequence[AttentionLayer],
-        region_type: type[Region],
+        kv_cache_type: type[LayerKVCache],
         vocab_size: int,
     ) -> Beside:
         """That of an engine."""
-        attention = partial(profile_attention, layers, config, region_type)
+        attention = partial(profile_attention, layers, config, kv_cache_type)
         return Beside(
-            attention if region_type.gathers else None,
+            attention if kv_cache_type.gathers else None,
             partial(profile_sampling, config, vocab_size),
             vocab_size,
             most_sampled(config),
@@ -108,7 +108,7 @@ class Memory:
         # Others have what they have now: once the model is loaded, macOS counts its pages as wired
         # or not as the GPU's work goes, and no figure says which.
         self._before = mlx_device.memory(kind)
-        self._held = self._before.active  # by other engines of this process
+        self._other_engines = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
 
@@ -146,7 +146,7 @@ class Memory:
         measured = at_work(measured, settings, request, workload.beside, forward)
         found = budget.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
-        self._hold_to(self._held + budget.room(measured, settings))
+        self._hold_to(self._other_engines + budget.room(measured, settings))
         if self._kind == "metal":
             mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured))
         return found.left
@@ -157,9 +157,9 @@ class Memory:
         return Measured(
             source=SOURCES[self._kind],
             total=total,
-            held=self._held,
-            taken=max(total - self._before.available, 0),
-            weights=mx.get_active_memory() - self._held - draft_weights,
+            other_engines=self._other_engines,
+            in_use=max(total - self._before.available, 0),
+            weights=mx.get_active_memory() - self._other_engines - draft_weights,
             draft_weights=draft_weights,
             forward=0,
             attention=0,

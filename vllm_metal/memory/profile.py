@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from metal_kernels.paged_attention import reference
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.formats import pool_dtype
-from vllm_metal.kv_cache.layer_cache import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
 from vllm_metal.kv_cache.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.parts import SelectedRows
@@ -29,7 +29,7 @@ def profile_step(
     rows: SelectedRows,
     layers: Sequence[AttentionLayer],
     config: VllmConfig,
-    region_type: type[Region],
+    kv_cache_type: type[LayerKVCache],
 ) -> None:
     """Runs prompts of max_num_batched_tokens rows, with logits of all that may be sampled.
 
@@ -37,16 +37,19 @@ def profile_step(
     part of that and gone afterwards.
     """
     num_tokens, sampled = largest_step(config)
-    caches = largest_caches(layers, config, region_type)
+    caches = largest_caches(layers, config, kv_cache_type)
     mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))
 
 
 def profile_attention(
-    layers: Sequence[AttentionLayer], config: VllmConfig, region_type: type[Region], context: int
+    layers: Sequence[AttentionLayer],
+    config: VllmConfig,
+    kv_cache_type: type[LayerKVCache],
+    context: int,
 ) -> None:
     """Runs one layer of each kind over `context` tokens, in the largest calls a step is made of.
 
-    Only a region that gathers needs more memory for a longer context than `profile_step` had. Its
+    Only a kv_cache that gathers needs more memory for a longer context than `profile_step` had. Its
     calls are bounded (metal_kernels.paged_attention.reference), so this finds the most of any.
     """
     block_size = config.cache_config.block_size
@@ -67,13 +70,13 @@ def profile_attention(
         seq_lens = np.full(num_reqs, context, np.int32)
         layout = StepLayout(starts, seq_lens, table, slots.ravel().astype(np.int32), block_size)
         for shape, window in {(layer.shape, layer.window): None for layer in layers}:
-            plan = region_type.plan(layout, shape, window)
+            plan = kv_cache_type.plan(layout, shape, window)
             heads = (shape.num_kv_heads, shape.head_size)
-            region = region_type(int(own.max()) + 1, block_size, *heads, elements)
+            kv_cache = kv_cache_type(int(own.max()) + 1, block_size, *heads, elements)
             fresh = mx.zeros((num_reqs * num_rows, *heads), dtype)
-            keys, values = region.write(plan, fresh, fresh)
+            keys, values = kv_cache.write(plan, fresh, fresh)
             queries = mx.zeros((len(fresh), shape.num_heads, shape.head_size), dtype)
-            mx.eval(region.attend(plan, queries, keys, values, 1.0, None))
+            mx.eval(kv_cache.attend(plan, queries, keys, values, 1.0, None))
 
 
 def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
@@ -89,8 +92,8 @@ def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
         presence_penalty=0.1,
         logprobs=wanted,
     )
-    for slot in range(rows):
-        sampler.add(slot, params, [0], [])
+    for req_idx in range(rows):
+        sampler.add(req_idx, params, [0], [])
     logits = mx.zeros((rows, vocab_size), mlx_dtype(config))
     sampled = sampler.sample(logits, np.arange(rows), np.zeros(rows, np.int32))
     mx.eval(sampled.token_ids, sampled.logprobs.arrays() if sampled.logprobs else ())
@@ -112,7 +115,7 @@ def most_sampled(config: VllmConfig) -> int:
 
 
 def largest_caches(
-    layers: Sequence[AttentionLayer], config: VllmConfig, region_type: type[Region]
+    layers: Sequence[AttentionLayer], config: VllmConfig, kv_cache_type: type[LayerKVCache]
 ) -> list[PagedCache]:
     """The layers' caches over a pool of their own, in a step of as few prompts as possible."""
     num_tokens, _ = largest_step(config)
@@ -127,13 +130,13 @@ def largest_caches(
     layout = StepLayout(starts, np.diff(starts), table, slots, block_size)
     positions = mx.array(position)
     metadata = {
-        kind: AttentionMetadata(positions, region_type.plan(layout, *kind))
+        kind: AttentionMetadata(positions, kv_cache_type.plan(layout, *kind))
         for kind in {(layer.shape, layer.window) for layer in layers}
     }
     caches = []
     dtype = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
     for layer in layers:
-        region = region_type(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
-        caches.append(PagedCache(region))
+        kv_cache = kv_cache_type(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        caches.append(PagedCache(kv_cache))
         caches[-1].begin_step(metadata[layer.shape, layer.window])
     return caches

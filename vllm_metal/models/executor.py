@@ -14,7 +14,7 @@ from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
-from vllm_metal.kv_cache.layer_cache import Region, StepLayout
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
 from vllm_metal.kv_cache.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.models.parts import SelectedRows
 
@@ -28,22 +28,22 @@ class PagedLayers:
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
-        regions: Mapping[str, Region],
+        kv_caches: Mapping[str, LayerKVCache],
         group_of: Mapping[str, int],
         block_size: int,
     ) -> None:
         """
         Args:
             layers: the network's attention layers, in the order of its caches.
-            regions: pool region by layer name; those of other networks are looked after as well.
+            kv_caches: layer cache by layer name; those of other networks are looked after, too.
             group_of: KV cache group by layer name.
             block_size: tokens of a block.
         """
         self._block_size = block_size
         self._pace = Pace()
-        self._caches = [PagedCache(regions[layer.name]) for layer in layers]
-        self._regions = list(dict.fromkeys(regions.values()))
-        self._region_type = type(self._regions[0])
+        self._caches = [PagedCache(kv_caches[layer.name]) for layer in layers]
+        self._kv_caches = list(dict.fromkeys(kv_caches.values()))
+        self._kv_cache_type = type(self._kv_caches[0])
         # Layers that share a block table, shape and window share a step's metadata.
         self._kinds: dict[tuple[int, AttentionShape, int | None], list[PagedCache]] = {}
         for layer, cache in zip(layers, self._caches, strict=True):
@@ -53,7 +53,7 @@ class PagedLayers:
     @property
     def pipelined(self) -> bool:
         """Whether a step may be handed to the device while the one before still runs."""
-        return self._region_type.pipelined
+        return self._kv_cache_type.pipelined
 
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
         """What the scheduler wants of whole blocks before the next forward.
@@ -62,24 +62,24 @@ class PagedLayers:
             zeroed: blocks to clear.
             copied: (source, target) blocks to copy after that.
         """
-        for region in self._regions:
-            region.begin_step()
+        for kv_cache in self._kv_caches:
+            kv_cache.begin_step()
             if zeroed:
-                region.zero_blocks(np.array(zeroed, np.int32))
+                kv_cache.zero_blocks(np.array(zeroed, np.int32))
             if copied:
                 sources, targets = np.array(copied, np.int32).T
-                region.copy_blocks(sources, targets)
+                kv_cache.copy_blocks(sources, targets)
 
     def begin_step(self, rows: Rows, block_tables: BlockTables) -> list[PagedCache]:
         """The layers' caches, ready for a forward of these rows."""
-        for region in self._regions:
-            region.begin_step()
+        for kv_cache in self._kv_caches:
+            kv_cache.begin_step()
         layouts: dict[int, StepLayout] = {}
         for (group, shape, window), caches in self._kinds.items():
             if group not in layouts:
                 table_np = block_tables.tables_np[group]
                 layouts[group] = step_layout(rows, table_np, self._block_size, self._pace)
-            plan = self._region_type.plan(layouts[group], shape, window)
+            plan = self._kv_cache_type.plan(layouts[group], shape, window)
             metadata = AttentionMetadata(rows.positions, plan)
             for cache in caches:
                 cache.begin_step(metadata)
@@ -87,7 +87,7 @@ class PagedLayers:
 
     def pool_arrays(self) -> list[mx.array]:
         """The pool as it stands, for whoever must wait for it or measure it."""
-        return [array for region in self._regions for array in region.arrays]
+        return [array for kv_cache in self._kv_caches for array in kv_cache.arrays]
 
 
 class ModelExecutor(PagedLayers):
@@ -98,7 +98,7 @@ class ModelExecutor(PagedLayers):
         model: nn.Module,
         selected: SelectedRows,
         layers: Sequence[AttentionLayer],
-        regions: Mapping[str, Region],
+        kv_caches: Mapping[str, LayerKVCache],
         group_of: Mapping[str, int],
         block_size: int,
     ) -> None:
@@ -106,9 +106,9 @@ class ModelExecutor(PagedLayers):
         Args:
             model: an mlx-lm model.
             selected: its row selection, made once per model.
-            layers, regions, group_of, block_size: see PagedLayers.
+            layers, kv_caches, group_of, block_size: see PagedLayers.
         """
-        super().__init__(layers, regions, group_of, block_size)
+        super().__init__(layers, kv_caches, group_of, block_size)
         self._model = model
         self._head_rows = selected
 

@@ -2,7 +2,7 @@
 """From logits to tokens: everything between the model's last layer and the sampled token ids."""
 
 from vllm_metal.sample.custom import CustomProcessors
-from vllm_metal.sample.draft_spans import Windows, num_accepted
+from vllm_metal.sample.draft_spans import DraftSpans, num_accepted
 from vllm_metal.sample.logit_chunks import rows_at_once
 from vllm_metal.sample.logprobs import Logprobs, prompt_logprobs
 from vllm_metal.sample.sampler import GrammarMask, Sampler, SamplerOutput
@@ -10,11 +10,11 @@ from vllm_metal.sample.validate import validate
 
 __all__ = [
     "CustomProcessors",
+    "DraftSpans",
     "GrammarMask",
     "Logprobs",
     "Sampler",
     "SamplerOutput",
-    "Windows",
     "num_accepted",
     "prompt_logprobs",
     "rows_at_once",

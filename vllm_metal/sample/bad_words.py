@@ -35,7 +35,7 @@ class _Words:
 
 
 class BadWords:
-    """Keeps `_recent`, int32 [max_num_reqs, L]: the last L output tokens of each slot, newest at
+    """Keeps `_recent`, int32 [max_num_reqs, L]: the last L output tokens of each req_idx, newest at
     the right, on the device. L is the longest prefix seen; it grows and never shrinks, and stays 0
     as long as every bad word is a single token, which then needs no device state."""
 
@@ -45,7 +45,7 @@ class BadWords:
         self._recent = mx.full((max_num_reqs, 0), _NOTHING, dtype=mx.int32)
         self._unwritten: dict[int, np.ndarray] = {}
 
-    def add(self, slot: int, words: list[list[int]], output: Sequence[int]) -> None:
+    def add(self, req_idx: int, words: list[list[int]], output: Sequence[int]) -> None:
         # A word the model cannot produce needs no rule, and its id would be out of bounds.
         words = [word for word in words if 0 <= word[-1] < self._vocab_size]
         self._widen(max((len(word) - 1 for word in words), default=0))
@@ -53,18 +53,18 @@ class BadWords:
         for prefix, word in zip(prefixes, words, strict=True):
             prefix[self._width - len(word) + 1 :] = word[:-1]
         last = np.array([word[-1] for word in words], dtype=np.int32)
-        self._words[slot] = _Words(prefixes, last)
-        self._unwritten[slot] = _right_aligned(output, self._width, _NOTHING)
+        self._words[req_idx] = _Words(prefixes, last)
+        self._unwritten[req_idx] = _right_aligned(output, self._width, _NOTHING)
 
-    def remove(self, slot: int) -> None:
-        self._words.pop(slot, None)
-        self._unwritten.pop(slot, None)
+    def remove(self, req_idx: int) -> None:
+        self._words.pop(req_idx, None)
+        self._unwritten.pop(req_idx, None)
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         """float32 [N, V] -> float32 [N, V] without the tokens that would complete a bad word."""
         self._write()
         rows = step.rows_using(Feature.BAD_WORDS)
-        words = [self._words[slot] for slot in step.slots[rows].tolist()]
+        words = [self._words[req_idx] for req_idx in step.req_indices[rows].tolist()]
         word_rows = np.repeat(rows, [len(w.last) for w in words])
         last = np.concatenate([w.last for w in words])
         if self._width == 0:
@@ -77,40 +77,44 @@ class BadWords:
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
         """Appends the tokens just sampled, int32 [N], to their requests' contexts.
 
-        accepted: int32 [R], drafts of each window that were; None without windows.
+        accepted: int32 [R], drafts of each span that were; None without draft_spans.
         """
         if self._width == 0:
             return
         rows = step.rows_using(Feature.BAD_WORDS)
-        if step.windows is None or accepted is None:
-            slots = mx.array(step.slots[rows])
+        if step.draft_spans is None or accepted is None:
+            req_indices = mx.array(step.req_indices[rows])
             newest = token_ids[mx.array(rows)][:, None]
-            self._recent[slots] = mx.concatenate([self._recent[slots][:, 1:], newest], axis=1)
+            self._recent[req_indices] = mx.concatenate(
+                [self._recent[req_indices][:, 1:], newest], axis=1
+            )
             return
-        starts = rows[step.windows.offsets_np[rows] == 0]
-        slots = mx.array(step.slots[starts])
-        kept = accepted[mx.array(step.windows.index_np[starts])] + 1
-        self._recent[slots] = self._followed_by(token_ids, slots, mx.array(starts), kept)
+        starts = rows[step.draft_spans.offsets_np[rows] == 0]
+        req_indices = mx.array(step.req_indices[starts])
+        kept = accepted[mx.array(step.draft_spans.index_np[starts])] + 1
+        self._recent[req_indices] = self._followed_by(
+            token_ids, req_indices, mx.array(starts), kept
+        )
 
     def _context(self, rows: np.ndarray, step: Step) -> mx.array:
         """int32 [M, L], the tokens before each of `rows`, int32 [M]; drafts count as output."""
-        slots = mx.array(step.slots[rows])
-        if step.windows is None:
-            return self._recent[slots]
-        offsets = step.windows.offsets_np[rows]
+        req_indices = mx.array(step.req_indices[rows])
+        if step.draft_spans is None:
+            return self._recent[req_indices]
+        offsets = step.draft_spans.offsets_np[rows]
         return self._followed_by(
-            step.windows.draft_ids, slots, mx.array(rows - offsets), mx.array(offsets)
+            step.draft_spans.draft_ids, req_indices, mx.array(rows - offsets), mx.array(offsets)
         )
 
     def _followed_by(
-        self, tokens: mx.array, slots: mx.array, starts: mx.array, counts: mx.array
+        self, tokens: mx.array, req_indices: mx.array, starts: mx.array, counts: mx.array
     ) -> mx.array:
-        """int32 [M, L], the contexts of `slots` after counts[i] more tokens, tokens[starts[i]:].
+        """int32 [M, L], contexts of `req_indices` after counts[i] more tokens, tokens[starts[i]:].
 
-        tokens: int32 [N]. slots, starts, counts: int32 [M].
+        tokens: int32 [N]. req_indices, starts, counts: int32 [M].
         """
         column = counts[:, None] + mx.arange(self._width)
-        old = slots[:, None] * self._width + column
+        old = req_indices[:, None] * self._width + column
         new = self._recent.size + starts[:, None] + column - self._width
         everything = mx.concatenate([self._recent.reshape(-1), tokens])
         return everything[mx.where(column < self._width, old, new)]
@@ -126,14 +130,14 @@ class BadWords:
         # no longer than the old width and never look there.
         padding = mx.full((self._recent.shape[0], width - self._width), _NOTHING, dtype=mx.int32)
         self._recent = mx.concatenate([padding, self._recent], axis=1)
-        self._words = {slot: words.widened(width) for slot, words in self._words.items()}
+        self._words = {req_idx: words.widened(width) for req_idx, words in self._words.items()}
 
     def _write(self) -> None:
         if not self._unwritten or self._width == 0:
             return
-        slots = np.fromiter(self._unwritten, dtype=np.int32)
+        req_indices = np.fromiter(self._unwritten, dtype=np.int32)
         contexts = [_right_aligned(c, self._width, _NOTHING) for c in self._unwritten.values()]
-        self._recent[mx.array(slots)] = mx.array(np.stack(contexts))
+        self._recent[mx.array(req_indices)] = mx.array(np.stack(contexts))
         self._unwritten.clear()
 
 

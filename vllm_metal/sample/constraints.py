@@ -14,7 +14,7 @@ from vllm_metal.sample.transforms import NEG_INF, add_at, apply_bitmask, pack_al
 
 
 class Constraints:
-    """The token lists of each slot, and their application to the rows of a step."""
+    """The token lists of each req_idx, and their application to the rows of a step."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -23,29 +23,29 @@ class Constraints:
         self._structured: set[int] = set()
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def add(self, slot: int, params: SamplingParams, features: Feature) -> None:
+    def add(self, req_idx: int, params: SamplingParams, features: Feature) -> None:
         if Feature.ALLOWED_TOKENS in features:
             allowed, _ = self._known(list(params.allowed_token_ids or ()))
-            self._allowed[slot] = pack_allowed(allowed, self._vocab_size)
+            self._allowed[req_idx] = pack_allowed(allowed, self._vocab_size)
         if Feature.MIN_TOKENS in features:
-            self._stops[slot], _ = self._known(sorted(params.all_stop_token_ids))
+            self._stops[req_idx], _ = self._known(sorted(params.all_stop_token_ids))
             if params.structured_outputs is not None:
-                self._structured.add(slot)
+                self._structured.add(req_idx)
         if Feature.LOGIT_BIAS in features:
             bias = params.logit_bias or {}
             token_ids, kept = self._known(list(bias))
             values = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
-            self._bias[slot] = (token_ids, values[kept])
+            self._bias[req_idx] = (token_ids, values[kept])
 
-    def remove(self, slot: int) -> None:
-        self._allowed.pop(slot, None)
-        self._stops.pop(slot, None)
-        self._structured.discard(slot)
-        self._bias.pop(slot, None)
+    def remove(self, req_idx: int) -> None:
+        self._allowed.pop(req_idx, None)
+        self._stops.pop(req_idx, None)
+        self._structured.discard(req_idx)
+        self._bias.pop(req_idx, None)
 
     def apply_allowed(self, logits: mx.array, step: Step) -> mx.array:
         rows = step.rows_using(Feature.ALLOWED_TOKENS)
-        masks = [self._allowed[slot] for slot in step.slots[rows].tolist()]
+        masks = [self._allowed[req_idx] for req_idx in step.req_indices[rows].tolist()]
         return apply_bitmask(logits, rows, np.stack(masks))
 
     def apply_min_tokens(self, logits: mx.array, step: Step) -> mx.array:
@@ -57,22 +57,22 @@ class Constraints:
         rows = rows[step.num_output_tokens[rows] < step.rows["min_tokens"][rows]]
         if len(rows) == 0:
             return logits
-        slots = step.slots[rows].tolist()
-        stops = [self._stops[slot] for slot in slots]
+        req_indices = step.req_indices[rows].tolist()
+        stops = [self._stops[req_idx] for req_idx in req_indices]
         edited = add_at(
             logits, np.repeat(rows, [len(s) for s in stops]), np.concatenate(stops), NEG_INF
         )
-        structured = [slot in self._structured for slot in slots]
+        structured = [req_idx in self._structured for req_idx in req_indices]
         if not any(structured):
             return edited
-        may_restore = np.zeros((len(step.slots), 1), dtype=np.bool_)
+        may_restore = np.zeros((len(step.req_indices), 1), dtype=np.bool_)
         may_restore[rows[structured]] = True
         empty = edited.max(axis=-1, keepdims=True) == NEG_INF
         return mx.where(mx.array(may_restore) & empty, logits, edited)
 
     def apply_logit_bias(self, logits: mx.array, step: Step) -> mx.array:
         rows = step.rows_using(Feature.LOGIT_BIAS)
-        entries = [self._bias[slot] for slot in step.slots[rows].tolist()]
+        entries = [self._bias[req_idx] for req_idx in step.req_indices[rows].tolist()]
         return add_at(
             logits,
             np.repeat(rows, [len(token_ids) for token_ids, _ in entries]),

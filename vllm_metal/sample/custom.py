@@ -35,64 +35,66 @@ class CompactBatch:
     """
 
     def __init__(self) -> None:
-        self._slots: list[int | None] = []
+        self._parameters: list[int | None] = []
         self._index_of: dict[int, int] = {}
         self._waiting: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
         self._builder = BatchUpdateBuilder()
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._parameters)
 
     def add(
-        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> None:
-        self._waiting[slot] = (params, list(prompt), output)
+        self._waiting[req_idx] = (params, list(prompt), output)
 
-    def remove(self, slot: int) -> None:
-        if self._waiting.pop(slot, None) is not None:
+    def remove(self, req_idx: int) -> None:
+        if self._waiting.pop(req_idx, None) is not None:
             return
-        index = self._index_of.pop(slot, None)
+        index = self._index_of.pop(req_idx, None)
         if index is not None:
-            self._slots[index] = None
+            self._parameters[index] = None
             self._builder.removed_append(index)
 
     def notify(self, processors: LogitsProcessors) -> None:
         """Settles the changes and tells every processor, as is due before each step."""
-        for slot, (params, prompt, output) in self._waiting.items():
+        for req_idx, (params, prompt, output) in self._waiting.items():
             index = self._builder.pop_removed()
             if index is None:
-                index = len(self._slots)
-                self._slots.append(None)
-            self._place(slot, index)
+                index = len(self._parameters)
+                self._parameters.append(None)
+            self._place(req_idx, index)
             self._builder.added.append((index, params, prompt, output))
         self._waiting.clear()
         self._fill_holes()
-        update = self._builder.get_and_reset(len(self._slots))
+        update = self._builder.get_and_reset(len(self._parameters))
         for processor in processors.all:
             processor.update_state(update)
 
-    def indices(self, slots: np.ndarray) -> np.ndarray:
-        """Batch index (int64) of each slot."""
-        return np.array([self._index_of[slot] for slot in slots.tolist()], dtype=np.int64)
+    def indices(self, req_indices: np.ndarray) -> np.ndarray:
+        """Batch index (int64) of each req_idx."""
+        return np.array(
+            [self._index_of[req_idx] for req_idx in req_indices.tolist()], dtype=np.int64
+        )
 
     def _fill_holes(self) -> None:
         while True:
-            while self._slots and self._slots[-1] is None:
-                self._slots.pop()
+            while self._parameters and self._parameters[-1] is None:
+                self._parameters.pop()
             hole = self._builder.peek_removed()
-            if hole is None or hole >= len(self._slots):
+            if hole is None or hole >= len(self._parameters):
                 return
-            last = len(self._slots) - 1
-            slot = self._slots[last]
-            assert slot is not None
+            last = len(self._parameters) - 1
+            req_idx = self._parameters[last]
+            assert req_idx is not None
             self._builder.pop_removed()
             self._builder.moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
-            self._slots[last] = None
-            self._place(slot, hole)
+            self._parameters[last] = None
+            self._place(req_idx, hole)
 
-    def _place(self, slot: int, index: int) -> None:
-        self._slots[index] = slot
-        self._index_of[slot] = index
+    def _place(self, req_idx: int, index: int) -> None:
+        self._parameters[index] = req_idx
+        self._index_of[req_idx] = index
 
 
 class CustomProcessors:
@@ -130,33 +132,33 @@ class CustomProcessors:
         return bool(self._processors.argmax_invariant)
 
     def add(
-        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> None:
         """`output` is kept by reference: the owner appends to it, processors read it."""
-        self._outputs[slot] = output
-        self._batch.add(slot, params, prompt, output)
+        self._outputs[req_idx] = output
+        self._batch.add(req_idx, params, prompt, output)
 
-    def remove(self, slot: int) -> None:
-        self._outputs.pop(slot, None)
-        self._batch.remove(slot)
+    def remove(self, req_idx: int) -> None:
+        self._outputs.pop(req_idx, None)
+        self._batch.remove(req_idx)
 
     def begin_step(self, step: Step) -> None:
         """Reports batch changes. Raises RuntimeError if a request's output list is behind, and
         ValueError if there are drafts to verify, which processors have no way to see."""
-        if step.windows is not None and (step.windows.lens_np > 1).any():
+        if step.draft_spans is not None and (step.draft_spans.lens_np > 1).any():
             names = ", ".join(type(processor).__name__ for processor in self._processors.all)
             raise ValueError(
                 f"custom logits processors ({names}) cannot be combined with speculative decoding; "
                 "remove --logits-processors (or the plugin that brings them) or "
                 "--speculative-config"
             )
-        for slot, expected in zip(
-            step.slots.tolist(), step.num_output_tokens.tolist(), strict=True
+        for req_idx, expected in zip(
+            step.req_indices.tolist(), step.num_output_tokens.tolist(), strict=True
         ):
-            if (known := len(self._outputs[slot])) != expected:
+            if (known := len(self._outputs[req_idx])) != expected:
                 raise RuntimeError(
-                    f"slot {slot}: custom logits processors would see {known} output tokens of "
-                    f"{expected}; append the previous step's tokens before sampling"
+                    f"request {req_idx}: custom logits processors would see {known} output tokens "
+                    f"of {expected}; append the previous step's tokens before sampling"
                 )
         self._batch.notify(self._processors)
 
@@ -168,7 +170,7 @@ class CustomProcessors:
 
     def _apply(self, processors: list[LogitsProcessor], logits: mx.array, step: Step) -> mx.array:
         """float32 [N, V] -> float32 [N, V], through a float32 torch tensor [B, V]."""
-        indices = torch.from_numpy(self._batch.indices(step.slots))
+        indices = torch.from_numpy(self._batch.indices(step.req_indices))
         batch = torch.zeros((len(self._batch), logits.shape[1]), dtype=torch.float32)
         batch[indices] = torch.from_numpy(np.array(logits))
         for processor in processors:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: the rows of a request that verify its drafts, and how many of them are accepted.
+"""DraftSpans: the rows of a request that verify its drafts, and how many of them are accepted.
 
 Every row draws from the target's distribution as it would without drafts. A draft is accepted when
 it is the token drawn, so accepting has probability p(draft), and a refused draft leaves p without
@@ -18,12 +18,12 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Windows:
+class DraftSpans:
     """Rows that verify drafts. A request's rows follow one another, each after one more draft.
 
-    starts_np: int32 [R], first row of each request. Windows leave no gap: N = sum(lens_np).
+    starts_np: int32 [R], first row of each request. DraftSpans leave no gap: N = sum(lens_np).
     lens_np: int32 [R], its rows: 1 + drafts; 1: nothing to verify.
-    draft_ids: int32 [N], by row the draft for what the row samples; -1 on a window's last row. A
+    draft_ids: int32 [N], by row the draft for what the row samples; -1 on a span's last row. A
     draft outside the vocabulary is legal and never accepted.
     Raises ValueError if starts_np and lens_np disagree.
     """
@@ -35,11 +35,11 @@ class Windows:
     def __post_init__(self) -> None:
         ends = np.cumsum(self.lens_np)
         if not np.array_equal(self.starts_np, ends - self.lens_np) or (self.lens_np < 1).any():
-            raise ValueError("windows need at least one row each and must leave no gap")
+            raise ValueError("draft_spans need at least one row each and must leave no gap")
         num_rows = int(ends[-1]) if len(ends) else 0
         if self.draft_ids.shape != (num_rows,):
             raise ValueError(
-                f"draft_ids has shape {self.draft_ids.shape}; windows: {num_rows} rows"
+                f"draft_ids has shape {self.draft_ids.shape}; draft_spans: {num_rows} rows"
             )
 
     @cached_property
@@ -49,40 +49,40 @@ class Windows:
 
     @cached_property
     def index_np(self) -> np.ndarray:
-        """int32 [N], the window of each row."""
+        """int32 [N], the span of each row."""
         return np.repeat(np.arange(len(self.lens_np), dtype=np.int32), self.lens_np)
 
     @cached_property
     def earlier_np(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [P] twice: every pair of a row and a row before it in the same window."""
+        """int32 [P] twice: every pair of a row and a row before it in the same span."""
         offsets = self.offsets_np
         rows = np.arange(len(offsets), dtype=np.int32)
         later = np.repeat(rows, offsets)
         return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
 
-    def part(self, first: int, last: int) -> Windows:
-        """The windows from `first` up to `last`, as a step of their own."""
+    def part(self, first: int, last: int) -> DraftSpans:
+        """The draft_spans from `first` up to `last`, as a step of their own."""
         starts, lens = self.starts_np[first:last], self.lens_np[first:last]
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
-        return Windows(starts - start, lens, self.draft_ids[start:stop])
+        return DraftSpans(starts - start, lens, self.draft_ids[start:stop])
 
     def kept(self, accepted: mx.array) -> mx.array:
         """bool [N], rows whose token is output: those after accepted drafts only.
 
-        accepted: int32 [R], of each window.
+        accepted: int32 [R], of each span.
         """
         return mx.array(self.offsets_np) <= accepted[mx.array(self.index_np)]
 
 
-def num_accepted(token_ids: mx.array, windows: Windows) -> mx.array:
-    """int32 [R], lazy: leading drafts of each window that equal what was sampled, int32 [N].
+def num_accepted(token_ids: mx.array, draft_spans: DraftSpans) -> mx.array:
+    """int32 [R], lazy: leading drafts of each span that equal what was sampled, int32 [N].
 
-    A window outputs that many drafts and then the token of the row after them.
+    A span outputs that many drafts and then the token of the row after them.
     """
-    last = windows.lens_np[:, None] - 1
-    offsets = np.minimum(np.arange(windows.lens_np.max(initial=1), dtype=np.int32), last)
-    rows = mx.array(windows.starts_np[:, None] + offsets)
-    right = (token_ids == windows.draft_ids)[rows]
+    last = draft_spans.lens_np[:, None] - 1
+    offsets = np.minimum(np.arange(draft_spans.lens_np.max(initial=1), dtype=np.int32), last)
+    rows = mx.array(draft_spans.starts_np[:, None] + offsets)
+    right = (token_ids == draft_spans.draft_ids)[rows]
     return mx.where(right, mx.array(last), mx.array(offsets)).min(axis=-1)
 
 

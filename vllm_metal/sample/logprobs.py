@@ -109,15 +109,15 @@ def prompt_logprobs(
 def token_id_rows(
     step: Step, lists: Mapping[int, np.ndarray], width: int, vocab_size: int
 ) -> TokenIdRows | None:
-    """The rows that asked for given tokens, from `lists` by slot; None when there are none."""
+    """The rows that asked for given tokens, from `lists` by req_idx; None when there are none."""
     if not step.uses(Feature.LOGPROB_TOKEN_IDS):
         return None
-    num_rows = len(step.slots)
+    num_rows = len(step.req_indices)
     rows = np.zeros((num_rows, 1), dtype=np.bool_)
     token_ids = np.zeros((num_rows, width), dtype=np.int32)
     valid = np.zeros((num_rows, width), dtype=np.bool_)
     for row in step.rows_using(Feature.LOGPROB_TOKEN_IDS).tolist():
-        wanted = lists[int(step.slots[row])][:width]
+        wanted = lists[int(step.req_indices[row])][:width]
         known = (wanted >= 0) & (wanted < vocab_size)
         rows[row] = True
         token_ids[row, : len(wanted)] = np.where(known, wanted, 0)

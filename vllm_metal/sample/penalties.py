@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.sample.draft_spans import Windows
+from vllm_metal.sample.draft_spans import DraftSpans
 from vllm_metal.sample.state import Feature, Step
 from vllm_metal.sample.transforms import penalise
 
@@ -30,17 +30,17 @@ class Penalties:
         self._free: list[int] = []
         self._unwritten: dict[int, np.ndarray] = {}
 
-    def add(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Counts the tokens known so far; they reach the device with the slot's next step."""
+    def add(self, req_idx: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Counts the tokens known so far; they reach the device with the req_idx's next step."""
         row = self._free.pop() if self._free else len(self._rows)
-        self._rows[slot] = row
-        self._row_of_slot[slot] = row
+        self._rows[req_idx] = row
+        self._row_of_slot[req_idx] = row
         counts = _ONE_OUTPUT * _bincount(output, self._vocab_size)
         counts[_bincount(prompt, self._vocab_size) > 0] += _IN_PROMPT
         self._unwritten[row] = counts
 
-    def remove(self, slot: int) -> None:
-        row = self._rows.pop(slot, None)
+    def remove(self, req_idx: int) -> None:
+        row = self._rows.pop(req_idx, None)
         if row is not None:
             self._unwritten.pop(row, None)
             self._free.append(row)
@@ -50,11 +50,13 @@ class Penalties:
         does not matter which table row they are given."""
         self._write()
         rows = np.where(
-            step.rows["features"] & np.uint32(Feature.PENALTIES), self._row_of_slot[step.slots], 0
+            step.rows["features"] & np.uint32(Feature.PENALTIES),
+            self._row_of_slot[step.req_indices],
+            0,
         )
         table = self._table[mx.array(rows)]
-        if step.windows is not None:
-            table = _count_drafts(table, step.windows)
+        if step.draft_spans is not None:
+            table = _count_drafts(table, step.draft_spans)
         repetition, frequency, presence = (
             mx.array(step.column(name)) for name in ("repetition", "frequency", "presence")
         )
@@ -64,17 +66,17 @@ class Penalties:
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
         """Counts the tokens just sampled, int32 [N], without looking at them.
 
-        accepted: int32 [R], drafts of each window that were; None without windows.
+        accepted: int32 [R], drafts of each span that were; None without draft_spans.
         """
         count: int | mx.array = _ONE_OUTPUT
-        if step.windows is not None and accepted is not None:
-            count = _ONE_OUTPUT * step.windows.kept(accepted).astype(mx.int32)
+        if step.draft_spans is not None and accepted is not None:
+            count = _ONE_OUTPUT * step.draft_spans.kept(accepted).astype(mx.int32)
         rows = step.rows_using(Feature.PENALTIES)
-        if len(rows) < len(step.slots):
+        if len(rows) < len(step.req_indices):
             index = mx.array(rows)
             token_ids = token_ids[index]
             count = count[index] if isinstance(count, mx.array) else count
-        table_rows = mx.array(self._row_of_slot[step.slots[rows]])
+        table_rows = mx.array(self._row_of_slot[step.req_indices[rows]])
         self._table = self._table.at[table_rows, token_ids].add(count)
 
     def _write(self) -> None:
@@ -91,13 +93,13 @@ class Penalties:
         self._unwritten.clear()
 
 
-def _count_drafts(table: mx.array, windows: Windows) -> mx.array:
+def _count_drafts(table: mx.array, draft_spans: DraftSpans) -> mx.array:
     """int32 [N, V], occurrences as each row would find them, were the drafts before it output."""
-    later, earlier = windows.earlier_np
+    later, earlier = draft_spans.earlier_np
     if len(later) == 0:
         return table
     # What follows a draft outside the vocabulary is discarded: it may count as any token.
-    drafts = mx.clip(windows.draft_ids, 0, table.shape[1] - 1)
+    drafts = mx.clip(draft_spans.draft_ids, 0, table.shape[1] - 1)
     return table.at[mx.array(later), drafts[mx.array(earlier)]].add(_ONE_OUTPUT)
 
 

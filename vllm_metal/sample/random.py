@@ -22,7 +22,7 @@ class RowKeys:
         self._generator = np.random.default_rng(seed & 0xFFFF_FFFF_FFFF_FFFF)
 
     def keys(self, step: Step) -> np.ndarray:
-        num_rows = len(step.slots)
+        num_rows = len(step.req_indices)
         if not step.uses(Feature.SEEDED):
             return self._unseeded(num_rows)
         keys = _seeded(step.rows["seed"], step.num_output_tokens)

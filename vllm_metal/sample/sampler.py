@@ -17,12 +17,12 @@ from vllm.config.model import LogprobsMode
 from vllm_metal.sample.bad_words import BadWords
 from vllm_metal.sample.constraints import Constraints
 from vllm_metal.sample.custom import CustomProcessors
-from vllm_metal.sample.draft_spans import Windows, num_accepted
-from vllm_metal.sample.logit_chunks import pieces, rows_at_once
+from vllm_metal.sample.draft_spans import DraftSpans, num_accepted
+from vllm_metal.sample.logit_chunks import logit_chunks, rows_at_once
 from vllm_metal.sample.logprobs import Logprobs, gather_logprobs, token_id_rows
 from vllm_metal.sample.penalties import Penalties
 from vllm_metal.sample.random import RowKeys, draw
-from vllm_metal.sample.state import NO_LOGPROBS, Feature, SlotTable, Step
+from vllm_metal.sample.state import NO_LOGPROBS, Feature, ParameterTable, Step
 from vllm_metal.sample.transforms import apply_bitmask, keep_min_p, keep_top_k_top_p
 
 
@@ -38,7 +38,7 @@ class GrammarMask:
     bitmask: np.ndarray
 
     def of_rows(self, rows: slice) -> "GrammarMask":
-        """The mask of a piece of the step."""
+        """The mask of a chunk of the step."""
         within = (self.rows >= rows.start) & (self.rows < rows.stop)
         return GrammarMask(self.rows[within] - rows.start, self.bitmask[within])
 
@@ -47,11 +47,11 @@ class GrammarMask:
 class SamplerOutput:
     """What a step sampled, all of it lazy.
 
-    token_ids: int32 [N], by row. Of a window only the first 1 + num_accepted are output.
+    token_ids: int32 [N], by row. Of a span only the first 1 + num_accepted are output.
     broken: bool [N], rows whose logits hold a NaN: what they sampled means nothing.
     logprobs: by row; None when no row asked for any.
     last_token_ids: int32 [R], the newest token of each request.
-    num_accepted: int32 [R], drafts of each window that are output; None without windows.
+    num_accepted: int32 [R], drafts of each span that are output; None without draft_spans.
     """
 
     token_ids: mx.array
@@ -70,7 +70,7 @@ class SamplerOutput:
 
     @staticmethod
     def joined(parts: "Sequence[SamplerOutput]") -> "SamplerOutput":
-        """The outputs of a step's pieces as the step's."""
+        """The outputs of a step's chunks as the step's."""
         logprobs = [part.logprobs for part in parts if part.logprobs is not None]
         accepted = [part.num_accepted for part in parts if part.num_accepted is not None]
         return SamplerOutput(
@@ -83,9 +83,9 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples one token per row, for requests kept in slots.
+    """Samples one token per row, for requests kept in req_indices.
 
-    vocab_size: V, the width of the logits. max_num_reqs: slots are in [0, max_num_reqs).
+    vocab_size: V, the width of the logits. max_num_reqs: req_indices are in [0, max_num_reqs).
     logprobs_mode: vLLM's engine setting; raw modes report the model's logits (after the grammar
     mask), processed ones what the token was drawn from. seed: of the engine's own generator, which
     serves requests without one. custom: user-written processors, if any.
@@ -105,7 +105,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._processed_logprobs = logprobs_mode.startswith("processed")
         self._normalise_logprobs = logprobs_mode.endswith("logprobs")
-        self._slots = SlotTable(vocab_size, max_num_reqs)
+        self._parameters = ParameterTable(vocab_size, max_num_reqs)
         self._occupied: set[int] = set()
         self._constraints = Constraints(vocab_size)
         self._penalties = Penalties(vocab_size, max_num_reqs)
@@ -123,88 +123,90 @@ class Sampler:
 
     def add(
         self,
-        slot: int,
+        req_idx: int,
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         output_token_ids: list[int],
     ) -> None:
-        """Takes a request into an empty slot.
+        """Takes a request into an empty req_idx.
 
         output_token_ids: what a resumed request has generated, all of it; else empty. With custom
         processors the list is kept by reference and the caller appends to it.
-        Raises ValueError if the slot is taken.
+        Raises ValueError if the req_idx is taken.
         """
-        if slot in self._occupied:
-            raise ValueError(f"slot {slot} already holds a request; remove it first")
-        self._occupied.add(slot)
-        features = self._slots.add(slot, params)
-        self._constraints.add(slot, params, features)
+        if req_idx in self._occupied:
+            raise ValueError(f"req_idx {req_idx} already holds a request; remove it first")
+        self._occupied.add(req_idx)
+        features = self._parameters.add(req_idx, params)
+        self._constraints.add(req_idx, params, features)
         if Feature.PENALTIES in features:
-            self._penalties.add(slot, prompt_token_ids, output_token_ids)
+            self._penalties.add(req_idx, prompt_token_ids, output_token_ids)
         if Feature.BAD_WORDS in features:
-            self._bad_words.add(slot, params.bad_words_token_ids or [], output_token_ids)
+            self._bad_words.add(req_idx, params.bad_words_token_ids or [], output_token_ids)
         if Feature.LOGPROB_TOKEN_IDS in features:
-            self._logprob_token_ids[slot] = np.asarray(params.logprob_token_ids, dtype=np.int64)
+            self._logprob_token_ids[req_idx] = np.asarray(params.logprob_token_ids, dtype=np.int64)
         if self._custom is not None:
-            self._custom.add(slot, params, prompt_token_ids, output_token_ids)
+            self._custom.add(req_idx, params, prompt_token_ids, output_token_ids)
 
-    def remove(self, slot: int) -> None:
-        """Empties a slot (finished or preempted request); an empty slot stays empty."""
-        self._occupied.discard(slot)
-        self._constraints.remove(slot)
-        self._penalties.remove(slot)
-        self._bad_words.remove(slot)
-        self._logprob_token_ids.pop(slot, None)
+    def remove(self, req_idx: int) -> None:
+        """Empties a req_idx (finished or preempted request); an empty req_idx stays empty."""
+        self._occupied.discard(req_idx)
+        self._constraints.remove(req_idx)
+        self._penalties.remove(req_idx)
+        self._bad_words.remove(req_idx)
+        self._logprob_token_ids.pop(req_idx, None)
         if self._custom is not None:
-            self._custom.remove(slot)
+            self._custom.remove(req_idx)
 
     def sample(
         self,
         logits: mx.array,
-        slots: np.ndarray,
+        req_indices: np.ndarray,
         num_output_tokens: np.ndarray,
         grammar: GrammarMask | None = None,
-        windows: Windows | None = None,
+        draft_spans: DraftSpans | None = None,
     ) -> SamplerOutput:
         """Samples the next token of each row and records what is output in the requests' device
         state.
 
-        logits: float16, bfloat16 or float32 [N, V]. slots: int32 [N], the request of each row,
-        which repeats within a window only. num_output_tokens: int32 [N], tokens each request
+        logits: float16, bfloat16 or float32 [N, V]. req_indices: int32 [N], each row's request,
+        which repeats within a span only. num_output_tokens: int32 [N], tokens each request
         generated before this one, also those the host has not seen yet, and the drafts before the
-        row. windows: the drafts to verify; None: every row is a request of its own.
-        Raises ValueError if the logits' shape is not [len(slots), vocab_size], if windows have
+        row. draft_spans: the drafts to verify; None: every row is a request of its own.
+        Raises ValueError if the logits' shape is not [rows, vocab_size], if the spans have
         another number of rows, and if there are drafts and custom processors.
         """
-        if logits.shape != (len(slots), self._vocab_size):
+        if logits.shape != (len(req_indices), self._vocab_size):
             raise ValueError(
-                f"logits have shape {logits.shape}; expected {(len(slots), self._vocab_size)}"
+                f"logits have shape {logits.shape}; expected {(len(req_indices), self._vocab_size)}"
             )
-        if windows is not None and len(slots) != len(windows.offsets_np):
-            raise ValueError(f"windows have {len(windows.offsets_np)} rows; expected {len(slots)}")
-        if len(slots) == 0:
+        if draft_spans is not None and len(req_indices) != len(draft_spans.offsets_np):
+            raise ValueError(
+                f"draft_spans have {len(draft_spans.offsets_np)} rows; expected {len(req_indices)}"
+            )
+        if len(req_indices) == 0:
             none = mx.zeros((0,), dtype=mx.int32)
             empty = none.astype(mx.bool_)
-            return SamplerOutput(none, empty, None, none, None if windows is None else none)
-        step = self._slots.step(slots, num_output_tokens, windows)
+            return SamplerOutput(none, empty, None, none, None if draft_spans is None else none)
+        step = self._parameters.step(req_indices, num_output_tokens, draft_spans)
         # Custom processors take a step as a whole.
-        if len(slots) <= self.rows_at_once or self._custom is not None:
-            return self._sample_piece(logits, step, grammar, step.num_logprobs)
+        if len(req_indices) <= self.rows_at_once or self._custom is not None:
+            return self._sample_chunk(logits, step, grammar, step.num_logprobs)
         done: list[SamplerOutput] = []
-        for rows, of_rows in pieces(len(slots), windows, self.rows_at_once):
-            piece = logits[rows]
-            if done:  # all of the piece before, or what is left of it would hold its copies
-                piece = mx.depends(piece, list(done[-1].arrays()))
+        for rows, of_rows in logit_chunks(len(req_indices), draft_spans, self.rows_at_once):
+            chunk = logits[rows]
+            if done:  # all of the chunk before, or what is left of it would hold its copies
+                chunk = mx.depends(chunk, list(done[-1].arrays()))
             mask = None if grammar is None else grammar.of_rows(rows)
-            of_piece = self._slots.step(slots[rows], num_output_tokens[rows], of_rows)
-            done.append(self._sample_piece(piece, of_piece, mask, step.num_logprobs))
+            of_chunk = self._parameters.step(req_indices[rows], num_output_tokens[rows], of_rows)
+            done.append(self._sample_chunk(chunk, of_chunk, mask, step.num_logprobs))
         return SamplerOutput.joined(done)
 
-    def _sample_piece(
+    def _sample_chunk(
         self, logits: mx.array, step: Step, grammar: GrammarMask | None, num_logprobs: int
     ) -> SamplerOutput:
         """See `sample`; num_logprobs: the most that any row of the whole step asked for."""
-        windows = step.windows
+        draft_spans = step.draft_spans
         broken = mx.isnan(logits.astype(mx.float32).sum(axis=-1))
         if grammar is not None and len(grammar.rows):
             logits = apply_bitmask(logits, grammar.rows, grammar.bitmask)
@@ -217,9 +219,9 @@ class Sampler:
         else:
             token_ids = mx.argmax(processed, axis=-1).astype(mx.int32)
         last_token_ids, accepted = token_ids, None
-        if windows is not None:
-            accepted = num_accepted(token_ids, windows)
-            last_token_ids = token_ids[mx.array(windows.starts_np) + accepted]
+        if draft_spans is not None:
+            accepted = num_accepted(token_ids, draft_spans)
+            last_token_ids = token_ids[mx.array(draft_spans.starts_np) + accepted]
         self._record(token_ids, step, accepted)
         scores = processed if self._processed_logprobs else logits
         logprobs = self._logprobs(scores, token_ids, step, num_logprobs)

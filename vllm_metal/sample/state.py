@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalar sampling parameters of every slot, in one numpy table.
+"""Scalar sampling parameters of every req_idx, in one numpy table.
 
-A step reads all of its parameters with a single fancy index (`SlotTable.step`), and learns which
-features are in use with a single OR over the feature bits, so the Python work of a step does not
-grow with the number of requests.
+A step reads all of its parameters with a single fancy index (`ParameterTable.step`), and learns
+which features are in use with a single OR over the feature bits, so the Python work of a step
+does not grow with the number of requests.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from enum import IntFlag
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_metal.sample.draft_spans import Windows
+from vllm_metal.sample.draft_spans import DraftSpans
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy; the threshold vLLM documents for `temperature`."""
@@ -57,18 +57,18 @@ _ROW = np.dtype(
 class Step:
     """The parameters of one step's rows (at least one), made fresh each step and never changed.
 
-    slots: int32 [N], the slot of each logits row.
+    req_indices: int32 [N], the req_idx of each logits row.
     num_output_tokens: int32 [N], tokens generated before this one.
-    rows: structured array [N], the slot table's row of each logits row.
+    rows: structured array [N], the req_idx table's row of each logits row.
     active: the union of the rows' features.
-    windows: of drafts to verify; None where every row is a request of its own.
+    draft_spans: of drafts to verify; None where every row is a request of its own.
     """
 
-    slots: np.ndarray
+    req_indices: np.ndarray
     num_output_tokens: np.ndarray
     rows: np.ndarray
     active: int
-    windows: Windows | None
+    draft_spans: DraftSpans | None
 
     def uses(self, feature: Feature) -> bool:
         return bool(self.active & feature)
@@ -87,15 +87,15 @@ class Step:
         return int(self.rows["num_logprobs"].max())
 
 
-class SlotTable:
-    """Sampling parameters by slot; the only place where `SamplingParams` scalars are read."""
+class ParameterTable:
+    """Sampling parameters by req_idx; the only place where `SamplingParams` scalars are read."""
 
     def __init__(self, vocab_size: int, max_num_reqs: int) -> None:
         self._vocab_size = vocab_size
         self._table = np.zeros(max_num_reqs, dtype=_ROW)
 
-    def add(self, slot: int, params: SamplingParams) -> Feature:
-        """Fills the slot's row and returns the features the request uses."""
+    def add(self, req_idx: int, params: SamplingParams) -> Feature:
+        """Fills the req_idx's row and returns the features the request uses."""
         vocab_size = self._vocab_size
         features = _features(params, vocab_size)
         random = Feature.RANDOM in features
@@ -104,7 +104,7 @@ class SlotTable:
             num_logprobs = NO_LOGPROBS
         elif num_logprobs < 0 or num_logprobs > vocab_size:
             num_logprobs = vocab_size
-        row = self._table[slot : slot + 1]
+        row = self._table[req_idx : req_idx + 1]
         row["features"] = int(features)
         # A greedy row divides by one and its noise is multiplied by zero (random.py).
         row["temperature"] = params.temperature if random else 1.0
@@ -120,11 +120,11 @@ class SlotTable:
         return features
 
     def step(
-        self, slots: np.ndarray, num_output_tokens: np.ndarray, windows: Windows | None
+        self, req_indices: np.ndarray, num_output_tokens: np.ndarray, draft_spans: DraftSpans | None
     ) -> Step:
-        rows = self._table[slots]
+        rows = self._table[req_indices]
         active = int(np.bitwise_or.reduce(rows["features"]))
-        return Step(slots, num_output_tokens, rows, active, windows)
+        return Step(req_indices, num_output_tokens, rows, active, draft_spans)
 
 
 def _features(params: SamplingParams, vocab_size: int) -> Feature:

@@ -21,14 +21,14 @@ FIXED_ROWS = 32.0  # rows that cost as much as a step does without any, until it
 GUESS_WEIGHT = 64.0  # what that guess counts for, as a sum of squared differences in rows
 
 
-class Lengths(Protocol):
+class DraftLengthPolicy(Protocol):
     """Says how many drafts requests get, and hears how they fared."""
 
-    def limits(self, slots_np: np.ndarray, num_rows_other: int) -> np.ndarray:
+    def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
         """Most drafts for each of R requests that sample a token in the next step.
 
         Args:
-            slots_np: [R] the requests' slots.
+            req_indices_np: [R] the requests' req_indices.
             num_rows_other: the step's rows apart from those R and their drafts.
 
         Returns:
@@ -37,7 +37,7 @@ class Lengths(Protocol):
         ...
 
     def observe(
-        self, slots_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
+        self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         """Takes a step's outcome: of each of R requests, drafts verified and accepted, both [R]."""
         ...
@@ -49,8 +49,8 @@ class Lengths(Protocol):
         """
         ...
 
-    def forget(self, slot: int) -> None:
-        """The slot's request is gone."""
+    def forget(self, req_idx: int) -> None:
+        """The req_idx's request is gone."""
         ...
 
     def acceptance(self) -> float:
@@ -58,18 +58,18 @@ class Lengths(Protocol):
         ...
 
 
-class FixedLengths:
+class FixedDraftLengths:
     """The same number of drafts for every request at all times."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
         self._drafted = self._accepted = 0.0
 
-    def limits(self, slots_np: np.ndarray, num_rows_other: int) -> np.ndarray:
-        return np.full(len(slots_np), self._num_drafts, np.int32)
+    def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
+        return np.full(len(req_indices_np), self._num_drafts, np.int32)
 
     def observe(
-        self, slots_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
+        self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         self._accepted += float(accepted_np.sum())
         self._drafted += float((accepted_np + (accepted_np < drafted_np)).sum())
@@ -77,14 +77,14 @@ class FixedLengths:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def forget(self, slot: int) -> None:
+    def forget(self, req_idx: int) -> None:
         pass
 
     def acceptance(self) -> float:
         return self._accepted / self._drafted if self._drafted else 0.0
 
 
-class DraftLengths:
+class AdaptiveDraftLengths:
     """The number of drafts that yields most tokens per second of the whole step.
 
     A request whose drafts are accepted with probability p, each if those before it were, gains p^i
@@ -95,7 +95,7 @@ class DraftLengths:
 
     def __init__(self, num_drafts: int, max_num_reqs: int) -> None:
         self._num_drafts = num_drafts
-        # By slot, decaying sums over drafts whose fate was seen: how many, and how many accepted.
+        # By req_idx, decaying sums over drafts that were verified: how many, how many accepted.
         self._trials_np = np.zeros(max_num_reqs)
         self._hits_np = np.zeros(max_num_reqs)
         self._idle_np = np.full(max_num_reqs, PROBE_INTERVAL)  # steps since the last draft
@@ -103,12 +103,12 @@ class DraftLengths:
         self._trials, self._hits = 1.0, 0.5  # of all requests; to start with, as if one in two
         self._time = _StepTime()
 
-    def limits(self, slots_np: np.ndarray, num_rows_other: int) -> np.ndarray:
-        num_reqs = len(slots_np)
+    def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
+        num_reqs = len(req_indices_np)
         if not num_reqs:
             return np.zeros(0, np.int32)
-        hits = self._hits_np[slots_np] + PRIOR_DRAFTS * self.acceptance()
-        rates = hits / (self._trials_np[slots_np] + PRIOR_DRAFTS)
+        hits = self._hits_np[req_indices_np] + PRIOR_DRAFTS * self.acceptance()
+        rates = hits / (self._trials_np[req_indices_np] + PRIOR_DRAFTS)
         gains = rates[:, None] ** np.arange(1, self._num_drafts + 1)  # [R, K], falling along K
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
@@ -116,35 +116,35 @@ class DraftLengths:
         num_taken = int(np.argmax(tokens / (base + row * np.arange(len(tokens)))))
         taken = order[:num_taken] // self._num_drafts
         limits = np.bincount(taken, minlength=num_reqs).astype(np.int32)
-        self._probe(slots_np, limits, base / row)
+        self._probe(req_indices_np, limits, base / row)
         return limits
 
-    def _probe(self, slots_np: np.ndarray, limits: np.ndarray, rows_per_step: float) -> None:
+    def _probe(self, req_indices_np: np.ndarray, limits: np.ndarray, rows_per_step: float) -> None:
         """Gives single drafts to requests that got none for long, the longest idle first."""
         none = limits == 0
         forgotten = np.where(none, IDLE_MEMORY, 1.0)
-        self._trials_np[slots_np] *= forgotten
-        self._hits_np[slots_np] *= forgotten
-        self._idle_np[slots_np] = np.where(none, self._idle_np[slots_np] + 1, 0)
+        self._trials_np[req_indices_np] *= forgotten
+        self._hits_np[req_indices_np] *= forgotten
+        self._idle_np[req_indices_np] = np.where(none, self._idle_np[req_indices_np] + 1, 0)
         num_none = int(none.sum())
         interval = max(PROBE_INTERVAL, math.ceil(num_none / (PROBE_COST * rows_per_step)))
-        idle = self._idle_np[slots_np]
+        idle = self._idle_np[req_indices_np]
         due = np.flatnonzero(none & (idle >= interval))
         due = due[np.argsort(-idle[due], kind="stable")][: math.ceil(num_none / interval)]
         # One whose probe was accepted is tried again at once: it paid for itself.
-        due = np.concatenate([due, np.flatnonzero(none & self._promising_np[slots_np])])
+        due = np.concatenate([due, np.flatnonzero(none & self._promising_np[req_indices_np])])
         limits[due] = 1
-        self._idle_np[slots_np[due]] = 0
-        self._promising_np[slots_np] = False
+        self._idle_np[req_indices_np[due]] = 0
+        self._promising_np[req_indices_np] = False
 
     def observe(
-        self, slots_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
+        self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         trials = accepted_np + (accepted_np < drafted_np)
         kept = MEMORY**trials
-        self._trials_np[slots_np] = kept * self._trials_np[slots_np] + trials
-        self._hits_np[slots_np] = kept * self._hits_np[slots_np] + accepted_np
-        self._promising_np[slots_np] = (drafted_np > 0) & (accepted_np == drafted_np)
+        self._trials_np[req_indices_np] = kept * self._trials_np[req_indices_np] + trials
+        self._hits_np[req_indices_np] = kept * self._hits_np[req_indices_np] + accepted_np
+        self._promising_np[req_indices_np] = (drafted_np > 0) & (accepted_np == drafted_np)
         total = float(trials.sum())
         remembered = OVERALL_MEMORY**total
         self._trials = remembered * self._trials + total
@@ -153,10 +153,10 @@ class DraftLengths:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         self._time.observe(num_rows, seconds)
 
-    def forget(self, slot: int) -> None:
-        self._trials_np[slot] = self._hits_np[slot] = 0.0
-        self._idle_np[slot] = PROBE_INTERVAL
-        self._promising_np[slot] = False
+    def forget(self, req_idx: int) -> None:
+        self._trials_np[req_idx] = self._hits_np[req_idx] = 0.0
+        self._idle_np[req_idx] = PROBE_INTERVAL
+        self._promising_np[req_idx] = False
 
     def acceptance(self) -> float:
         return self._hits / self._trials

@@ -6,7 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_metal.batch.requests import Requests
-from vllm_metal.spec_decode.adaptive import DraftLengths, FixedLengths, Lengths
+from vllm_metal.spec_decode.adaptive import (
+    AdaptiveDraftLengths,
+    DraftLengthPolicy,
+    FixedDraftLengths,
+)
 from vllm_metal.spec_decode.ngram import NgramProposer
 from vllm_metal.spec_decode.proposer import Proposer
 from vllm_metal.spec_decode.speculator import Speculator
@@ -33,11 +37,11 @@ def make_speculator(
     if speculation is None:
         return None
     num_drafts = speculation.num_speculative_tokens
-    lengths: Lengths
+    lengths: DraftLengthPolicy
     if _additional(config).get(FIXED_LENGTH):
-        lengths = FixedLengths(num_drafts)
+        lengths = FixedDraftLengths(num_drafts)
     else:
-        lengths = DraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
+        lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
     return Speculator(requests, network or _text_proposer(config), lengths, num_drafts)
 
 

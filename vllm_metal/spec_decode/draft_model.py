@@ -13,7 +13,7 @@ import numpy as np
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
@@ -60,16 +60,16 @@ class DraftModel(DraftNetwork):
         ]
         self._rows = parts.SelectedRows(self._model)
 
-    def profile(self, region_type: type[Region]) -> None:
-        profile_step(self._model, self._rows, self.layers, self._config, region_type)
+    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
+        profile_step(self._model, self._rows, self.layers, self._config, kv_cache_type)
 
     def proposer(
         self,
-        regions: Mapping[str, Region],
+        kv_caches: Mapping[str, LayerKVCache],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
-        own = {layer.name: regions[layer.name] for layer in self.layers}
+        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
         block_size = self._config.cache_config.block_size
         executor = ModelExecutor(self._model, self._rows, self.layers, own, group_of, block_size)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
@@ -93,7 +93,7 @@ class DraftModelProposer(PagedProposer):
         Args:
             executor: of the draft model, over the shared pool.
             block_tables: the requests' blocks.
-            max_num_reqs: number of slots.
+            max_num_reqs: number of req_indices.
             num_drafts: K, the most drafts of a request.
             max_len: tokens the model is made for; longer requests get no drafts.
         """
@@ -101,17 +101,17 @@ class DraftModelProposer(PagedProposer):
         self._executor = executor
         self._block_tables = block_tables
         self._max_len = max_len
-        # By slot, positions whose K/V are written; those of drafts count until the next call, by
+        # By req_idx, positions whose K/V are written; those of drafts count until the next call, by
         # when a wrong one is at or behind the newest token.
         self._written_np = np.zeros(max_num_reqs, np.int32)
 
-    def begin(self, slot: int, num_computed: int) -> None:
-        self._written_np[slot] = num_computed
+    def begin(self, req_idx: int, num_computed: int) -> None:
+        self._written_np[req_idx] = num_computed
 
     def propose(
         self,
         token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
+        req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> Drafts:
@@ -119,17 +119,17 @@ class DraftModelProposer(PagedProposer):
         limits = np.clip(np.minimum(limits_np, max_len - num_tokens_np), 0, self._num_drafts)
         # The newest token is never written yet: at its position stood a draft that was refused, if
         # any. Before it, what was drafted was accepted.
-        starts = np.minimum(self._written_np[slots_np], num_tokens_np - 1)
+        starts = np.minimum(self._written_np[req_indices_np], num_tokens_np - 1)
         ends = np.minimum(num_tokens_np, max_len)
-        self._written_np[slots_np] = starts
-        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
+        self._written_np[req_indices_np] = starts
+        token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         here = np.flatnonzero(ends > starts)
         if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
-            spans = Spans(slots_np[here], starts[here], ends[here])
-            known = token_ids_np[spans.slots_np[spans.index_np], spans.positions_np]
+            spans = Spans(req_indices_np[here], starts[here], ends[here])
+            known = token_ids_np[spans.req_indices_np[spans.index_np], spans.positions_np]
             drafts = self._draft(spans, mx.array(known), None, limits[here])
             token_ids[mx.array(here)] = drafts
-            self._written_np[spans.slots_np] = spans.ends_np + np.maximum(limits[here] - 1, 0)
+            self._written_np[spans.req_indices_np] = spans.ends_np + np.maximum(limits[here] - 1, 0)
         return Drafts(token_ids, limits.astype(np.int32))
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
@@ -68,7 +68,7 @@ class StateNetwork(DraftNetwork):
         self._states = states
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
-    def profile(self, region_type: type[Region]) -> None:
+    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
         _, sampled = largest_step(self._config)
         shape = (len(sampled), self._heads.hidden_size)
         hidden = mx.zeros(shape, mlx_dtype(self._config))
@@ -76,7 +76,7 @@ class StateNetwork(DraftNetwork):
 
     def proposer(
         self,
-        regions: Mapping[str, Region],
+        kv_caches: Mapping[str, LayerKVCache],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
@@ -97,38 +97,40 @@ class StateProposer(Proposer):
         self._states = states
         self._num_drafts = num_drafts
         self._newest: mx.array | None = None  # [T, H] of the newest step
-        self._rows: dict[int, tuple[int, int, int]] = {}  # by slot: first row, its position, count
+        self._rows: dict[
+            int, tuple[int, int, int]
+        ] = {}  # by req_idx: first row, its position, count
 
-    def forget(self, slot: int) -> None:
-        self._rows.pop(slot, None)
+    def forget(self, req_idx: int) -> None:
+        self._rows.pop(req_idx, None)
 
     def take_hidden(self, rows: Rows) -> None:
         self._newest = self._states.take()
         firsts = rows.query_start_loc_np[:-1]
         columns = (firsts, rows.positions_np[firsts], np.diff(rows.query_start_loc_np))
         places = zip(*(column.tolist() for column in columns), strict=True)
-        self._rows = dict(zip(rows.slots_np.tolist(), places, strict=True))
+        self._rows = dict(zip(rows.req_indices_np.tolist(), places, strict=True))
 
     def propose(
         self,
         token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
+        req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> Drafts:
-        places = [self._rows.get(slot, (0, 0, 0)) for slot in slots_np.tolist()]
+        places = [self._rows.get(req_idx, (0, 0, 0)) for req_idx in req_indices_np.tolist()]
         firsts, starts, counts = np.array(places, np.int64).reshape(-1, 3).T
         offsets = num_tokens_np - 2 - starts  # of the row that the newest token was sampled from
         fitting = (offsets >= 0) & (offsets < counts)
         most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._heads.num_heads)
         limits = np.minimum(np.minimum(limits_np, most), self._num_drafts)
         limits = np.where(fitting, np.maximum(limits, 0), 0).astype(np.int32)
-        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
+        token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         drafting = np.flatnonzero(limits)
         if len(drafting):
             assert self._newest is not None
             hidden = self._newest[mx.array((firsts + offsets)[drafting].astype(np.int32))]
-            newest = mx.array(token_ids_np[slots_np[drafting], num_tokens_np[drafting] - 1])
+            newest = mx.array(token_ids_np[req_indices_np[drafting], num_tokens_np[drafting] - 1])
             width = int(limits.max())
             token_ids[mx.array(drafting), :width] = self._heads(hidden, newest, width)
         return Drafts(token_ids, limits)

@@ -18,7 +18,7 @@ class NgramProposer(TextProposer):
     drafts. As in vLLM they end where the known text ends.
     Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 
-    Each slot keeps an index that takes in only a step's new tokens, so a step's cost does not grow
+    Each request has an index that takes in only a step's new tokens, so a step's cost does not grow
     with the context.
     """
 
@@ -43,18 +43,18 @@ class NgramProposer(TextProposer):
         self._min_n, self._max_n = min_n, max_n
         self._indices: dict[int, _TextIndex] = {}
 
-    def _guess(self, slot: int, text: np.ndarray, limit: int) -> list[int]:
+    def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
         if limit <= 0:
             return []
-        index = self._indices.get(slot)
+        index = self._indices.get(req_idx)
         if index is None or not index.seen.is_start_of(text):
-            index = self._indices[slot] = _TextIndex(self._min_n, self._max_n)
+            index = self._indices[req_idx] = _TextIndex(self._min_n, self._max_n)
         index.extend(text)
         end = index.match(text)
         return text[end : end + limit].tolist() if end else []
 
-    def forget(self, slot: int) -> None:
-        self._indices.pop(slot, None)
+    def forget(self, req_idx: int) -> None:
+        self._indices.pop(req_idx, None)
 
 
 class _TextIndex:

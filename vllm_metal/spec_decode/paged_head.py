@@ -14,7 +14,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.memory.profile import largest_caches, largest_step
 from vllm_metal.models.executor import PagedLayers
 from vllm_metal.models.loader import mlx_dtype
@@ -72,20 +72,20 @@ class HeadNetwork(DraftNetwork):
         self._states = states
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
-    def profile(self, region_type: type[Region]) -> None:
+    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
         num_tokens, sampled = largest_step(self._config)
-        caches = largest_caches(self.layers, self._config, region_type)
+        caches = largest_caches(self.layers, self._config, kv_cache_type)
         hidden = mx.zeros((num_tokens, self._head.input_size), mlx_dtype(self._config))
         out, _ = self._head(mx.zeros(num_tokens, mx.int32), self._head.combine(hidden), caches)
         mx.eval(self._head.tokens(out[sampled]))
 
     def proposer(
         self,
-        regions: Mapping[str, Region],
+        kv_caches: Mapping[str, LayerKVCache],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
-        own = {layer.name: regions[layer.name] for layer in self.layers}
+        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
         paged = PagedLayers(self.layers, own, group_of, self._config.cache_config.block_size)
         return HeadProposer(self._head, paged, block_tables, self._states, self._num_drafts)
 
@@ -123,35 +123,39 @@ class HeadProposer(PagedProposer):
         self._head = head
         self._block_tables = block_tables
         self._states = states
-        self._kept: dict[int, _Kept] = {}  # by slot
-        self._written: dict[int, int] = {}  # by slot, end of what has been run of those
+        self._kept: dict[int, _Kept] = {}  # by req_idx
+        self._written: dict[int, int] = {}  # by req_idx, end of what has been run of those
 
-    def begin(self, slot: int, num_computed: int) -> None:
-        self.forget(slot)
+    def begin(self, req_idx: int, num_computed: int) -> None:
+        self.forget(req_idx)
 
-    def forget(self, slot: int) -> None:
-        self._kept.pop(slot, None)
-        self._written.pop(slot, None)
+    def forget(self, req_idx: int) -> None:
+        self._kept.pop(req_idx, None)
+        self._written.pop(req_idx, None)
 
     def take_hidden(self, rows: Rows) -> None:
         states = self._states.take()
         firsts, counts = rows.query_start_loc_np[:-1], np.diff(rows.query_start_loc_np)
         starts = rows.positions_np[firsts]
-        for slot, *of_request in zip(
-            rows.slots_np.tolist(), firsts.tolist(), starts.tolist(), counts.tolist(), strict=True
+        for req_idx, *of_request in zip(
+            rows.req_indices_np.tolist(),
+            firsts.tolist(),
+            starts.tolist(),
+            counts.tolist(),
+            strict=True,
         ):
-            self._kept[slot] = _Kept(states, *of_request)
-            self._written.pop(slot, None)
+            self._kept[req_idx] = _Kept(states, *of_request)
+            self._written.pop(req_idx, None)
 
     def propose(
         self,
         token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
+        req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> Drafts:
         nothing = _Kept(mx.zeros(0), 0, 0, 0)
-        kept = [self._kept.get(slot, nothing) for slot in slots_np.tolist()]
+        kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
         starts = np.array([of.start for of in kept], np.int32)
         counts = np.array([of.count for of in kept], np.int32)
         # A row takes the token after it; rows of drafts that were refused lie past the newest one.
@@ -160,16 +164,16 @@ class HeadProposer(PagedProposer):
         most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._num_drafts)
         limits = np.maximum(np.minimum(limits_np, most), 0).astype(np.int32)
         limits[~usable | (ends < num_tokens_np - 1)] = 0
-        written = np.array([self._written.get(slot, 0) for slot in slots_np.tolist()])
+        written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices_np.tolist()])
         here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
-        token_ids = mx.zeros((len(slots_np), self._num_drafts), mx.int32)
+        token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         if len(here):
-            spans = Spans(slots_np[here], starts[here], ends[here])
-            following = token_ids_np[spans.slots_np[spans.index_np], spans.positions_np + 1]
+            spans = Spans(req_indices_np[here], starts[here], ends[here])
+            following = token_ids_np[spans.req_indices_np[spans.index_np], spans.positions_np + 1]
             hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
             drafts = self._draft(spans, mx.array(following), hidden, limits[here])
             token_ids[mx.array(here)] = drafts
-            self._written |= zip(spans.slots_np.tolist(), spans.ends_np.tolist(), strict=True)
+            self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.layer_cache import Region
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.models.executor import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 
@@ -28,19 +28,19 @@ class DraftNetwork(ABC):
     layers: Sequence[AttentionLayer]  # its share of the KV cache; may be empty
 
     @abstractmethod
-    def profile(self, region_type: type[Region]) -> None:
+    def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
         """Runs its largest pass, for the peak of MLX's memory."""
 
     @abstractmethod
     def proposer(
         self,
-        regions: Mapping[str, Region],
+        kv_caches: Mapping[str, LayerKVCache],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
         """
         Args:
-            regions: pool region by layer name.
+            kv_caches: pool kv_cache by layer name.
             group_of: KV cache group by layer name.
             block_tables: of the requests, shared with the target.
         """
@@ -50,21 +50,21 @@ class DraftNetwork(ABC):
 class Spans:
     """Positions [starts, ends) of R requests, the rows of a pass."""
 
-    slots_np: np.ndarray  # [R] int32
+    req_indices_np: np.ndarray  # [R] int32
     starts_np: np.ndarray  # [R] int32
     ends_np: np.ndarray  # [R] int32
 
     @cached_property
     def query_start_loc_np(self) -> np.ndarray:
         """[R + 1] int32, first row of each request."""
-        out = np.zeros(len(self.slots_np) + 1, np.int32)
+        out = np.zeros(len(self.req_indices_np) + 1, np.int32)
         np.cumsum(self.ends_np - self.starts_np, out=out[1:])
         return out
 
     @cached_property
     def index_np(self) -> np.ndarray:
         """[T] which of the R requests a row belongs to."""
-        return np.repeat(np.arange(len(self.slots_np)), self.ends_np - self.starts_np)
+        return np.repeat(np.arange(len(self.req_indices_np)), self.ends_np - self.starts_np)
 
     @cached_property
     def positions_np(self) -> np.ndarray:
@@ -79,7 +79,7 @@ class Spans:
             logits_np: [N] rows to compute logits of; None: all.
         """
         return Rows(
-            slots_np=self.slots_np,
+            req_indices_np=self.req_indices_np,
             query_start_loc_np=self.query_start_loc_np,
             seq_lens_np=self.ends_np,
             positions_np=self.positions_np,
@@ -149,7 +149,7 @@ class PagedProposer(Proposer):
             drafting = drafting[going_on]
             if len(drafting):
                 positions = spans.ends_np[drafting] + number
-                single = Spans(spans.slots_np[drafting], positions, positions + 1)
+                single = Spans(spans.req_indices_np[drafting], positions, positions + 1)
                 tokens, hidden = self._run(single.rows(tokens, None), hidden)
         return mx.stack(columns, axis=1)
 

@@ -41,28 +41,28 @@ class Proposer(ABC):
     def propose(
         self,
         token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
+        req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> Drafts:
         """Guesses what follows the known tokens of a step's R requests.
 
         Args:
-            token_ids_np: [max_num_reqs, max_model_len] int32, by slot; read only.
-            slots_np: [R] rows of the requests.
+            token_ids_np: [max_num_reqs, max_model_len] int32, by req_idx; read only.
+            req_indices_np: [R] rows of the requests.
             num_tokens_np: [R] known tokens of a request that samples in the coming step; where the
                 step still works on a prompt, the end of its rows.
             limits_np: [R] most drafts wanted of each, from 0 to K; 0 within a prompt.
         """
 
-    def begin(self, slot: int, num_computed: int) -> None:  # noqa: B027 - most need not know
-        """A request starts or resumes in the slot, its first tokens filled by the prefix cache."""
+    def begin(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
+        """A request starts or resumes; the prefix cache has filled its first tokens."""
 
-    def set_scope(self, slot: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
-        """Whose texts the slot's request may learn from, and adds its own to; before `propose`."""
+    def set_scope(self, req_idx: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
+        """Whose texts the request may learn from, and adds its own to; before `propose`."""
 
-    def forget(self, slot: int) -> None:  # noqa: B027 - most keep nothing by slot
-        """The slot's request is gone: what follows under this slot is another text."""
+    def forget(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
+        """The req_idx's request is gone: what follows under this req_idx is another text."""
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
         """The target's forward of these rows has just been built."""
@@ -84,28 +84,28 @@ class TextProposer(Proposer):
     def propose(
         self,
         token_ids_np: np.ndarray,
-        slots_np: np.ndarray,
+        req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
     ) -> Drafts:
         room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
         limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
-        requests = zip(slots_np.tolist(), num_tokens_np.tolist(), limits, strict=True)
+        requests = zip(req_indices_np.tolist(), num_tokens_np.tolist(), limits, strict=True)
         guesses = [
-            self._guess(slot, token_ids_np[slot, :num_tokens], limit)
-            for slot, num_tokens, limit in requests
+            self._guess(req_idx, token_ids_np[req_idx, :num_tokens], limit)
+            for req_idx, num_tokens, limit in requests
         ]
         return Drafts.of_lists(guesses, self._num_drafts)
 
     @abstractmethod
-    def _guess(self, slot: int, text: np.ndarray, limit: int) -> list[int]:
-        """At most `limit` tokens that may follow a slot's text, int32 [n]; none for a limit < 1."""
+    def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
+        """At most `limit` tokens that may follow a text, int32 [n]; none for a limit < 1."""
 
 
 class Seen:
     """How far a growing text has been taken in, and whether it is still the same text.
 
-    Judged by length and the last few tokens, which catch a slot that changed hands unannounced. A
+    Judged by length and the last few tokens, which catch an index that changed hands unannounced. A
     text that differs further back only goes unnoticed, and costs wrong guesses, nothing else.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_metal.batch.input_batch import InputBatch
     from vllm_metal.batch.outputs import StepOutput
     from vllm_metal.batch.rows import Rows
-    from vllm_metal.spec_decode.adaptive import Lengths
+    from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
 
 
 logger = init_logger(__name__)
@@ -37,7 +37,7 @@ class Speculator:
     """
 
     def __init__(
-        self, requests: Requests, proposer: Proposer, lengths: Lengths, num_drafts: int
+        self, requests: Requests, proposer: Proposer, lengths: DraftLengthPolicy, num_drafts: int
     ) -> None:
         """
         Args:
@@ -64,10 +64,10 @@ class Speculator:
         output.token_ids()
         batch, now = output.batch, time.perf_counter()
         sampling = batch.sampling_np
-        slots = batch.slots_np[sampling]
+        req_indices = batch.req_indices_np[sampling]
         if batch.drafts is not None and len(sampling):
             drafted = batch.drafts.counts_np[sampling]
-            self._lengths.observe(slots, drafted, output.num_accepted())
+            self._lengths.observe(req_indices, drafted, output.num_accepted())
             self._warn_if_useless(int(drafted.sum()))
         decoding = len(sampling) == len(batch.states) and len(sampling) > 0
         if decoding and self._last_finish is not None:
@@ -84,10 +84,10 @@ class Speculator:
                 100 * self._lengths.acceptance(),
             )
 
-    def forget(self, slot: int) -> None:
-        """The slot's request is gone."""
-        self._proposer.forget(slot)
-        self._lengths.forget(slot)
+    def forget(self, req_idx: int) -> None:
+        """The req_idx's request is gone."""
+        self._proposer.forget(req_idx)
+        self._lengths.forget(req_idx)
 
     def step_drafts(
         self, num_scheduled_tokens: Mapping[str, int], reserved: Mapping[str, Sequence[int]]
@@ -136,9 +136,9 @@ class Speculator:
 
     def begin(self, state: RequestState) -> None:
         """A request starts or resumes."""
-        num_computed = int(self._requests.num_computed_tokens_np[state.slot])
-        self._proposer.begin(state.slot, num_computed)
-        self._proposer.set_scope(state.slot, state.cache_salt)
+        num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
+        self._proposer.begin(state.req_idx, num_computed)
+        self._proposer.set_scope(state.req_idx, state.cache_salt)
 
     def take_hidden(self, rows: Rows) -> None:
         """The target's forward of these rows has just been built."""
@@ -155,17 +155,20 @@ class Speculator:
             done: the step has run already.
         """
         requests = self._requests
-        slots = np.array([requests[req_id].slot for req_id in req_ids], np.int32)
-        known, computed = requests.num_known_np[slots], requests.num_computed_tokens_np[slots]
+        req_indices = np.array([requests[req_id].req_idx for req_id in req_ids], np.int32)
+        known, computed = (
+            requests.num_known_np[req_indices],
+            requests.num_computed_tokens_np[req_indices],
+        )
         ends = np.minimum(computed + num_rows, known)
         ends = np.where(most > 0, known, ends)
         limits = np.zeros(len(req_ids), np.int32)
         drafting = most > 0
         if drafting.any():
             others = int(num_rows.sum()) - int(drafting.sum())
-            chosen = self._lengths.limits(slots[drafting], 0 if done else others)
+            chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
-        return self._proposer.propose(requests.token_ids_np, slots, ends, limits)
+        return self._proposer.propose(requests.token_ids_np, req_indices, ends, limits)
 
 
 def _lists(req_ids: Sequence[str], token_ids: mx.array, counts: np.ndarray) -> dict[str, list[int]]:

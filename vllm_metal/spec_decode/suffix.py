@@ -65,26 +65,26 @@ class SuffixProposer(TextProposer):
         self._scopes: dict[int, str | None] = {}
         self._cache = _OutputCache(options.max_cached_requests, max_cached_tokens)
 
-    def set_scope(self, slot: int, scope: str | None) -> None:
-        """Whose past outputs the slot's request may look at, and adds its own to."""
-        self._scopes[slot] = scope
+    def set_scope(self, req_idx: int, scope: str | None) -> None:
+        """Whose past outputs the req_idx's request may look at, and adds its own to."""
+        self._scopes[req_idx] = scope
 
-    def forget(self, slot: int) -> None:
-        scope = self._scopes.pop(slot, None)
-        state = self._texts.pop(slot, None)
+    def forget(self, req_idx: int) -> None:
+        scope = self._scopes.pop(req_idx, None)
+        state = self._texts.pop(req_idx, None)
         if state is not None:
             self._cache.add(scope, np.array(state.output, np.int32))
 
-    def _guess(self, slot: int, text: np.ndarray, limit: int) -> list[int]:
-        state = self._texts.get(slot)
+    def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
+        state = self._texts.get(req_idx)
         if state is None or not state.seen.is_start_of(text):
-            state = self._texts[slot] = _Text()
+            state = self._texts[req_idx] = _Text()
         state.follow(text)
         if limit <= 0:
             return []
         state.index(text)
         score, guess = self._likeliest(text, state.places.of_ending(text), text, limit)
-        corpus = self._cache.corpora.get(self._scopes.get(slot))
+        corpus = self._cache.corpora.get(self._scopes.get(req_idx))
         if corpus is not None:
             ends = corpus.places.of_ending(text) - corpus.first
             others_score, others = self._likeliest(corpus.tokens_np, ends, text, limit)
@@ -228,7 +228,7 @@ def _grams(tokens: np.ndarray, size: int) -> Iterator[bytes]:
 
 
 class _Text:
-    """What is known of one slot's text."""
+    """What is known of one req_idx's text."""
 
     def __init__(self) -> None:
         self.seen = Seen()

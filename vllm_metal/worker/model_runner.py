@@ -54,14 +54,14 @@ class ModelRunner:
             model: what computes logits.
             requests: all that persists of them.
             sampler: makes tokens of logits.
-            max_num_reqs: slots.
+            max_num_reqs: req_indices.
             speculator: None without speculation.
         """
         self._model = model
         self._requests = requests
         self._sampler = sampler
         self._speculator = speculator
-        self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by slot, the newest token
+        self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
         self._forwarded: _Forwarded | None = None
         self._newest: StepOutput | None = None  # the step handed over last
         self._in_flight: list[mx.array] = []  # its arrays
@@ -133,17 +133,17 @@ class ModelRunner:
         if len(batch.sampling_np):
             mask = None
             if grammar_output is not None:
-                mask, batch = grammar.masked(batch, grammar_output)
+                mask, batch = grammar.match_grammar_mask(batch, grammar_output)
             sampled = self._sampler.sample(
                 logits,
-                batch.sample_slots_np,
+                batch.sample_req_indices_np,
                 batch.num_output_tokens_np,
                 mask,
-                batch.windows,
+                batch.draft_spans,
             )
-            slots = batch.slots_np[batch.sampling_np]
-            self._last_token_ids[mx.array(slots)] = sampled.last_token_ids
-            self._requests.num_tokens_np[slots] += 1
+            req_indices = batch.req_indices_np[batch.sampling_np]
+            self._last_token_ids[mx.array(req_indices)] = sampled.last_token_ids
+            self._requests.num_tokens_np[req_indices] += 1
         chunks, complete = self._prompt_logprobs(forwarded, sampled)
         output = StepOutput(batch, sampled, complete, self._requests)
         self._submit(output, chunks, logits)
@@ -196,11 +196,11 @@ class ModelRunner:
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
     def _leave(self, gone: RequestState | None) -> None:
-        """Forgets what is kept of a slot; None: the request had none."""
+        """Forgets what is kept of a req_idx; None: the request had none."""
         if gone is not None:
-            self._sampler.remove(gone.slot)
+            self._sampler.remove(gone.req_idx)
             if self._speculator is not None:
-                self._speculator.forget(gone.slot)
+                self._speculator.forget(gone.req_idx)
 
     def _enter(self, req_id: str) -> None:
         """Makes a new or resumed request known to those who keep something of it."""
@@ -208,7 +208,7 @@ class ModelRunner:
         if self._speculator is not None:
             self._speculator.begin(state)
         self._sampler.add(
-            state.slot, state.sampling_params, state.prompt_token_ids, state.output_token_ids
+            state.req_idx, state.sampling_params, state.prompt_token_ids, state.output_token_ids
         )
 
     def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:

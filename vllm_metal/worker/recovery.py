@@ -29,7 +29,7 @@ T = TypeVar("T")
 MAX_FAILURES_IN_A_ROW = 3
 
 
-class GuardedSteps:
+class RecoveringRunner:
     """Runs the runner's steps; where one raises, its requests fail and the rest start again.
 
     A failed step leaves arrays that cannot be computed: in the pool, and in whatever else the
@@ -46,9 +46,9 @@ class GuardedSteps:
         self._make_runner = make_runner
         self._runner: ModelRunner | None = make_runner()
         self._pool = 0  # which one it is, counted from the first
-        self._untold: FailedStep | None = None  # of which the scheduler has not heard
+        self._unreported_failure: FailedStep | None = None  # of which the scheduler has not heard
         # Requests of the step at hand, and the pool it was laid out on.
-        self._at_hand: tuple[list[str], int] = ([], 0)
+        self._current_step: tuple[list[str], int] = ([], 0)
         self._failures_in_a_row = 0
 
     @property
@@ -71,40 +71,40 @@ class GuardedSteps:
             None, or the outcome of a step in which nothing was scheduled.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        self._at_hand = (req_ids, self._pool)
+        self._current_step = (req_ids, self._pool)
         self._attempt(lambda runner: runner.learn())
         self.runner.update_requests(scheduler_output)
         if not req_ids:
-            return self._news() or EMPTY_MODEL_RUNNER_OUTPUT
+            return self._current_failure() or EMPTY_MODEL_RUNNER_OUTPUT
         self._attempt(lambda runner: runner.forward(scheduler_output))
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         """Samples from the step laid out, and hands it to the device."""
-        req_ids, pool = self._at_hand
+        req_ids, pool = self._current_step
         if pool == self._pool:
             output = self._attempt(lambda runner: runner.sample_tokens(grammar_output))
             if output is not None:
-                return _GuardedOutput(self, output, pool)
-        return self._news() or FailedStep(self, req_ids, reason=None)
+                return _RecoverableOutput(self, output, pool)
+        return self._current_failure() or FailedStep(self, req_ids, reason=None)
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
         """The call's result; None where it fails, or must not be made after a failure."""
-        if self._untold is not None:
+        if self._unreported_failure is not None:
             return None
         try:
             return call(self.runner)
         except Exception as error:
-            self._untold = self._fail(self._at_hand[0], error)
+            self._unreported_failure = self._fail(self._current_step[0], error)
             return None
 
-    def _news(self) -> FailedStep | None:
+    def _current_failure(self) -> FailedStep | None:
         """The failure of the step at hand."""
-        untold = self._untold
-        return untold if untold is not None and untold.req_ids is self._at_hand[0] else None
+        untold = self._unreported_failure
+        return untold if untold is not None and untold.req_ids is self._current_step[0] else None
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.runner.take_draft_token_ids() if self._untold is None else None
+        return self.runner.take_draft_token_ids() if self._unreported_failure is None else None
 
     def wait(self) -> None:
         """Blocks until the device has finished every step handed to it."""
@@ -122,10 +122,10 @@ class GuardedSteps:
             self._runner = self._make_runner()
             self._pool += 1
 
-    def told(self, step: FailedStep) -> None:
+    def mark_reported(self, step: FailedStep) -> None:
         """The scheduler is about to hear of a failed step."""
-        if step is self._untold:
-            self._untold = None
+        if step is self._unreported_failure:
+            self._unreported_failure = None
 
     def result(self, output: StepOutput, pool: int) -> ModelRunnerOutput:
         """A step's results; waits for the device.
@@ -162,10 +162,10 @@ class GuardedSteps:
         mlx_device.give_back()
 
 
-class _GuardedOutput(AsyncOutput):
+class _RecoverableOutput(AsyncOutput):
     """A step's results on their way, which may yet fail to come."""
 
-    def __init__(self, steps: GuardedSteps, output: StepOutput, pool: int) -> None:
+    def __init__(self, steps: RecoveringRunner, output: StepOutput, pool: int) -> None:
         self._steps, self._output, self._pool = steps, output, pool
 
     def get_output(self) -> ModelRunnerOutput:
@@ -175,7 +175,7 @@ class _GuardedOutput(AsyncOutput):
 class FailedStep(AsyncOutput):
     """Stands for a step without results."""
 
-    def __init__(self, steps: GuardedSteps, req_ids: list[str], reason: str | None) -> None:
+    def __init__(self, steps: RecoveringRunner, req_ids: list[str], reason: str | None) -> None:
         """
         Args:
             steps: told when the scheduler asks.
@@ -187,7 +187,7 @@ class FailedStep(AsyncOutput):
         self._reason = reason
 
     def get_output(self) -> ModelRunnerOutput:
-        self._steps.told(self)
+        self._steps.mark_reported(self)
         return StepResult(
             req_ids=self.req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(self.req_ids)},

@@ -17,7 +17,7 @@ from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_regions, kv_cache_specs
+from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step
@@ -30,7 +30,7 @@ from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
-from vllm_metal.worker.recovery import GuardedSteps
+from vllm_metal.worker.recovery import RecoveringRunner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,7 +70,7 @@ class Networks:
 class MetalWorker(WorkerBase):
     """Owns the model, the KV pool and the runner of one process."""
 
-    steps: GuardedSteps
+    steps: RecoveringRunner
     _networks: Networks | None = None
     _memory: Memory | None = None
 
@@ -94,7 +94,7 @@ class MetalWorker(WorkerBase):
         self._networks = Networks.load(self.vllm_config)
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
-        self._region_type = choice.region_type(
+        self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
             self.networks.all_layers,
             dtype,
@@ -121,27 +121,27 @@ class MetalWorker(WorkerBase):
         )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC"]  # layer outermost: a region a layer, slots of a block in order
+        return ["LBNHC"]  # layer outermost: a kv_cache a layer, req_indices of a block in order
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
         assert self._memory is not None
-        config, layers, region = self.vllm_config, self.networks.all_layers, self._region_type
+        config, layers, kv_cache = self.vllm_config, self.networks.all_layers, self._kv_cache_type
         return self._memory.pool_size(
             config,
             self.get_kv_cache_spec(),
             self.networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
-            Workload(self._largest_step, Beside.of(config, layers, region, self.vocab_size)),
+            Workload(self._largest_step, Beside.of(config, layers, kv_cache, self.vocab_size)),
         )
 
     def _largest_step(self) -> None:
         networks = self.networks
         profile_step(
-            networks.model, networks.rows, networks.layers, self.vllm_config, self._region_type
+            networks.model, networks.rows, networks.layers, self.vllm_config, self._kv_cache_type
         )
         if networks.draft is not None:
-            networks.draft.profile(self._region_type)
+            networks.draft.profile(self._kv_cache_type)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_cache_config = kv_cache_config
@@ -152,27 +152,27 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        self.steps = GuardedSteps(self._make_runner)
+        self.steps = RecoveringRunner(self._make_runner)
 
     def _make_runner(self) -> ModelRunner:
         """Allocates the pool, and what works on it."""
         networks, block_size = self.networks, self.cache_config.block_size
-        regions = allocate_regions(
+        kv_caches = allocate_kv_caches(
             self._kv_cache_config,
             networks.all_layers,
             block_size,
             self._pool_dtype,
-            self._region_type,
+            self._kv_cache_type,
         )
         groups = self._kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
         executor = ModelExecutor(
-            networks.model, networks.rows, networks.layers, regions, group_of, block_size
+            networks.model, networks.rows, networks.layers, kv_caches, group_of, block_size
         )
         mx.eval(executor.pool_arrays())
         requests, proposer = self._requests, None
         if networks.draft is not None:
-            proposer = networks.draft.proposer(regions, group_of, requests.block_tables)
+            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,
@@ -187,7 +187,7 @@ class MetalWorker(WorkerBase):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
         warm_up.compile_kernels(
-            self._region_type,
+            self._kv_cache_type,
             self.networks.all_layers,
             loader.mlx_dtype(self.vllm_config),
             self._pool_dtype,

@@ -21,4 +21,4 @@ def test_the_working_set_is_what_such_macs_have_logged(gigabytes, logged):
 def test_this_machine_is_what_it_is():
     machine = Machine.this()
     assert (machine.kind, machine.total) == ("cpu", psutil.virtual_memory().total)
-    assert 0 < machine.taken < machine.total
+    assert 0 < machine.in_use < machine.total

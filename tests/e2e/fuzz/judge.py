@@ -151,8 +151,8 @@ class _Alone:
             return int(row.argmax())
         self._sampler.remove(0)
         self._sampler.add(0, self._params, self._prompt, list(output))
-        slot, length = np.zeros(1, np.int32), np.array([len(output)], np.int32)
-        return int(self._sampler.sample(mx.array(row)[None], slot, length).token_ids.item())
+        req_idx, length = np.zeros(1, np.int32), np.array([len(output)], np.int32)
+        return int(self._sampler.sample(mx.array(row)[None], req_idx, length).token_ids.item())
 
 
 def _params(served: Served, index: int, tokenizer: Any) -> SamplingParams:

@@ -121,8 +121,8 @@ def test_a_hash_without_the_salt_is_found_and_made_small(campaign, monkeypatch):
 def test_a_block_table_with_two_blocks_swapped_is_found_and_made_small(campaign, monkeypatch):
     append = BlockTables.append
 
-    def swapped(self, slot, block_ids):
-        append(self, slot, [[*ids[:-2], *reversed(ids[-2:])] for ids in block_ids])
+    def swapped(self, req_idx, block_ids):
+        append(self, req_idx, [[*ids[:-2], *reversed(ids[-2:])] for ids in block_ids])
 
     monkeypatch.setattr(BlockTables, "append", swapped)
     failure = explained(campaign, 1, NUM_REQUESTS, MOST_REPLAYS)

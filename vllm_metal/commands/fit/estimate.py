@@ -23,9 +23,9 @@ from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.step import step_peak
 from vllm_metal.kv_cache import formats
-from vllm_metal.kv_cache.kernels import KernelRegion
-from vllm_metal.kv_cache.layer_cache import Region
-from vllm_metal.kv_cache.scatter import ScatterRegion
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
@@ -130,33 +130,33 @@ def estimate(
     needs = Needs.of(config, specs)
     settings = settings_of(config, machine.kind, needs.block_bytes)
     quantised = quantised_share(model.layers, pool_dtype)
-    region_type = _region_type(model, machine, block_size)
-    step = step_peak(model.network, model.rows, model.layers, config, region_type, machine.kind)
+    kv_cache_type = _kv_cache_type(model, machine, block_size)
+    step = step_peak(model.network, model.rows, model.layers, config, kv_cache_type, machine.kind)
     measured = at_work(
         _at_rest(model, machine),
         settings,
         Request(needs, quantised),
-        Beside.of(config, model.layers, region_type, step.vocab_size),
+        Beside.of(config, model.layers, kv_cache_type, step.vocab_size),
         step.nbytes if forward is None else forward,
     )
     token_bytes = sum(spec.page_size_bytes for spec in specs.values()) // block_size
     return Estimate(token_bytes, needs, measured, settings, quantised)
 
 
-def _region_type(model: Model, machine: Machine, block_size: int) -> type[Region]:
+def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:
     """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
     dtype = MLX_DTYPES[model.dtype]
     shapes = {layer.shape for layer in model.layers}
     refused = any(paged_attention.unsupported(shape, dtype, block_size) for shape in shapes)
-    return ScatterRegion if refused or machine.kind == "cpu" else KernelRegion
+    return ScatterKVCache if refused or machine.kind == "cpu" else KernelKVCache
 
 
 def _at_rest(model: Model, machine: Machine) -> Measured:
     return Measured(
         source=machine.source,
         total=machine.total,
-        held=0,
-        taken=machine.taken,
+        other_engines=0,
+        in_use=machine.in_use,
         weights=model.weights,
         draft_weights=0,
         forward=0,

@@ -26,7 +26,7 @@ class Machine:
     kind: envs.Device
     source: str  # of `total`, in words
     total: int  # what the device may use at all
-    taken: int  # of that, by other programs
+    in_use: int  # of that, by other programs
 
     @property
     def cache(self) -> int:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak
-from vllm_metal.kv_cache.layer_cache import Pool, Region
+from vllm_metal.kv_cache.layer_cache import KVArray, LayerKVCache
 from vllm_metal.memory.profile import largest_caches, largest_step
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.settings import envs
@@ -36,7 +36,7 @@ def step_peak(
     rows: SelectedRows,
     layers: Sequence[AttentionLayer],
     config: VllmConfig,
-    region_type: type[Region],
+    kv_cache_type: type[LayerKVCache],
     kind: envs.Device,
 ) -> StepPeak:
     """What `memory.profile.profile_step` takes beside the weights, where MLX waits for each
@@ -47,7 +47,7 @@ def step_peak(
 
     Args:
         model: whose parameters may be lazy; they stay so.
-        rows, layers, config, region_type: as for `profile_step`.
+        rows, layers, config, kv_cache_type: as for `profile_step`.
         kind: of the device that the engine runs on.
 
     Raises:
@@ -56,8 +56,8 @@ def step_peak(
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
     num_tokens, sampled = largest_step(config)
     with recordable(metal=kind == "metal"):
-        caches = largest_caches(layers, config, _whole(region_type))
-        pools = [pool for cache in caches for pool in (cache.region.keys, cache.region.values)]
+        caches = largest_caches(layers, config, _whole(kv_cache_type))
+        pools = [pool for cache in caches for pool in (cache.kv_cache.keys, cache.kv_cache.values)]
         arrays = [array for pool in pools for array in pool.arrays]
 
         def build(*inputs: mx.array) -> list[mx.array]:
@@ -66,8 +66,8 @@ def step_peak(
             for pool in pools:
                 _refill(pool, given)
             logits = rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled)
-            # Beside the logits, all that the regions keep of a step.
-            return [logits, *_arrays_in([vars(cache.region) for cache in caches], set())]
+            # Beside the logits, all that the kv_caches keep of a step.
+            return [logits, *_arrays_in([vars(cache.kv_cache) for cache in caches], set())]
 
         try:
             graph = record(build, [*parameters, *arrays])
@@ -79,10 +79,10 @@ def step_peak(
     return StepPeak(nbytes, shape[-1])
 
 
-def _whole(region_type: type[Region]) -> type[Region]:
-    """The same regions, in steps that are evaluated once: a graph is recorded as a whole."""
+def _whole(kv_cache_type: type[LayerKVCache]) -> type[LayerKVCache]:
+    """The same kv_caches, in steps that are evaluated once: a graph is recorded as a whole."""
 
-    class Whole(region_type):  # type: ignore[misc, valid-type]
+    class Whole(kv_cache_type):  # type: ignore[misc, valid-type]
         @classmethod
         def plan(cls, *arguments: Any) -> Any:
             return replace(super().plan(*arguments), pace=None)
@@ -90,7 +90,7 @@ def _whole(region_type: type[Region]) -> type[Region]:
     return Whole
 
 
-def _refill(pool: Pool, arrays: Iterator[mx.array]) -> None:
+def _refill(pool: KVArray, arrays: Iterator[mx.array]) -> None:
     pool.arrays = [next(arrays) for _ in pool.arrays]
 
 
