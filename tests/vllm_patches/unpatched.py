@@ -393,6 +393,18 @@ def lookup_methods(folder):
     return "sync scheduling" in found[0] and "Arctic" in found[1], found
 
 
+@probe("speculation.schedule_ahead_with_ngram")
+def engine_s_check(folder):
+    """The engine's process refuses to schedule ahead with `ngram`, whatever its parent allowed."""
+    drafts = {"method": "ngram_gpu", "num_speculative_tokens": 2}
+    config = arguments(
+        folder, speculative_config=drafts, async_scheduling=True
+    ).create_engine_config()
+    config.speculative_config.method = "ngram"
+    found = raised(config.__post_init__)
+    return "sync scheduling" in found, found
+
+
 @probe("speculation.refuse_missing_methods", releases=("0.33",))
 def missing_methods(folder):
     """vLLM knows nothing of two methods that this plugin serves."""

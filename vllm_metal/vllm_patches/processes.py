@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's engine runs, and how its process starts, on macOS."""
+"""In which process vLLM's engine runs, and how that process starts, on macOS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spawn_on_macos() -> None:
 
 
 def is_engine_process() -> bool:
-    """Whether this process is one that vLLM started for an engine."""
+    """Whether vLLM started this process for an engine."""
     return multiprocessing.current_process().name.startswith("EngineCore")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is touched where options are read: configuration, arguments, the platform."""
+"""Names that we use where options are read: configuration, arguments, the platform."""
 
 from __future__ import annotations
 
