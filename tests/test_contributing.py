@@ -39,6 +39,7 @@ EXAMPLES = {
         r"\bmin_p\b",
         {
             "docs/compatibility.md": "vLLM's refusal of this very parameter",
+            "docs/speculation.md": "likewise",
             "vllm_metal/sample/custom.py": "vLLM's own processor for it, which is not used",
             "tests/vllm_patches/": "likewise",
             "tests/e2e/test_serve_speculation.py": "a server, with one parameter of many",
@@ -55,7 +56,8 @@ EXAMPLES = {
     "a kind of layer": Example(
         r"sliding_window|SlidingWindow|RotatingKVCache",
         {
-            "tests/e2e/test_quantised_cache.py": "one model of several",
+            "tests/e2e/conftest.py": "models that tests share",
+            "tests/kv_cache/recurrent.py": "another kind of layer",
             "tests/spec_decode/": "targets and drafts that have such layers",
             "vllm_metal/models/": "likewise",
         },
