@@ -24,11 +24,13 @@ def match_grammar_mask(
     The scheduler sends a mask for each request's next token and for what follows each row reserved
     for a draft, in the order of its own list.
     """
-    sampling = {batch.states[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())}
+    sampling = {
+        batch.requests[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())
+    }
     reserved: dict[str, int] = {}
     if batch.drafts is not None:
         counts = batch.drafts.reserved_np.tolist()
-        reserved = {state.req_id: n for state, n in zip(batch.states, counts, strict=True)}
+        reserved = {state.req_id: n for state, n in zip(batch.requests, counts, strict=True)}
     draft_spans = batch.draft_spans
     starts = np.arange(len(sampling)) if draft_spans is None else draft_spans.starts_np
     lens = np.ones(len(sampling), np.int64) if draft_spans is None else draft_spans.lens_np

@@ -32,7 +32,7 @@ class InputBatch(Rows):
     these rows are its span: each samples what follows it.
     """
 
-    states: list[RequestState]  # [R]
+    requests: list[RequestState]  # [R]
     sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     num_output_tokens_np: np.ndarray  # [S] int32, generated before that row, drafts included
@@ -56,16 +56,18 @@ def prepare(
             whose token the host does not know yet takes it from there.
         drafts: of the scheduled requests, in their order. Then the host knows all sampled tokens.
     """
-    states = [requests[req_id] for req_id in num_scheduled_tokens]
-    req_indices = np.fromiter((state.req_idx for state in states), np.int32, len(states))
-    scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(states))
-    num_drafts = np.zeros(len(states), np.int32)
+    scheduled_requests = [requests[req_id] for req_id in num_scheduled_tokens]
+    req_indices = np.fromiter(
+        (state.req_idx for state in scheduled_requests), np.int32, len(scheduled_requests)
+    )
+    scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(scheduled_requests))
+    num_drafts = np.zeros(len(scheduled_requests), np.int32)
     if drafts is not None:
         num_drafts = drafts.counts_np
         scheduled += num_drafts - drafts.reserved_np
     computed = requests.num_computed_tokens_np[req_indices]
     seq_lens = computed + scheduled
-    query_start_loc = np.zeros(len(states) + 1, np.int32)
+    query_start_loc = np.zeros(len(scheduled_requests) + 1, np.int32)
     np.cumsum(scheduled, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
 
@@ -79,7 +81,7 @@ def prepare(
     if unknown.any():
         newest = last_token_ids[mx.array(row_req_indices)]
         if drafts is not None:
-            owner = np.repeat(np.arange(len(states)), scheduled)
+            owner = np.repeat(np.arange(len(scheduled_requests)), scheduled)
             newest = _draft_of(drafts, owner, positions - requests.num_known_np[row_req_indices])
         input_ids = mx.where(mx.array(unknown), newest, host_ids)
 
@@ -101,7 +103,7 @@ def prepare(
     num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
     everything = len(sample_rows) == num_tokens
     return InputBatch(
-        states=states,
+        requests=scheduled_requests,
         req_indices_np=req_indices,
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
@@ -113,7 +115,7 @@ def prepare(
         num_output_tokens_np=(num_outputs + in_span).astype(np.int32),
         draft_spans=draft_spans,
         drafts=drafts,
-        prompt_rows=_prompt_rows(requests, states, computed, query_start_loc, sampling),
+        prompt_rows=_prompt_rows(requests, scheduled_requests, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
     )
 

@@ -99,7 +99,7 @@ class Requests:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def add(self, data: NewRequestData) -> RequestState:
+    def add_request(self, data: NewRequestData) -> RequestState:
         """Takes in a request at its first scheduling."""
         assert data.prompt_token_ids is not None and data.sampling_params is not None
         state = RequestState(
@@ -113,7 +113,7 @@ class Requests:
         self._enter(state, data.block_ids, data.num_computed_tokens)
         return state
 
-    def resume(
+    def resume_request(
         self,
         req_id: str,
         all_token_ids: list[int],
@@ -158,7 +158,7 @@ class Requests:
         if (block_ids := data.new_block_ids[index]) is not None:
             self.block_tables.append(req_idx, block_ids)
 
-    def preempt(self, req_id: str) -> RequestState | None:
+    def preempt_request(self, req_id: str) -> RequestState | None:
         """Takes a request's req_idx from it until it resumes, for with priorities or after a reset
         others may run before it does; None if it has none."""
         if req_id not in self._states:
@@ -167,7 +167,7 @@ class Requests:
         self._free.append(state.req_idx)
         return state
 
-    def remove(self, req_id: str) -> RequestState | None:
+    def remove_request(self, req_id: str) -> RequestState | None:
         """Forgets a request; None if it has no req_idx: preempted, or never scheduled."""
         self._preempted.pop(req_id, None)
         state = self._states.pop(req_id, None)

@@ -69,7 +69,7 @@ class Speculator:
             drafted = batch.drafts.counts_np[sampling]
             self._lengths.observe(req_indices, drafted, output.num_accepted())
             self._warn_if_useless(int(drafted.sum()))
-        decoding = len(sampling) == len(batch.states) and len(sampling) > 0
+        decoding = len(sampling) == len(batch.requests) and len(sampling) > 0
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
@@ -117,11 +117,11 @@ class Speculator:
 
     def after(self, batch: InputBatch) -> dict[str, list[int]]:
         """Drafts that follow what a step sampled, by request id; waits for the device."""
-        here = [state.req_id in self._requests for state in batch.states]
-        req_ids = [state.req_id for state, there in zip(batch.states, here, strict=True) if there]
+        here = [state.req_id in self._requests for state in batch.requests]
+        req_ids = [state.req_id for state, there in zip(batch.requests, here, strict=True) if there]
         if not req_ids:
             return {}
-        sampled = np.zeros(len(batch.states), bool)
+        sampled = np.zeros(len(batch.requests), bool)
         sampled[batch.sampling_np] = True
         rows = np.diff(batch.query_start_loc_np)
         limits = np.where(sampled, self._num_drafts, 0)[here]

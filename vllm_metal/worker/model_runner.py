@@ -29,7 +29,7 @@ class _Forwarded:
 
     batch: InputBatch
     logits: mx.array  # [S, V] of the rows that sample
-    states: mx.array | None  # of all rows, where prompt logprobs are wanted
+    hidden_states: mx.array | None  # of all rows, where prompt logprobs are wanted
 
 
 class ModelRunner:
@@ -74,11 +74,11 @@ class ModelRunner:
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the scheduler's news: requests that came, went, resumed, or got on."""
         for req_id in scheduler_output.finished_req_ids:
-            self._leave(self._requests.remove(req_id))
+            self._leave(self._requests.remove_request(req_id))
         for req_id in scheduler_output.preempted_req_ids or ():
-            self._leave(self._requests.preempt(req_id))
+            self._leave(self._requests.preempt_request(req_id))
         for data in scheduler_output.scheduled_new_reqs:
-            self._enter(self._requests.add(data).req_id)
+            self._enter(self._requests.add_request(data).req_id)
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             if req_id not in cached.resumed_req_ids:
@@ -86,7 +86,7 @@ class ModelRunner:
                 continue
             block_ids = cached.new_block_ids[index]
             assert block_ids is not None  # a resumed request starts from new blocks
-            self._requests.resume(
+            self._requests.resume_request(
                 req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
             )
             self._enter(req_id)
@@ -112,15 +112,16 @@ class ModelRunner:
             self._last_token_ids,
             drafts,
         )
-        states, tables = None, self._requests.block_tables
+        hidden_states, tables = None, self._requests.block_tables
         if batch.prompt_rows:
-            states, rows = self._model.states(batch, tables), batch.logits_indices
-            logits = self._model.head(states if rows is None else states[rows])
+            hidden_states = self._model.states(batch, tables)
+            rows = batch.logits_indices
+            logits = self._model.head(hidden_states if rows is None else hidden_states[rows])
         else:
             logits = self._model.forward(batch, tables)
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
-        self._forwarded = _Forwarded(batch, logits, states)
+        self._forwarded = _Forwarded(batch, logits, hidden_states)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Samples from the forward pass just built and hands the step to the device."""
@@ -168,8 +169,8 @@ class ModelRunner:
             for first in range(0, len(targets), self._sampler.rows_at_once):
                 of_chunk = targets[first : first + self._sampler.rows_at_once]
                 start = rows.start + first
-                assert forwarded.states is not None
-                states = forwarded.states[start : start + len(of_chunk)]
+                assert forwarded.hidden_states is not None
+                states = forwarded.hidden_states[start : start + len(of_chunk)]
                 logits = self._model.head(mx.depends(states, done) if done else states)
                 chunks.append(prompt_logprobs(logits, of_chunk, wanted))
                 state.prompt_logprobs.append(chunks[-1])

@@ -137,7 +137,7 @@ class RecoveringRunner:
         try:
             result = output.get_output()
         except Exception as error:
-            req_ids = [state.req_id for state in output.batch.states]
+            req_ids = [state.req_id for state in output.batch.requests]
             # After the pool it was laid out on the step itself is no news any more.
             failed = self._fail(req_ids, error) if pool == self._pool else None
             return (failed or FailedStep(self, req_ids, reason=None)).get_output()
