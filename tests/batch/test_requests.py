@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The persistent tables across a request's life."""
 
+from dataclasses import replace
+
 import numpy as np
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_metal.batch.requests import BlockTables, Requests
 
@@ -21,6 +23,11 @@ def new_request(req_id, prompt, block_ids, num_computed_tokens=0):
     )
 
 
+def word(**told):
+    """What the scheduler says of a step, nothing but `told`."""
+    return replace(SchedulerOutput.make_empty(), **told)
+
+
 def make():
     return Requests(2, 64, BlockTables(2, 2, 5))
 
@@ -32,7 +39,7 @@ def test_a_request_is_added_advanced_and_removed():
     assert requests.token_ids_np[req_idx, :3].tolist() == [5, 6, 7]
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ["a"], [([4], [8])], [3]
-    requests.advance(cached, 0)
+    assert requests.apply(word(scheduled_cached_reqs=cached)) == ([], [])
     assert requests.num_computed_tokens_np[req_idx] == 3
     tables = [table[req_idx, :2].tolist() for table in requests.block_tables.tables_np]
     assert tables == [[3, 4], [9, 8]]
@@ -114,3 +121,30 @@ def test_prompt_logprobs_are_collected_again_until_the_scheduler_has_a_token():
         requests.preempt_request("a")
         assert requests.resume_request("a", tokens, ([3], [3]), 0).prompt_logprobs == expected
         requests.remove_request("a")
+
+
+def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
+    requests = make()
+    ended = requests.add_request(new_request("ended", [1], ([1], [1])))
+    pushed_out = requests.add_request(new_request("pushed out", [2, 3], ([2], [2])))
+    new = [new_request(name, [4, 5, 6], ([3], [3]), 2) for name in ("first", "second")]
+    finished = {"ended", "never scheduled"}
+    told = word(finished_req_ids=finished, preempted_req_ids={"pushed out"}, scheduled_new_reqs=new)
+    left, entered = requests.apply(told)
+    assert left == [ended, pushed_out]
+    assert [state.req_id for state in entered] == ["first", "second"]
+    assert {state.req_idx for state in entered} == {ended.req_idx, pushed_out.req_idx}
+    assert requests.num_computed_tokens_np.tolist() == [2, 2]
+
+    back = CachedRequestData.make_empty()
+    back.req_ids, back.resumed_req_ids, back.num_computed_tokens = (
+        ["pushed out"],
+        {"pushed out"},
+        [1],
+    )
+    back.new_block_ids, back.all_token_ids = [([7], [8])], {"pushed out": [2, 3, 9]}
+    left, (resumed,) = requests.apply(word(finished_req_ids={"first"}, scheduled_cached_reqs=back))
+    assert [state.req_id for state in left] == ["first"]
+    assert resumed is not pushed_out and resumed.output_token_ids == [9]
+    assert requests.num_computed_tokens_np[resumed.req_idx] == 1
+    assert [table[resumed.req_idx, 0] for table in requests.block_tables.tables_np] == [7, 8]

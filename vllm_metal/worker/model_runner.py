@@ -13,14 +13,14 @@ from vllm_metal.batch import grammar
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput
-from vllm_metal.batch.requests import Requests, RequestState
+from vllm_metal.batch.requests import Requests
 from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprobs
 from vllm_metal.spec_decode.speculator import Speculator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-    from vllm_metal.models.executor import ModelExecutor
+    from vllm_metal.models.executor import ModelExecutor, PagedLayers
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class ModelRunner:
         self._newest: StepOutput | None = None  # the step handed over last
         self._in_flight: list[mx.array] = []  # its arrays
 
+    @property
+    def layers(self) -> PagedLayers:
+        """The target's layers over the pool."""
+        return self._model
+
     def learn(self) -> None:
         """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
         if self._speculator is not None and self._newest is not None:
@@ -73,23 +78,20 @@ class ModelRunner:
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the scheduler's news: requests that came, went, resumed, or got on."""
-        for req_id in scheduler_output.finished_req_ids:
-            self._leave(self._requests.remove_request(req_id))
-        for req_id in scheduler_output.preempted_req_ids or ():
-            self._leave(self._requests.preempt_request(req_id))
-        for data in scheduler_output.scheduled_new_reqs:
-            self._enter(self._requests.add_request(data).req_id)
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, req_id in enumerate(cached.req_ids):
-            if req_id not in cached.resumed_req_ids:
-                self._requests.advance(cached, index)
-                continue
-            block_ids = cached.new_block_ids[index]
-            assert block_ids is not None  # a resumed request starts from new blocks
-            self._requests.resume_request(
-                req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
+        left, entered = self._requests.apply(scheduler_output)
+        for state in left:
+            self._sampler.remove(state.req_idx)
+            if self._speculator is not None:
+                self._speculator.forget(state.req_idx)
+        for state in entered:
+            if self._speculator is not None:
+                self._speculator.begin(state)
+            self._sampler.add(
+                state.req_idx,
+                state.sampling_params,
+                state.prompt_token_ids,
+                state.output_token_ids,
             )
-            self._enter(req_id)
 
     def forward(self, scheduler_output: SchedulerOutput) -> None:
         """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
@@ -144,7 +146,7 @@ class ModelRunner:
             )
             req_indices = batch.req_indices_np[batch.sampling_np]
             self._last_token_ids[mx.array(req_indices)] = sampled.last_token_ids
-            self._requests.num_tokens_np[req_indices] += 1
+            self._requests.note_sampled(req_indices)
         chunks, complete = self._prompt_logprobs(forwarded, sampled)
         output = StepOutput(batch, sampled, complete, self._requests)
         self._submit(output, chunks, logits)
@@ -195,22 +197,6 @@ class ModelRunner:
             self.learn()
             drafts = self._speculator.after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
-
-    def _leave(self, gone: RequestState | None) -> None:
-        """Forgets what is kept of a req_idx; None: the request had none."""
-        if gone is not None:
-            self._sampler.remove(gone.req_idx)
-            if self._speculator is not None:
-                self._speculator.forget(gone.req_idx)
-
-    def _enter(self, req_id: str) -> None:
-        """Makes a new or resumed request known to those who keep something of it."""
-        state = self._requests[req_id]
-        if self._speculator is not None:
-            self._speculator.begin(state)
-        self._sampler.add(
-            state.req_idx, state.sampling_params, state.prompt_token_ids, state.output_token_ids
-        )
 
     def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:
         """Hands the step to the device, where the pool wants it once the step before is over."""
