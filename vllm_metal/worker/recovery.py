@@ -196,16 +196,16 @@ class _RecoverableOutput(AsyncOutput):
 
     def __init__(
         self,
-        steps: RecoveringRunner,
+        runner: RecoveringRunner,
         output: StepOutput,
         pool: int,
         transfers: KVConnectorOutput | None,
     ) -> None:
-        self._steps, self._output, self._pool = steps, output, pool
+        self._runner, self._output, self._pool = runner, output, pool
         self._transfers = transfers
 
     def get_output(self) -> ModelRunnerOutput:
-        result = self._steps.result(self._output, self._pool)
+        result = self._runner.result(self._output, self._pool)
         result.kv_connector_output = self._transfers
         return result
 
@@ -216,15 +216,15 @@ class _RecoverableOutput(AsyncOutput):
 class FailedStep(AsyncOutput):
     """Stands for the results of a step that has none."""
 
-    def __init__(self, steps: RecoveringRunner, step: _Step, reason: str | None) -> None:
+    def __init__(self, runner: RecoveringRunner, step: _Step, reason: str | None) -> None:
         """
         Args:
-            steps: told when the scheduler asks for the results.
+            runner: told when the scheduler asks for the results.
             step: the step.
             reason: why its requests fail; None: the scheduler will drop these results.
         """
         self.step = step
-        self._steps = steps
+        self._runner = runner
         self._reason = reason
         self._transfers: KVConnectorOutput | None = None
 
@@ -234,7 +234,7 @@ class FailedStep(AsyncOutput):
         return self
 
     def get_output(self) -> ModelRunnerOutput:
-        self._steps.mark_reported(self)
+        self._runner.mark_reported(self)
         req_ids = self.step.req_ids
         return StepResult(
             req_ids=req_ids,

@@ -70,7 +70,7 @@ class Networks:
 class MetalWorker(WorkerBase):
     """Owns the model, the KV pool and the runner of one process."""
 
-    steps: RecoveringRunner
+    runner: RecoveringRunner
     _networks: Networks | None = None
     _memory: Memory | None = None
 
@@ -152,7 +152,7 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        self.steps = RecoveringRunner(self._make_runner)
+        self.runner = RecoveringRunner(self._make_runner)
 
     def _make_runner(self) -> ModelRunner:
         """Allocates the pool, and what works on it."""
@@ -202,13 +202,13 @@ class MetalWorker(WorkerBase):
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._pressure.poll()
-        return self.steps.execute_model(scheduler_output)
+        return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        return self.steps.sample_tokens(grammar_output)
+        return self.runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.steps.take_draft_token_ids()
+        return self.runner.take_draft_token_ids()
 
     def sleep(self, level: int = 1) -> None:
         """Gives memory back: level 1 the KV pool; level 2 the weights, too.
@@ -216,14 +216,14 @@ class MetalWorker(WorkerBase):
         On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
         """
         before = mx.get_active_memory()
-        self.steps.release_pool()
+        self.runner.release_pool()
         if level >= 2:
             self._release_weights()
         logger.info("Asleep: %.2f GiB given back", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Gives back what the tags name: "kv_cache", "weights"."""
-        self.steps.release_pool()
+        self.runner.release_pool()
         if "weights" in tags:
             self._release_weights()
 
@@ -232,7 +232,7 @@ class MetalWorker(WorkerBase):
         if self._networks is None and (tags is None or "weights" in tags):
             self.load_model()
         if tags is None or "kv_cache" in tags:
-            self.steps.restore_pool()
+            self.runner.restore_pool()
 
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.
@@ -240,12 +240,12 @@ class MetalWorker(WorkerBase):
         Empties the KV pool as well: while the engine is awake, pause it before and reset its prefix
         cache afterwards, as vLLM has it.
         """
-        awake = self.steps.awake
-        self.steps.release_pool()
+        awake = self.runner.awake
+        self.runner.release_pool()
         self._release_weights()
         self.load_model()
         if awake:
-            self.steps.restore_pool()
+            self.runner.restore_pool()
 
     def _release_weights(self) -> None:
         self._networks = None
@@ -265,7 +265,7 @@ class MetalWorker(WorkerBase):
         mx.eval(mx.zeros(1) + 1)
 
     def synchronize_device(self) -> None:
-        self.steps.wait()
+        self.runner.wait()
 
     def reset_encoder_cache(self) -> None:
         return  # text models keep none
@@ -277,7 +277,7 @@ class MetalWorker(WorkerBase):
         if is_start:
             mx.metal.start_capture(f"{profile_prefix or 'vllm-metal'}.gputrace")
         else:
-            self.steps.wait()
+            self.runner.wait()
             mx.metal.stop_capture()
 
     def execute_dummy_batch(self) -> None:
@@ -286,8 +286,8 @@ class MetalWorker(WorkerBase):
     def shutdown(self) -> None:
         """Lets go of the model and the pool, once nothing on the device uses them."""
         mx.synchronize()
-        if hasattr(self, "steps"):  # start-up may have failed before
-            del self.steps
+        if hasattr(self, "runner"):  # start-up may have failed before
+            del self.runner
         tokenizers.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:
