@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -21,15 +23,15 @@ class PromptRows:
     state: RequestState
     start: int  # first of them in the batch
     target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
-    last: bool  # the request samples in this step: vLLM takes them with its first token only
+    last: bool  # the request samples in this step; vLLM takes them with the first token
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputBatch(Rows):
     """A step's rows, and which of them sample.
 
-    The last rows of a request with drafts hold them, one each; the row before the first of them and
-    these rows are its span: each samples what follows it.
+    A request's drafts are its last rows, one each. These rows and the one before them are the
+    request's draft span: each row of it samples the token that follows.
     """
 
     requests: list[RequestState]  # [R]
@@ -74,16 +76,12 @@ def prepare(
     row_req_indices = np.repeat(req_indices, scheduled)
     offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
     positions = np.repeat(computed, scheduled) + offsets
-    last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
-    host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
-    unknown = positions >= requests.num_known_np[row_req_indices]
-    input_ids = host_ids
-    if unknown.any():
-        newest = last_token_ids[mx.array(row_req_indices)]
-        if drafts is not None:
-            owner = np.repeat(np.arange(len(scheduled_requests)), scheduled)
-            newest = _draft_of(drafts, owner, positions - requests.num_known_np[row_req_indices])
-        input_ids = mx.where(mx.array(unknown), newest, host_ids)
+    if drafts is None:
+        beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    else:
+        owner = np.repeat(np.arange(len(scheduled_requests)), scheduled)
+        beyond = partial(_draft_of, drafts, owner)
+    input_ids = _input_ids(requests, row_req_indices, positions, beyond)
 
     num_tokens_before = requests.num_tokens_np[req_indices]
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
@@ -94,10 +92,12 @@ def prepare(
     sample_rows = (query_start_loc[sampling + 1] - span_lens)[span] + in_span
     draft_spans = None
     if drafts is not None and num_drafts.any():
-        guesses = _draft_of(drafts, sampling[span], in_span)
-        final = mx.array(in_span == span_lens[span] - 1)
+        verified = _draft_of(drafts, sampling[span], in_span)
+        last_of_span = mx.array(in_span == span_lens[span] - 1)
         draft_spans = DraftSpans(
-            starts.astype(np.int32), span_lens.astype(np.int32), mx.where(final, -1, guesses)
+            starts.astype(np.int32),
+            span_lens.astype(np.int32),
+            mx.where(last_of_span, -1, verified),
         )
     sample_req_indices = req_indices[sampling][span]
     num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
@@ -118,6 +118,33 @@ def prepare(
         prompt_rows=_prompt_rows(requests, scheduled_requests, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
     )
+
+
+def _input_ids(
+    requests: Requests,
+    row_req_indices: np.ndarray,
+    positions: np.ndarray,
+    beyond: Callable[[np.ndarray], mx.array],
+) -> mx.array:
+    """[T] int32 tokens of the rows: the host's, and `beyond` the last of those.
+
+    Args:
+        requests: whose tokens the host knows.
+        row_req_indices: [T] each row's request.
+        positions: [T] each row's position in it.
+        beyond: gives [T] int32, for how far each row lies beyond the last token the host knows.
+    """
+    last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
+    host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
+    places = positions - requests.num_known_np[row_req_indices]
+    if (places < 0).all():
+        return host_ids
+    return mx.where(mx.array(places >= 0), beyond(places), host_ids)
+
+
+def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray, _: np.ndarray) -> mx.array:
+    """[T] int32: the token last sampled of each row's request."""
+    return last_token_ids[mx.array(row_req_indices)]
 
 
 def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:

@@ -18,7 +18,7 @@ from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 
 class StepOutput(AsyncOutput):
-    """The tokens of one step, still on the device; vLLM asks for them a step later."""
+    """The results of one step, still on the device; vLLM asks for them a step later."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class StepOutput(AsyncOutput):
         """
         Args:
             batch: the step's inputs.
-            sampled: None where no request of the step has come to a token.
-            prompt_logprobs: of requests whose prompt is now complete, chunk by chunk.
+            sampled: None where no request of the step sampled a token.
+            prompt_logprobs: by request id the chunks of those whose prompt is now complete.
             requests: told of each token when the host learns it.
         """
         self.batch = batch
@@ -72,7 +72,7 @@ class StepOutput(AsyncOutput):
         return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
 
     def _failures(self) -> dict[str, str]:
-        """Requests without a sound token, and why."""
+        """By request id why its token is not sound."""
         if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
             return {}
         of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])

@@ -44,7 +44,7 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class Networks:
-    """What is loaded."""
+    """The loaded networks: the target, and a draft network where there is one."""
 
     model: nn.Module
     rows: parts.SelectedRows  # which of its rows reach the head
@@ -63,7 +63,7 @@ class Networks:
 
     @property
     def all_layers(self) -> list[AttentionLayer]:
-        """Of both networks: their K/V lie in the same blocks."""
+        """Layers of both networks, whose K/V lie in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
 
@@ -81,7 +81,10 @@ class MetalWorker(WorkerBase):
         self._seed()
 
     def _seed(self) -> None:
-        """Python's, numpy's and torch's generators are its user's where the engine came to them."""
+        """Seeds MLX's generator, and in a process of its own Python's, numpy's and torch's too.
+
+        In the user's process those three are the user's.
+        """
         if processes.in_users_process():
             mx.random.seed(self.model_config.seed)
         else:
@@ -147,7 +150,7 @@ class MetalWorker(WorkerBase):
         self._kv_cache_config = kv_cache_config
         max_num_reqs = self.scheduler_config.max_num_seqs
         max_len = self.model_config.max_model_len
-        # One spare block: a step in flight past the last position may still be given one.
+        # One spare block: vLLM may allocate one for a step in flight past the last position.
         max_blocks = -(-max_len // self.cache_config.block_size) + 1
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
@@ -155,7 +158,7 @@ class MetalWorker(WorkerBase):
         self.runner = RecoveringRunner(self._make_runner)
 
     def _make_runner(self) -> ModelRunner:
-        """Allocates the pool, and what works on it."""
+        """Allocates the pool, and makes all that works on it."""
         networks, block_size = self.networks, self.cache_config.block_size
         kv_caches = allocate_kv_caches(
             self._kv_cache_config,
@@ -228,7 +231,7 @@ class MetalWorker(WorkerBase):
             self._release_weights()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes memory again; weights given back are loaded from where they came from."""
+        """Allocates the KV pool again, and loads the weights again where they were given back."""
         if self._networks is None and (tags is None or "weights" in tags):
             self.load_model()
         if tags is None or "kv_cache" in tags:
@@ -237,8 +240,8 @@ class MetalWorker(WorkerBase):
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.
 
-        Empties the KV pool as well: while the engine is awake, pause it before and reset its prefix
-        cache afterwards, as vLLM has it.
+        The KV pool is emptied as well. If the engine is awake, pause it first and reset its prefix
+        cache afterwards, as vLLM's own documentation asks.
         """
         awake = self.runner.awake
         self.runner.release_pool()
