@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 GIB = 2**30
-#: Kept from us whatever --gpu-memory-utilization says. Metal's recommended working set is a limit
+#: Never used, whatever --gpu-memory-utilization says. Metal's recommended working set is a limit
 #: for the GPU, not a share that is ours: Macs whose whole working set was wired have panicked, and
 #: the window server and this process's own Python live in the same memory. A sixteenth lies below
 #: what vLLM's default utilization of 0.92 leaves free, so it costs nothing there; half a GiB is
@@ -21,7 +21,7 @@ MARGIN_FLOOR = GIB // 2
 
 @dataclass(frozen=True)
 class Measured:
-    """A device with a model on it."""
+    """What was measured on a device with the networks loaded; bytes."""
 
     source: str  # of `total`, in words
     total: int  # what the device may use at all
@@ -30,10 +30,10 @@ class Measured:
     weights: int
     draft_weights: int
     forward: int  # the most that a step of max_num_batched_tokens rows needs
-    attention: int  # more of it where a long context is gathered
-    sampling: int  # the most that sampling needs, at another time, for the rows it takes at once
-    logits: int  # beside that, of all rows
-    counts: int  # of each request's tokens, for penalties; at all times
+    attention: int  # what it needs besides where a long context is gathered
+    sampling: int  # the most that sampling one chunk of rows needs, after the forward pass
+    logits: int  # of all rows, held while sampling
+    counts: int  # token counts of all requests, for penalties; held at all times
     cache: int  # buffers that MLX may keep for reuse
 
 
@@ -45,14 +45,14 @@ class Settings:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-    fitted: bool = False  # max_model_len is to be what the pool has room for
-    most: int | None = None  # the pool takes no more, unless asked to
+    fitted: bool = False  # --max-model-len -1: the longest that the pool has room for
+    most: int | None = None  # bytes of the largest pool that is made unasked
     asked: AskedPool | None = None
 
 
 @dataclass(frozen=True)
 class AskedPool:
-    """A pool whose size the user has settled."""
+    """A pool whose size the user has set."""
 
     setting: str
     count: int  # what it was set to
@@ -65,15 +65,15 @@ class AskedPool:
 
 @dataclass(frozen=True)
 class Request:
-    """What a pool must hold at least: one request of max_model_len tokens."""
+    """The smallest need: one request of max_model_len tokens."""
 
     needed: Callable[[int], int]  # bytes by tokens, never falling
-    quantised: float | None = None  # a quantised cache takes so much of it; None: it is one
+    quantised: float | None = None  # the share of `needed` with a quantised cache; None: it is one
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A sum, line by line: what there is, less what is not for the pool."""
+    """A sum, line by line: the memory there is, less all that is not the pool's."""
 
     lines: tuple[tuple[str, int], ...]
     result: str = "KV pool"
@@ -90,12 +90,12 @@ class Budget:
 
 
 def margin(total: int) -> int:
-    """What of a device's memory is never ours."""
+    """Bytes of a device's memory that are never used."""
     return max(int(total * MARGIN_SHARE), MARGIN_FLOOR)
 
 
 def budget_of(measured: Measured, settings: Settings) -> Budget:
-    """The sum; where the user has settled the pool's size, it is of what steps are left with."""
+    """The sum for the pool; if the user set the pool's size, the sum of what is left for steps."""
     total = measured.total
     most_of_it = total - margin(total)
     networks = [
