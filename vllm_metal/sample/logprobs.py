@@ -93,19 +93,6 @@ def gather_logprobs(
     return Logprobs(token_ids, values, ranks)
 
 
-def prompt_logprobs(
-    logits: mx.array, target_ids: mx.array | np.ndarray, num_logprobs: int
-) -> Logprobs:
-    """Logprobs of prompt tokens.
-
-    logits: any float [n, V], the rows that predict the targets. target_ids: int [n].
-    num_logprobs: as in SamplingParams.prompt_logprobs, -1 for the whole vocabulary.
-    """
-    vocab_size = logits.shape[1]
-    width = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
-    return gather_logprobs(logits, mx.array(target_ids), width)
-
-
 def token_id_rows(
     step: Step, lists: Mapping[int, np.ndarray], width: int, vocab_size: int
 ) -> TokenIdRows | None:
