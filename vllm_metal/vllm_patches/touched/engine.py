@@ -253,7 +253,7 @@ _SAMPLING = (
         "vllm.sampling_params:SamplingParams",
         by="sample batch/requests.py worker/model_runner.py platform/metal_platform.py "
         "memory/profile.py",
-        called="top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
+        called="temperature= top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
         fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
         "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "
         "allowed_token_ids logit_bias bad_words_token_ids logprob_token_ids structured_outputs "
