@@ -231,7 +231,7 @@ class Bench:
         self.tables.replace(req_idx, [[*shared, *own]])
         self.token_ids_np[req_idx, : len(tokens)] = tokens
         self.known[req_idx], self.computed[req_idx] = len(tokens), len(shared) * BLOCK
-        self.proposer.begin(req_idx, len(shared) * BLOCK)
+        self.proposer.begin_request(req_idx, len(shared) * BLOCK)
 
     def step(self, req_indices, limits, chunk=MAX_LEN):
         """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""

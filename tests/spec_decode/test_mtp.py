@@ -274,7 +274,7 @@ def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(be
         drafted += sum(bench.step(bench.rng.permutation(3), bench.rng.integers(0, K + 1, 3)))
     assert drafted > 15
     for req_idx in range(3):
-        bench.proposer.forget(req_idx)
+        bench.proposer.forget_request(req_idx)
 
 
 def test_a_checkpoint_without_mtp_layers_is_named(tmp_path):

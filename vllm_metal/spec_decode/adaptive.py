@@ -36,7 +36,7 @@ class DraftLengthPolicy(Protocol):
         """
         ...
 
-    def observe(
+    def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         """Takes a step's outcome: of each of R requests, drafts verified and accepted, both [R]."""
@@ -49,7 +49,7 @@ class DraftLengthPolicy(Protocol):
         """
         ...
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         """The req_idx's request is gone."""
         ...
 
@@ -68,7 +68,7 @@ class FixedDraftLengths:
     def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
         return np.full(len(req_indices_np), self._num_drafts, np.int32)
 
-    def observe(
+    def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         self._accepted += float(accepted_np.sum())
@@ -77,7 +77,7 @@ class FixedDraftLengths:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         pass
 
     def acceptance(self) -> float:
@@ -137,7 +137,7 @@ class AdaptiveDraftLengths:
         self._idle_np[req_indices_np[due]] = 0
         self._promising_np[req_indices_np] = False
 
-    def observe(
+    def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         trials = accepted_np + (accepted_np < drafted_np)
@@ -153,7 +153,7 @@ class AdaptiveDraftLengths:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         self._time.observe(num_rows, seconds)
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._trials_np[req_idx] = self._hits_np[req_idx] = 0.0
         self._idle_np[req_idx] = PROBE_INTERVAL
         self._promising_np[req_idx] = False

@@ -105,7 +105,7 @@ class DraftModelProposer(PagedProposer):
         # when a wrong one is at or behind the newest token.
         self._written_np = np.zeros(max_num_reqs, np.int32)
 
-    def begin(self, req_idx: int, num_computed: int) -> None:
+    def begin_request(self, req_idx: int, num_computed: int) -> None:
         self._written_np[req_idx] = num_computed
 
     def propose(

@@ -101,7 +101,7 @@ class StateProposer(Proposer):
             int, tuple[int, int, int]
         ] = {}  # by req_idx: first row, its position, count
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._rows.pop(req_idx, None)
 
     def take_hidden(self, rows: Rows) -> None:

@@ -53,7 +53,7 @@ class NgramProposer(TextProposer):
         end = index.match(text)
         return text[end : end + limit].tolist() if end else []
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._indices.pop(req_idx, None)
 
 

@@ -126,10 +126,10 @@ class HeadProposer(PagedProposer):
         self._kept: dict[int, _Kept] = {}  # by req_idx
         self._written: dict[int, int] = {}  # by req_idx, end of what has been run of those
 
-    def begin(self, req_idx: int, num_computed: int) -> None:
-        self.forget(req_idx)
+    def begin_request(self, req_idx: int, num_computed: int) -> None:
+        self.forget_request(req_idx)
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._kept.pop(req_idx, None)
         self._written.pop(req_idx, None)
 

@@ -55,13 +55,13 @@ class Proposer(ABC):
             limits_np: [R] most drafts wanted of each, from 0 to K; 0 within a prompt.
         """
 
-    def begin(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
+    def begin_request(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
         """A request starts or resumes; the prefix cache has filled its first tokens."""
 
     def set_scope(self, req_idx: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
         """Whose texts the request may learn from, and adds its own to; before `propose`."""
 
-    def forget(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
+    def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
         """The req_idx's request is gone: what follows under this req_idx is another text."""
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states

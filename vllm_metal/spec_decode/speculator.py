@@ -67,7 +67,7 @@ class Speculator:
         req_indices = batch.req_indices_np[sampling]
         if batch.drafts is not None and len(sampling):
             drafted = batch.drafts.counts_np[sampling]
-            self._lengths.observe(req_indices, drafted, output.num_accepted())
+            self._lengths.observe_drafts(req_indices, drafted, output.num_accepted())
             self._warn_if_useless(int(drafted.sum()))
         decoding = len(sampling) == len(batch.states) and len(sampling) > 0
         if decoding and self._last_finish is not None:
@@ -84,10 +84,10 @@ class Speculator:
                 100 * self._lengths.acceptance(),
             )
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         """The req_idx's request is gone."""
-        self._proposer.forget(req_idx)
-        self._lengths.forget(req_idx)
+        self._proposer.forget_request(req_idx)
+        self._lengths.forget_request(req_idx)
 
     def step_drafts(
         self, num_scheduled_tokens: Mapping[str, int], reserved: Mapping[str, Sequence[int]]
@@ -115,7 +115,7 @@ class Speculator:
         self._laid_out = (req_ids, StepDrafts(token_ids, counts, room))
         return self._laid_out[1]
 
-    def after(self, batch: InputBatch) -> dict[str, list[int]]:
+    def drafts_after(self, batch: InputBatch) -> dict[str, list[int]]:
         """Drafts that follow what a step sampled, by request id; waits for the device."""
         here = [state.req_id in self._requests for state in batch.states]
         req_ids = [state.req_id for state, there in zip(batch.states, here, strict=True) if there]
@@ -129,15 +129,15 @@ class Speculator:
         drafts = self._propose(req_ids, np.where(sampled, 1, rows)[here], limits, done=True)
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def laid_out(self) -> dict[str, list[int]]:
+    def laid_out_drafts(self) -> dict[str, list[int]]:
         """The drafts of the step laid out last, by request id; waits for the device."""
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def begin(self, state: RequestState) -> None:
+    def begin_request(self, state: RequestState) -> None:
         """A request starts or resumes."""
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
-        self._proposer.begin(state.req_idx, num_computed)
+        self._proposer.begin_request(state.req_idx, num_computed)
         self._proposer.set_scope(state.req_idx, state.cache_salt)
 
     def take_hidden(self, rows: Rows) -> None:

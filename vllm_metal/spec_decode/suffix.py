@@ -69,11 +69,11 @@ class SuffixProposer(TextProposer):
         """Whose past outputs the req_idx's request may look at, and adds its own to."""
         self._scopes[req_idx] = scope
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         scope = self._scopes.pop(req_idx, None)
         state = self._texts.pop(req_idx, None)
         if state is not None:
-            self._cache.add(scope, np.array(state.output, np.int32))
+            self._cache.add_output(scope, np.array(state.output, np.int32))
 
     def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
         state = self._texts.get(req_idx)
@@ -180,7 +180,7 @@ class _Places:
     def __init__(self) -> None:
         self._ends: dict[bytes, array[int]] = {}  # ascending
 
-    def add(self, tokens: np.ndarray, num_known: int = 0, offset: int = 0) -> None:
+    def add_ngrams(self, tokens: np.ndarray, num_known: int = 0, offset: int = 0) -> None:
         """Takes in the n-grams of `tokens` that end after the first `num_known` of them.
 
         Positions count from `offset`, the place of `tokens[0]`.
@@ -196,7 +196,7 @@ class _Places:
                 if len(known) > 2 * MAX_PLACES:
                     del known[:MAX_PLACES]
 
-    def drop(self, tokens: np.ndarray, end: int) -> None:
+    def drop_ngrams(self, tokens: np.ndarray, end: int) -> None:
         """Forgets the n-grams of `tokens`, the oldest taken in, which lie before `end`."""
         for size in GRAM_SIZES:
             for gram in _grams(tokens, size):
@@ -244,7 +244,7 @@ class _Text:
 
     def index(self, text: np.ndarray) -> None:
         """Makes the places of the text known; put off until somebody asks."""
-        self.places.add(text, self._num_indexed)
+        self.places.add_ngrams(text, self._num_indexed)
         self._num_indexed = len(text)
 
 
@@ -260,15 +260,15 @@ class _Corpus:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def add(self, output: np.ndarray) -> None:
+    def add_output(self, output: np.ndarray) -> None:
         start = self.first + len(self.tokens_np)
         self._outputs.append((start, start + len(output)))
         self.tokens_np = np.concatenate([self.tokens_np, output, [_GAP]], dtype=np.int32)
-        self.places.add(output, offset=start)
+        self.places.add_ngrams(output, offset=start)
 
     def drop_oldest(self) -> None:
         start, end = self._outputs.popleft()
-        self.places.drop(self.tokens_np[start - self.first : end - self.first], end)
+        self.places.drop_ngrams(self.tokens_np[start - self.first : end - self.first], end)
         self.tokens_np = self.tokens_np[end - self.first :].copy()  # from the gap behind it
         self.first = end
 
@@ -282,10 +282,10 @@ class _OutputCache:
         self._ages: deque[tuple[str | None, int]] = deque()  # scope and length, oldest first
         self._num_tokens = 0
 
-    def add(self, scope: str | None, output: np.ndarray) -> None:
+    def add_output(self, scope: str | None, output: np.ndarray) -> None:
         if not self._max_outputs or not 0 < len(output) <= self._max_tokens:
             return
-        self.corpora.setdefault(scope, _Corpus()).add(output)
+        self.corpora.setdefault(scope, _Corpus()).add_output(output)
         self._ages.append((scope, len(output)))
         self._num_tokens += len(output)
         while len(self._ages) > self._max_outputs or self._num_tokens > self._max_tokens:

@@ -189,10 +189,10 @@ class ModelRunner:
         if self._speculator is None or self._newest is None:
             return None
         if self._forwarded is not None:
-            drafts = self._speculator.laid_out()
+            drafts = self._speculator.laid_out_drafts()
         else:
             self.learn()
-            drafts = self._speculator.after(self._newest.batch)
+            drafts = self._speculator.drafts_after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
     def _leave(self, gone: RequestState | None) -> None:
@@ -200,13 +200,13 @@ class ModelRunner:
         if gone is not None:
             self._sampler.remove(gone.req_idx)
             if self._speculator is not None:
-                self._speculator.forget(gone.req_idx)
+                self._speculator.forget_request(gone.req_idx)
 
     def _enter(self, req_id: str) -> None:
         """Makes a new or resumed request known to those who keep something of it."""
         state = self._requests[req_id]
         if self._speculator is not None:
-            self._speculator.begin(state)
+            self._speculator.begin_request(state)
         self._sampler.add(
             state.req_idx, state.sampling_params, state.prompt_token_ids, state.output_token_ids
         )
