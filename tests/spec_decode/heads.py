@@ -26,8 +26,8 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.spec_decode.networks import load_network
 from vllm_metal.spec_decode.paged_proposer import Spans
+from vllm_metal.spec_decode.registry import load_network
 
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
 BLOCK, MAX_NUM_REQS = 16, 4

@@ -25,7 +25,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.mlp_speculator import MLPSpeculator
 
 from vllm_metal.models import loader, parts
-from vllm_metal.spec_decode.networks import load_network
+from vllm_metal.spec_decode.registry import load_network
 
 INNER = 48
 

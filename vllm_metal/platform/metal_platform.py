@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of a platform, and every check of the configuration, in one place."""
+"""What vLLM asks of a platform: the device, defaults, and a check of the configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.spec_decode import checkpoint  # noqa: E402
+from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
+from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     logs,
@@ -61,19 +62,6 @@ BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
 MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
-SPECULATIVE_METHODS = (
-    "ngram",
-    "ngram_gpu",
-    "suffix",
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "medusa",
-    "mlp_speculator",
-    "mtp",
-)
-#: Whose MTP layers are served, as vLLM names them; the same as spec_decode.mtp.FAMILIES.
-MTP_ARCHITECTURES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ExaoneMoeMTP")
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
 
@@ -183,15 +171,12 @@ class MetalPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        _refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER
         parallel.disable_custom_all_reduce = True
-        speculation = vllm_config.speculative_config
-        if speculation is not None and speculation.method == "ngram":
-            # The engine's own process checks once more whether vLLM plans ahead with the method.
-            speculation.method = "ngram_gpu"
+        speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
         cache = vllm_config.cache_config
         cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
         if not cache.user_specified_block_size:
@@ -213,74 +198,3 @@ class MetalPlatform(Platform):
         if isinstance(params, SamplingParams):
             validate(params)
             remember_salt(params, processed_inputs.get("cache_salt"))
-
-
-def _refuse_unsupported(config: VllmConfig) -> None:
-    """Raises one ValueError that names every setting this plugin cannot honour."""
-    parallel, cache = config.parallel_config, config.cache_config
-    model = config.model_config
-    refusals = {
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size": parallel.data_parallel_size > 1,
-        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
-        "--enable-lora": config.lora_config is not None,
-        "--kv-transfer-config": config.kv_transfer_config is not None,
-        "--kv-cache-dtype-skip-layers": bool(cache.kv_cache_dtype_skip_layers),
-        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
-    }
-    if model is not None:
-        assert isinstance(model.dtype, torch.dtype)  # names are resolved by now
-        offered = f"choose one of {', '.join(formats.OFFERED)}, or {model.dtype} as the model is"
-        refusals |= {
-            f"--kv-cache-dtype {cache.cache_dtype} ({offered})": not formats.offered(
-                cache.cache_dtype, model.dtype
-            ),
-            f"--runner {model.runner_type}": model.runner_type != "generate",
-            "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
-                model.multimodal_config is not None
-                and not model.multimodal_config.language_model_only
-            ),
-            "--enable-prompt-embeds": model.enable_prompt_embeds,
-            "encoder-decoder models": model.is_encoder_decoder,
-        }
-    refusals |= _speculation_refusals(config)
-    refused = [setting for setting, asked in refusals.items() if asked]
-    if refused:
-        raise ValueError("vllm-metal does not support " + ", ".join(refused))
-
-
-def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
-    """What of --speculative-config cannot be honoured, by name."""
-    speculation, model = config.speculative_config, config.model_config
-    if speculation is None:
-        return {}
-    offered = ", ".join(SPECULATIVE_METHODS)
-    option = "--speculative-config "
-    (family, *_) = getattr(speculation.draft_model_config, "architectures", None) or ("",)
-    return checkpoint.refusals(config) | {
-        f"{option}method {speculation.method!r} (choose one of {offered})": (
-            speculation.method not in SPECULATIVE_METHODS
-        ),
-        f"{option}method 'mtp' with {family} (served are {', '.join(MTP_ARCHITECTURES)})": (
-            speculation.method == "mtp" and family not in MTP_ARCHITECTURES
-        ),
-        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} with several MTP "
-        "layers (only the first is served: 1)": speculation.use_multi_module_mtp(),
-        f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
-        "lossless 'standard')": speculation.rejection_sample_method != "standard",
-        f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "
-        "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
-        f"{option}kv_cache_dtype {speculation.kv_cache_dtype!r} (drafts share the model's cache)": (
-            formats.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
-            != formats.canonical(config.cache_config.cache_dtype)
-        ),
-        f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
-        f"{option}parallel_drafting": speculation.parallel_drafting,
-        f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,
-        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "
-        f"for a token within --max-model-len {model.max_model_len})": (
-            speculation.num_speculative_tokens + 2 > model.max_model_len
-        ),
-        "--logits-processors together with --speculative-config": bool(model.logits_processors),
-    }

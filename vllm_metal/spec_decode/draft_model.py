@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
@@ -36,11 +37,12 @@ MAX_BEHIND = 16
 class DraftModel(DraftNetwork):
     """Any model that the paged path serves, loaded beside the target."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
         """Loads it.
 
         Args:
             config: whose speculative_config names the model.
+            target, selected: not used, a draft model reads nothing but tokens.
 
         Raises:
             loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from vllm_metal.spec_decode.proposer import Seen, TextProposer
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
 
 
 class NgramProposer(TextProposer):
@@ -42,6 +46,12 @@ class NgramProposer(TextProposer):
         super().__init__(num_drafts)
         self._min_n, self._max_n = min_n, max_n
         self._indices: dict[int, _TextIndex] = {}
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+        assert shortest is not None and longest is not None  # vLLM fills in its defaults
+        return cls(shortest, longest, config.num_speculative_tokens)
 
     def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
         if limit <= 0:

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import mlx.core as mx
 import numpy as np
 
 from vllm_metal.batch.rows import Rows
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class TextProposer(Proposer):
             num_drafts: num_speculative_tokens, the K of the drafts.
         """
         self._num_drafts = num_drafts
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        """The proposer with the settings of --speculative-config."""
 
     def propose(
         self,

@@ -13,10 +13,14 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from vllm_metal.spec_decode.proposer import Seen, TextProposer
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
 
 GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, first the one that is asked first
 MAX_PLACES = 64  # newest places of an n-gram that are counted over
@@ -64,6 +68,16 @@ class SuffixProposer(TextProposer):
         self._texts: dict[int, _Text] = {}
         self._scopes: dict[int, str | None] = {}
         self._cache = _OutputCache(options.max_cached_requests, max_cached_tokens)
+
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        options = SuffixOptions(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
+        return cls(config.num_speculative_tokens, options)
 
     def set_scope(self, req_idx: int, scope: str | None) -> None:
         """Whose past outputs the req_idx's request may look at, and adds its own to."""
