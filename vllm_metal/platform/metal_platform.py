@@ -13,10 +13,10 @@ from vllm_metal.settings import envs
 from vllm_metal.vllm_patches import releases
 
 releases.require_tested_vllm()
-# vLLM's worker contract has two dialects; the plugin speaks the one that runs without Triton and
-# carries user-written logits processors.
+# vLLM has two interfaces to workers; this plugin implements the first, which runs without Triton
+# and supports user-written logits processors.
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-# Requests whose logits are not numbers always fail; this has vLLM count them.
+# vLLM then counts the requests that fail because their logits are not numbers.
 os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
 _DEVICE = envs.requested_device() or "metal"
 if _DEVICE == "cpu":
@@ -53,7 +53,7 @@ torch_accelerator.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
-# vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
+# vLLM configures no plugin's loggers: without this, nothing below a warning would be shown.
 logging.getLogger("vllm_metal").parent = logging.getLogger("vllm")
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
@@ -77,7 +77,7 @@ class MetalPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes ``--dtype auto`` may pick, first the fallback.
+        """Dtypes that ``--dtype auto`` may pick; the first is the fallback.
 
         MLX's CPU backend has fast float32 matrix products only, so there auto means float32; an
         explicit ``--dtype`` is honoured on both devices.
@@ -102,7 +102,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.types.Device) -> None:
-        return  # a process has one; vLLM sets it in the thread that sends a worker's results
+        return  # there is one device; vLLM calls this in the thread that sends a worker's results
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -136,7 +136,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """Checks vLLM's environment variables, among which this plugin's are known ones."""
+        """Checks that variables named ``VLLM_*`` are known; this plugin's are."""
         from vllm import envs as vllm_envs
 
         for name in envs.NAMES:
@@ -145,7 +145,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Puts this platform's defaults in place of vLLM's, before any engine is made."""
+        """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE and EAGLE-3 as proposers: a head of a layer or so on the target's hidden states."""
+"""Loads EAGLE and EAGLE-3 heads for a target whose hidden states they read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: By generation.
+#: A head's module by its family's generation.
 MODULES: dict[str, type[EagleHead] | type[Eagle3Head]] = {
     "eagle": EagleHead,
     "eagle3": Eagle3Head,

@@ -80,7 +80,7 @@ class _TextIndex:
         self.seen = Seen()
 
     def extend(self, text: np.ndarray) -> None:
-        """Takes in the tokens that are new in `text`."""
+        """Indexes the tokens that are new in `text`."""
         n = self._min_n
         start = max(0, self.seen.length - n + 1)  # of the first new n-gram
         data = text[start:].tobytes()
@@ -89,7 +89,7 @@ class _TextIndex:
         for end, at in enumerate(range(0, len(data) - width + 1, text.itemsize), start + n):
             gram = data[at : at + width]
             known = ends.setdefault(gram, end)
-            # A shortest n-gram that is also the longest is only ever taken at its first place.
+            # With a single length of n-grams, `match` uses the first place only.
             if known == end or self._min_n == self._max_n:
                 continue
             if isinstance(known, int):
@@ -101,7 +101,7 @@ class _TextIndex:
     def match(self, text: np.ndarray) -> int:
         """End of the first occurrence of the longest n-gram that ends `text`; 0 if there is none.
 
-        `text` is what was taken in.
+        `text` is the text that was indexed.
         """
         length, n = len(text), self._min_n
         if length < n:

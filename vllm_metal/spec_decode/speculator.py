@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of every request: who proposes them, how many, and how they fared."""
+"""Gives each step its drafts, and tells proposer and length policy what became of them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
 class Speculator:
-    """Stands between the proposer and the steps that verify.
+    """Asks one proposer for drafts, and one policy for how many are worth verifying.
 
-    Before a step is laid out the host has learnt the tokens of the one before, so drafts follow
-    from the newest token whether the scheduler plans ahead or not. Where it plans ahead it reserves
-    rows for K drafts of every request; rows that get none are left out.
+    The host learns a step's tokens before it lays out the next step, with async scheduling too, so
+    the proposer always continues a known text. With async scheduling the scheduler reserves rows
+    for K drafts of every request; rows that get no draft are left out of the batch.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Speculator:
         Args:
             requests: whose tokens drafts continue.
             proposer: makes the drafts.
-            lengths: says how many of them are worth verifying.
+            lengths: limits the drafts of each request.
             num_drafts: K, the most of a request in a step.
         """
         self._requests = requests
@@ -57,7 +57,7 @@ class Speculator:
         self._num_judged = 0  # drafts verified so far
 
     def learn(self, output: StepOutput) -> None:
-        """Takes the outcome of the newest step; waits for the device."""
+        """Records what the newest step sampled and accepted; waits for the device."""
         if output is self._learnt:
             return
         self._learnt = output
@@ -85,7 +85,7 @@ class Speculator:
             )
 
     def forget_request(self, req_idx: int) -> None:
-        """The req_idx's request is gone."""
+        """The request is gone; another one may take its row."""
         self._proposer.forget_request(req_idx)
         self._lengths.forget_request(req_idx)
 

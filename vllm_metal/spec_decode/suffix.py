@@ -22,7 +22,7 @@ from vllm_metal.spec_decode.proposer import Seen, TextProposer
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
-GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, first the one that is asked first
+GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, in the order of look-up
 MAX_PLACES = 64  # newest places of an n-gram that are counted over
 #: Of all cached outputs together, at some 250 bytes each (measured on Zipf-distributed tokens).
 MAX_CACHED_TOKENS = 1 << 19  # 130 MB
@@ -80,7 +80,7 @@ class SuffixProposer(TextProposer):
         return cls(config.num_speculative_tokens, options)
 
     def set_scope(self, req_idx: int, scope: str | None) -> None:
-        """Whose past outputs the req_idx's request may look at, and adds its own to."""
+        """See Proposer: the scope is the request's cache_salt."""
         self._scopes[req_idx] = scope
 
     def forget_request(self, req_idx: int) -> None:
@@ -118,7 +118,7 @@ class SuffixProposer(TextProposer):
         levels = sorted(set(lengths), reverse=True)
         best: tuple[float, list[int]] = (0.0, [])
         for level, shorter in zip(levels, [*levels[1:], 0], strict=True):
-            # The same places for every match length above the next: the most generous counts.
+            # Match lengths shorter + 1 to level have the same places: the largest budget holds.
             budget = min(limit, max(self._budgets[shorter + 1 : level + 1]))
             if budget > best[0]:  # a score is a sum of that many probabilities
                 rows = [row for row, length in zip(follow, lengths, strict=True) if length >= level]
@@ -195,7 +195,7 @@ class _Places:
         self._ends: dict[bytes, array[int]] = {}  # ascending
 
     def add_ngrams(self, tokens: np.ndarray, num_known: int = 0, offset: int = 0) -> None:
-        """Takes in the n-grams of `tokens` that end after the first `num_known` of them.
+        """Indexes the n-grams of `tokens` that end after the first `num_known` of them.
 
         Positions count from `offset`, the place of `tokens[0]`.
         """
@@ -211,7 +211,7 @@ class _Places:
                     del known[:MAX_PLACES]
 
     def drop_ngrams(self, tokens: np.ndarray, end: int) -> None:
-        """Forgets the n-grams of `tokens`, the oldest taken in, which lie before `end`."""
+        """Drops the n-grams of `tokens`, the oldest indexed, which lie before `end`."""
         for size in GRAM_SIZES:
             for gram in _grams(tokens, size):
                 known = self._ends.get(gram)
@@ -242,7 +242,7 @@ def _grams(tokens: np.ndarray, size: int) -> Iterator[bytes]:
 
 
 class _Text:
-    """What is known of one req_idx's text."""
+    """One request's text: how far it is known, its output, and an index of its n-grams."""
 
     def __init__(self) -> None:
         self.seen = Seen()
@@ -251,13 +251,13 @@ class _Text:
         self._num_indexed = 0
 
     def follow(self, text: np.ndarray) -> None:
-        """Takes in the text, which starts with what was seen before."""
+        """Notes the new tokens of the text, which starts with those known before."""
         if self.seen.length:
             self.output += text[self.seen.length :].tolist()
         self.seen.take(text)
 
     def index(self, text: np.ndarray) -> None:
-        """Makes the places of the text known; put off until somebody asks."""
+        """Indexes the new tokens; called only when drafts are wanted."""
         self.places.add_ngrams(text, self._num_indexed)
         self._num_indexed = len(text)
 
