@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a user gets what an optional part needs.
+"""The commands that install what optional parts of the plugin need.
 
 Advice names packages, never ``vllm-metal[...]``: a package index has another project's release
 under that name, and an installer might take it in place of this one.

@@ -82,10 +82,10 @@ class ModelRunner:
         for state in left:
             self._sampler.remove(state.req_idx)
             if self._speculator is not None:
-                self._speculator.forget(state.req_idx)
+                self._speculator.forget_request(state.req_idx)
         for state in entered:
             if self._speculator is not None:
-                self._speculator.begin(state)
+                self._speculator.begin_request(state)
             self._sampler.add(
                 state.req_idx,
                 state.sampling_params,
@@ -192,10 +192,10 @@ class ModelRunner:
         if self._speculator is None or self._newest is None:
             return None
         if self._forwarded is not None:
-            drafts = self._speculator.laid_out()
+            drafts = self._speculator.laid_out_drafts()
         else:
             self.learn()
-            drafts = self._speculator.after(self._newest.batch)
+            drafts = self._speculator.drafts_after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
     def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:

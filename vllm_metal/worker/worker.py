@@ -24,9 +24,8 @@ from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
-from vllm_metal.spec_decode.choice import make_speculator
-from vllm_metal.spec_decode.networks import load_network
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.registry import load_network, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
