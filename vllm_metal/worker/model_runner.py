@@ -14,7 +14,7 @@ from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput
 from vllm_metal.batch.requests import Requests
-from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprobs
+from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
 from vllm_metal.spec_decode.speculator import Speculator
 
 if TYPE_CHECKING:
@@ -156,27 +156,30 @@ class ModelRunner:
     def _prompt_logprobs(
         self, forwarded: _Forwarded, sampled: SamplerOutput | None
     ) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
-        """This step's chunks of prompt logprobs, and by request id the whole of those now complete.
+        """Prompt logprobs of this step's rows.
 
-        Chunk after chunk, each wholly done before the next one has logits: those of all rows can
-        take more memory than the model.
+        Returns:
+            This step's chunks, and by request id all chunks of those whose prompt is complete.
         """
         chunks: list[Logprobs] = []
         complete = {}
-        done = [] if sampled is None else list(sampled.arrays())
+        after = [] if sampled is None else list(sampled.arrays())
         for rows in forwarded.batch.prompt_rows:
-            state, targets = rows.state, rows.target_ids_np
+            state = rows.state
             wanted = state.sampling_params.prompt_logprobs
             assert wanted is not None and state.prompt_logprobs is not None
-            for first in range(0, len(targets), self._sampler.rows_at_once):
-                of_chunk = targets[first : first + self._sampler.rows_at_once]
-                start = rows.start + first
-                assert forwarded.hidden_states is not None
-                states = forwarded.hidden_states[start : start + len(of_chunk)]
-                logits = self._model.head(mx.depends(states, done) if done else states)
-                chunks.append(prompt_logprobs(logits, of_chunk, wanted))
-                state.prompt_logprobs.append(chunks[-1])
-                done = list(chunks[-1].arrays())
+            assert forwarded.hidden_states is not None
+            found = prompt_logprob_chunks(
+                forwarded.hidden_states[rows.start : rows.start + len(rows.target_ids_np)],
+                rows.target_ids_np,
+                wanted,
+                self._model.head,
+                self._sampler.rows_at_once,
+                after,
+            )
+            state.prompt_logprobs += found
+            chunks += found
+            after = list(chunks[-1].arrays()) if chunks else after
             if rows.last:
                 if state.prompt_logprobs:  # none where the prompt is a single token
                     complete[state.req_id] = state.prompt_logprobs
