@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels over a KV pool share: dtypes and their checks, tokens, padded metadata.
+"""What kernels over a KV pool share: dtypes and their checks, fences, padded metadata.
 
 A kernel that writes to a pool takes the pool as an input, which MLX neither copies nor orders. The
-order comes from tokens: small arrays that every kernel over the pool returns and that the next one
+order comes from fences: small arrays that every kernel over the pool returns and that the next one
 takes. MLX binds each input, read or not, and has a dispatch wait for whichever wrote one of them.
 """
 
@@ -21,28 +21,28 @@ POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
 SCALE_DTYPE = mx.bfloat16  # codes are of the scale as it was rounded, so it costs no accuracy
 NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)  # in their place for a pool of values
 
-TOKEN_SHAPE, TOKEN_DTYPE = (MIN_ELEMENTS,), mx.uint32
-_NOTHING_BEFORE = mx.array(np.zeros(TOKEN_SHAPE, np.uint32))
+FENCE_SHAPE, FENCE_DTYPE = (MIN_ELEMENTS,), mx.uint32
+_NOTHING_BEFORE = mx.array(np.zeros(FENCE_SHAPE, np.uint32))
 
 
-def tokens(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Exactly two tokens that stand for all of `after`, [8] uint32 each.
+def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    """Exactly two fences that stand for all of `after`, [8] uint32 each.
 
     Raises:
         ValueError: `after` holds what no kernel over a pool returned.
     """
-    for token in after:
-        if token.shape != TOKEN_SHAPE or token.dtype != TOKEN_DTYPE:
+    for fence in after:
+        if fence.shape != FENCE_SHAPE or fence.dtype != FENCE_DTYPE:
             raise ValueError(
-                f"after: expected tokens, [8] uint32 arrays, found {token.shape} {token.dtype}"
+                f"after: expected fences, [8] uint32 arrays, found {fence.shape} {fence.dtype}"
             )
     first = after[0] if after else _NOTHING_BEFORE
     return first, functools.reduce(mx.add, after[1:]) if len(after) > 1 else _NOTHING_BEFORE
 
 
 def merged(after: Sequence[mx.array]) -> mx.array:
-    """One token for all of `after`."""
-    first, second = tokens(after)
+    """One fence for all of `after`."""
+    first, second = fences(after)
     return first if second is _NOTHING_BEFORE else first + second
 
 

@@ -230,6 +230,6 @@ decode<T, C, O, D, ROWS, SIMDGROUPS, SCALED, PARTIAL>(
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
     for (int i = 0; i < 8; i++) {
-        token[i] = after[0];
+        fence[i] = after[0];
     }
 }

@@ -13,10 +13,10 @@ import numpy as np
 from metal_kernels.kernel import load
 from metal_kernels.op_common import (
     CODE_DTYPES,
+    FENCE_DTYPE,
+    FENCE_SHAPE,
     MIN_ELEMENTS,
     NO_SCALES,
-    TOKEN_DTYPE,
-    TOKEN_SHAPE,
     VALUE_DTYPES,
     check_scales,
     padded,
@@ -48,8 +48,8 @@ _INPUTS = (
 )
 _FOLDER = Path(__file__).parent
 _SHARED = ("numeric.metal", "attention.metal")
-_decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "token"), _SHARED)
-_prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "token"), _SHARED)
+_decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
+_prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
 _reduce = load(_FOLDER / "reduce.metal", ("parts", "stats", "num_splits"), ("out",), _SHARED)
 
 
@@ -73,7 +73,7 @@ def run(
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
         value_pool: the same; for latent attention `key_pool` itself, whose first DV are the values.
-        after: [8] uint32, token of the write this must see.
+        after: [8] uint32, fence of the write this must see.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [H], a learned logit per head that takes part in the softmax only.
@@ -82,7 +82,7 @@ def run(
         pace: ends command buffers between dispatches that take long; None: none does.
 
     Returns:
-        [T, H, DV], the dtype of `queries`, and a token of each dispatch that reads the pool.
+        [T, H, DV], the dtype of `queries`, and a fence of each dispatch that reads the pool.
 
     Raises:
         ValueError: an argument is not of the shape or dtype said here.
@@ -97,11 +97,11 @@ def run(
         NO_SCALES if value_scales is None else value_scales,
     ]
     outputs: list[mx.array] = []
-    tokens: list[mx.array] = []
+    fences: list[mx.array] = []
     for dispatch in plan.dispatches:
         if pace is not None:
             # All of them: dispatches of a layer do not depend on each other.
-            pace.before(dispatch.work, *tokens[::-1], *outputs[::-1])
+            pace.before(dispatch.work, *fences[::-1], *outputs[::-1])
         buffers = [
             queries,
             *pools,
@@ -113,11 +113,11 @@ def run(
             sinks,
             after,
         ]
-        out, token = _launch(plan, dispatch, buffers)
+        out, fence = _launch(plan, dispatch, buffers)
         outputs.append(out)
-        tokens.append(token)
+        fences.append(fence)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return merged if plan.order is None else merged[plan.order], tokens
+    return merged if plan.order is None else merged[plan.order], fences
 
 
 def _launch(
@@ -149,7 +149,7 @@ def _launch(
             ("LATENT", shape.latent),
         ]
     parts_shape = (dispatch.num_splits, *out_shape)
-    out, stats, token = kernel(
+    out, stats, fence = kernel(
         inputs=buffers,
         template=template,
         grid=(dispatch.num_tiles * simdgroups * 32, shape.num_kv_heads, 1),
@@ -157,9 +157,9 @@ def _launch(
         output_shapes=[
             parts_shape if split else out_shape,
             (*parts_shape[:-1], 2) if split else (8,),
-            TOKEN_SHAPE,
+            FENCE_SHAPE,
         ],
-        output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, TOKEN_DTYPE],
+        output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, FENCE_DTYPE],
     )
     if dispatch.splits is not None:
         heads = min(shape.num_heads, 8)  # a few simdgroups a threadgroup: they share nothing
@@ -171,7 +171,7 @@ def _launch(
             output_shapes=[out_shape],
             output_dtypes=[queries.dtype],
         )
-    return out, token
+    return out, fence
 
 
 def _parts(head_size: int) -> int:

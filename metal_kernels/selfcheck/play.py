@@ -22,29 +22,29 @@ _LOAD = 1024  # rows of the matrix product beside each step, some 1 ms of a GPU
 
 
 class _Pool:
-    """K/V as an engine keeps them: arrays that stay, and tokens that put their uses in order."""
+    """K/V as an engine keeps them: arrays that stay, and fences that put their uses in order."""
 
     def __init__(self, case: Case, num_blocks: int, tiles: Iterator[Tiles]) -> None:
         self.case = case
         self.tiles = tiles  # of each attention
         self.arrays = contents(case, num_blocks)
-        self.tokens: Sequence[mx.array] = ()
+        self.fences: Sequence[mx.array] = ()
 
     def write(self, step: Step) -> mx.array:
         keys, values, key_scales, value_scales = self.arrays
         slots = mx.array(step.layout.slot_mapping)
-        token = kv_write.write(
+        fence = kv_write.write(
             step.keys,
             step.values,
             slots,
             keys,
             values,
-            after=self.tokens,
+            after=self.fences,
             key_scales=key_scales,
             value_scales=value_scales,
         )
-        self.tokens = [token]
-        return token
+        self.fences = [fence]
+        return fence
 
 
 def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
@@ -59,7 +59,7 @@ def _gather(pool: _Pool, step: Step) -> list[mx.array]:
     contexts = [gather(keys, table, pool.case.dtype, scales=key_scales)]
     if values is not None:
         contexts.append(gather(values, table, pool.case.dtype, scales=value_scales))
-    pool.tokens = [token for _, token in contexts]
+    pool.fences = [fence for _, fence in contexts]
     return [context for context, _ in contexts]
 
 
@@ -68,7 +68,7 @@ def _move_blocks(pool: _Pool, step: Step) -> list[mx.array]:
     arrays = [array for array in pool.arrays if array is not None]
     sources, targets, cleared = moves(step.layout)
     copied = kv_blocks.copy(arrays, sources, targets, after=[written])
-    pool.tokens = [kv_blocks.zero(arrays, cleared, after=[copied])]
+    pool.fences = [kv_blocks.zero(arrays, cleared, after=[copied])]
     return []
 
 
@@ -89,7 +89,7 @@ def _attend(pool: _Pool, step: Step) -> list[mx.array]:
         pool.case.window,
         next(pool.tiles),
     )
-    out, pool.tokens = paged_attention.run(
+    out, pool.fences = paged_attention.run(
         plan,
         step.queries,
         keys,
@@ -143,7 +143,7 @@ def play(
     for first in range(0, len(played), LAYERS):
         reads = [_USES[check.kernel](pool, step) for step in played[first : first + LAYERS]]
         load = load @ load  # keeps the device busy, so that dispatches get in each other's way
-        queued = [load, *pool.tokens, *(array for read in reads for array in read)]
+        queued = [load, *pool.fences, *(array for read in reads for array in read)]
         mx.async_eval(queued)
         mx.eval(waiting)
         waiting = queued

@@ -18,7 +18,7 @@ from metal_kernels.selfcheck.case import Case, dtype_name
 _ROUNDS = 5
 _CALLS = 20  # of a round, in one go to the device
 
-#: Takes the token before it; returns its own, and what else it computes.
+#: Takes the fence before it; returns its own, and what else it computes.
 Call = Callable[[mx.array], list[mx.array]]
 
 
@@ -111,8 +111,8 @@ class _Layer:
         slots = mx.arange(num_rows)
         keys_to, values_to = self._keys, self._values
         scales = (self._key_scales, self._value_scales)
-        return lambda token: [
-            kv_write.write(rows, rows, slots, keys_to, values_to, [token], *scales)
+        return lambda fence: [
+            kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
         ]
 
     def attend(self, requests: int, query: int, context: int) -> Call:
@@ -129,13 +129,13 @@ class _Layer:
         queries = mx.ones(rows, case.dtype)
         scale = case.shape.head_size**-0.5
 
-        def call(token: mx.array) -> list[mx.array]:
+        def call(fence: mx.array) -> list[mx.array]:
             out, (read, *_) = paged_attention.run(
                 plan,
                 queries,
                 self._keys,
                 self._values,
-                after=token,
+                after=fence,
                 scale=scale,
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
@@ -147,11 +147,11 @@ class _Layer:
     def gather(self, context: int) -> Call:
         table = mx.array(self._blocks[None, : -(-context // self._case.block_size)])
         keys, scales, dtype = self._keys, self._key_scales, self._case.dtype
-        return lambda token: [*reversed(kv_gather.gather(keys, table, dtype, [token], scales))]
+        return lambda fence: [*reversed(kv_gather.gather(keys, table, dtype, [fence], scales))]
 
     def copy(self, blocks: int) -> Call:
         sources, targets = self._blocks[:blocks], self._blocks[blocks : 2 * blocks]
-        return lambda token: [kv_blocks.copy(self._arrays(), sources, targets, [token])]
+        return lambda fence: [kv_blocks.copy(self._arrays(), sources, targets, [fence])]
 
     def _arrays(self) -> list[mx.array]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)
@@ -160,11 +160,11 @@ class _Layer:
 
 def _of_call(call: Call) -> float:
     def once() -> None:
-        token, results = mx.zeros(8, mx.uint32), []
+        fence, results = mx.zeros(8, mx.uint32), []
         for _ in range(_CALLS):
-            token, *others = call(token)
+            fence, *others = call(fence)
             results += others
-        mx.eval(token, results)
+        mx.eval(fence, results)
 
     return _median(once) / _CALLS
 
