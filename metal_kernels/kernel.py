@@ -9,6 +9,7 @@ function's signature can run it: MLX on a Mac, the interpreter anywhere.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,24 @@ def using(compiler: Compiler) -> Iterator[None]:
         yield
     finally:
         use(before)
+
+
+def interpreter() -> Compiler:
+    """The compiler that runs kernels on a CPU, of the package metal_interpreter.
+
+    Raises:
+        RuntimeError: it is not installed, as it is no part of the wheel; says how to get it.
+    """
+    try:
+        from metal_interpreter import metal_kernel
+    except ModuleNotFoundError as missing:
+        if missing.name != "metal_interpreter":
+            raise
+        raise RuntimeError(
+            "Running kernels on a CPU needs the extra `interpreter`, which is not installed; in a "
+            f"clone of vllm-metal's repository: {sys.executable} -m pip install ./interpreter"
+        ) from missing
+    return metal_kernel
 
 
 @functools.cache

@@ -25,9 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     args = parser.parse_args()
     if args.interpret:
-        import metal_interpreter
-
-        kernel.use(metal_interpreter.metal_kernel)
+        kernel.use(kernel.interpreter())
         mx.set_default_device(mx.cpu)  # the references too, where there is a GPU
     request = json.load(sys.stdin)
     outcomes = [Outcome.from_json(fields) for fields in request["done"]]

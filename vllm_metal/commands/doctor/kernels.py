@@ -11,14 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, Outcome
 from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.device import mlx_device, selfcheck
 
-_FLOATS = (mx.float16, mx.bfloat16, mx.float32)
-_CODES = (mx.uint8, mx.int8)
 # Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
 # models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
 _GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
@@ -43,8 +42,8 @@ def all_cases() -> list[Case]:
     shapes = [_shape(size) for size in _GROUPS] + [_LATENT]
     kinds = [
         (shape, dtype, cache, block_size)
-        for dtype in _FLOATS
-        for cache in (dtype, *_CODES)
+        for dtype in VALUE_DTYPES
+        for cache in (dtype, *CODE_DTYPES)
         for shape in shapes
         for block_size in (16, 32)
     ]
@@ -83,7 +82,8 @@ def find_runner() -> Runner | None:
     """None: nothing here can run them."""
     if mx.metal.is_available():
         return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
-    if not (os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")):
+    clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
+    if not (clang and importlib.util.find_spec("metal_interpreter")):
         return None
     steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))
     how = "interpreted on the CPU, as this machine has no Metal device"
