@@ -151,7 +151,7 @@ def plan(
     tiles = tiles or Tiles.of(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     first_positions = seq_lens - query_lens
-    step = _Step(
+    batch = _Batch(
         query_start_loc, seq_lens, query_lens, first_positions, shape, window or _NO_WINDOW
     )
     packed = query_lens * shape.group
@@ -165,8 +165,8 @@ def plan(
     for decode, members in kinds:
         sizes, most = tiles.decode if decode else tiles.prefill, packed[members].max()
         rows = next((size for size in sizes if size >= most), sizes[-1])
-        for piece in step.pieces(members, rows, most_work):
-            dispatches.append(_dispatch(decode, rows, step, piece, tiles.split))
+        for piece in batch.pieces(members, rows, most_work):
+            dispatches.append(_dispatch(decode, rows, batch, piece, tiles.split))
             pieces.append(piece)
     table = np.zeros((len(seq_lens), max(block_tables.shape[1], 8)), np.int32)
     table[:, : block_tables.shape[1]] = block_tables
@@ -175,7 +175,7 @@ def plan(
         num_tokens=int(query_start_loc[-1]),
         dispatches=tuple(dispatches),
         block_tables=mx.array(table),
-        order=_order(step, pieces) if len(kinds) > 1 else None,
+        order=_order(batch, pieces) if len(kinds) > 1 else None,
     )
 
 
@@ -240,7 +240,7 @@ class _Pieces:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Batch:
     """A step's requests."""
 
     query_start_loc: np.ndarray  # [R + 1]
@@ -277,9 +277,9 @@ class _Step:
             yield _Pieces(members[owner[piece]], first[piece], num_rows[piece])
 
 
-def _order(step: _Step, pieces: Sequence[_Pieces]) -> mx.array | None:
+def _order(batch: _Batch, pieces: Sequence[_Pieces]) -> mx.array | None:
     """[T] int32, place of row t in the outputs of such dispatches; None: as it is."""
-    first = np.concatenate([step.query_start_loc[x.request] + x.first_row for x in pieces])
+    first = np.concatenate([batch.query_start_loc[x.request] + x.first_row for x in pieces])
     lens = np.concatenate([x.num_rows for x in pieces])
     places = np.arange(lens.sum(), dtype=np.int32)
     written = np.repeat(first - _starts(lens), lens) + places  # batch row of each output row
@@ -300,12 +300,12 @@ def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
         start = stop
 
 
-def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: bool) -> Dispatch:
+def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split: bool) -> Dispatch:
     """The launch that serves `pieces`, by tiles of `rows`."""
-    shape, group, stride = step.shape, step.shape.group, step.packed_step(rows)
+    shape, group, stride = batch.shape, batch.shape.group, batch.packed_step(rows)
     packed = pieces.num_rows * group
     num_rows = int(pieces.num_rows.sum())
-    first_position = step.first_positions[pieces.request]
+    first_position = batch.first_positions[pieces.request]
 
     per_piece = -(-packed // stride)
     owner = np.repeat(np.arange(len(packed)), per_piece)
@@ -313,7 +313,7 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
     count = np.minimum(stride, packed[owner] - in_piece)
     begin_packed = pieces.first_row[owner] * group + in_piece
     first = first_position[owner]
-    oldest = first + begin_packed // group - step.window + 1
+    oldest = first + begin_packed // group - batch.window + 1
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
     end = first + (begin_packed + count - 1) // group + 1
 
@@ -335,13 +335,13 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
     # The longest first: what is started last then ends soonest.
     tiles = tiles[np.argsort(tiles[:, 3] - tiles[:, 4], kind="stable")]
 
-    requests = np.zeros((max(len(step.seq_lens), 2), 4), np.int32)
-    requests[pieces.request, 0] = step.query_start_loc[pieces.request]
+    requests = np.zeros((max(len(batch.seq_lens), 2), 4), np.int32)
+    requests[pieces.request, 0] = batch.query_start_loc[pieces.request]
     # Of the request's first row, which may belong to a dispatch before: less than zero then.
     requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
     requests[pieces.request, 2] = first_position
     bounds = np.zeros(8, np.int32)
-    bounds[:2] = step.window, num_rows
+    bounds[:2] = batch.window, num_rows
     splits = np.ones(max(num_rows, 8), np.int32)
     splits[:num_rows] = np.repeat(of_piece, pieces.num_rows)
     return Dispatch(

@@ -47,7 +47,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class BucketPlan:
     """How one step's rows attend, for all layers that share a block table and a window."""
 
     num_tokens: int  # T
@@ -62,7 +62,7 @@ def plan(
     slot_mapping: np.ndarray,
     block_size: int,
     window: int | None = None,
-) -> AttentionPlan:
+) -> BucketPlan:
     """Groups R requests into buckets of like shape.
 
     A bucket holds requests whose query and context lengths round up to the same power of two, so
@@ -97,7 +97,7 @@ def plan(
         base += queries.rows.size
         buckets.append(bucket)
     natural = base == num_tokens and _is_range(order, num_tokens)
-    return AttentionPlan(num_tokens, tuple(buckets), None if natural else mx.array(order))
+    return BucketPlan(num_tokens, tuple(buckets), None if natural else mx.array(order))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _bucket(
 
 
 def run(
-    plan: AttentionPlan,
+    plan: BucketPlan,
     queries: mx.array,
     keys: mx.array | None,
     values: mx.array | None,
