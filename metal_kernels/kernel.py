@@ -18,7 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 
-_BODY = "// ---- kernel body\n"
+#: The line between the functions and the body of a .metal file.
+BODY_MARKER = "// ---- kernel body\n"
+#: MLX passes inputs of fewer elements in the constant address space. That is another signature, so
+#: another kernel to compile, and a kernel cannot write through such an input.
+MIN_ELEMENTS = 8
+
 _SHARED = Path(__file__).parent / "shared"
 
 Compiler = Callable[..., Any]  # mx.fast.metal_kernel, or what has its signature
@@ -43,7 +48,7 @@ def load(
     path: Path, input_names: Sequence[str], output_names: Sequence[str], shared: Sequence[str] = ()
 ) -> Kernel:
     """Reads a .metal file; `shared` names files of metal_kernels/shared to put before it."""
-    functions, body = path.read_text().split(_BODY)
+    functions, body = path.read_text().split(BODY_MARKER)
     header = [_numbered((_SHARED / name).read_text(), name, 1) for name in shared]
     header.append(_numbered(functions, path.name, 1))
     first_line = functions.count("\n") + 2

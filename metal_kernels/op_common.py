@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-# MLX passes arrays of fewer elements in another address space, which is another kernel to compile.
-MIN_ELEMENTS = 8
+from metal_kernels.kernel import MIN_ELEMENTS
 
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
@@ -34,7 +33,8 @@ def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
     for fence in after:
         if fence.shape != FENCE_SHAPE or fence.dtype != FENCE_DTYPE:
             raise ValueError(
-                f"after: expected fences, [8] uint32 arrays, found {fence.shape} {fence.dtype}"
+                f"after: expected fences, {FENCE_SHAPE} {FENCE_DTYPE} arrays, "
+                f"found {fence.shape} {fence.dtype}"
             )
     first = after[0] if after else _NOTHING_BEFORE
     return first, functools.reduce(mx.add, after[1:]) if len(after) > 1 else _NOTHING_BEFORE

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .signature import ATTRIBUTES
+from metal_kernels.kernel import BODY_MARKER
 
-_BODY = "// ---- kernel body\n"  # metal_kernels/kernel.py splits a file there
+from .signature import ATTRIBUTES
 
 _IGNORED = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|^[ \t]*\#(?:[^\n\\]|\\.)*""",
@@ -63,11 +63,11 @@ _Found = Iterator[tuple[int, str]]  # where, what
 
 def lint(text: str) -> list[str]:
     """What is wrong with the text of a .metal file, as "LINE: what", by line; empty if nothing."""
-    start = text.find(_BODY)
+    start = text.find(BODY_MARKER)
     source = _Source(
         text,
         _IGNORED.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text),
-        len(text) if start < 0 else start + len(_BODY),
+        len(text) if start < 0 else start + len(BODY_MARKER),
     )
     found = {(source.line(at), what) for rule in _RULES for at, what in rule(source)}
     return [f"{line}: {what}" for line, what in sorted(found)]

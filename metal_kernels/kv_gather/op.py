@@ -73,8 +73,10 @@ def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
             "pool: expected [Hkv, B, block_size, D] floats, uint8 or int8, "
             f"found {pool.shape} {pool.dtype}"
         )
-    if pool.size < op_common.MIN_ELEMENTS:
-        raise ValueError(f"pool: expected 8 elements or more, found {pool.size}")
+    if pool.size < kernel.MIN_ELEMENTS:
+        raise ValueError(
+            f"pool: expected {kernel.MIN_ELEMENTS} elements or more, found {pool.size}"
+        )
     if block_table.ndim != 2 or block_table.dtype != mx.int32:
         raise ValueError(
             f"block_table: expected [n, W] int32, found {block_table.shape} {block_table.dtype}"

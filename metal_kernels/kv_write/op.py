@@ -101,8 +101,10 @@ def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
     part = name.removesuffix("s")
     if rows.ndim != 3 or rows.dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"{name}: expected [T, Hkv, D] floats, found {rows.shape} {rows.dtype}")
-    if 0 < rows.size < op_common.MIN_ELEMENTS:
-        raise ValueError(f"{name}: expected 8 elements or more, found {rows.size}")
+    if 0 < rows.size < kernel.MIN_ELEMENTS:
+        raise ValueError(
+            f"{name}: expected {kernel.MIN_ELEMENTS} elements or more, found {rows.size}"
+        )
     if pool.ndim != 4 or (pool.shape[0], pool.shape[3]) != rows.shape[1:]:
         raise ValueError(
             f"{part}_pool: expected [{rows.shape[1]}, B, block_size, {rows.shape[2]}] as {name} "

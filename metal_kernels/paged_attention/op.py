@@ -10,12 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.kernel import load
+from metal_kernels.kernel import MIN_ELEMENTS, load
 from metal_kernels.op_common import (
     CODE_DTYPES,
     FENCE_DTYPE,
     FENCE_SHAPE,
-    MIN_ELEMENTS,
     NO_SCALES,
     VALUE_DTYPES,
     check_scales,
@@ -156,7 +155,7 @@ def _launch(
         threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[
             parts_shape if split else out_shape,
-            (*parts_shape[:-1], 2) if split else (8,),
+            (*parts_shape[:-1], 2) if split else (MIN_ELEMENTS,),
             FENCE_SHAPE,
         ],
         output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, FENCE_DTYPE],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import MOST_WORK
 
 # Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
@@ -168,7 +169,7 @@ def plan(
         for piece in batch.pieces(members, rows, most_work):
             dispatches.append(_dispatch(decode, rows, batch, piece, tiles.split))
             pieces.append(piece)
-    table = np.zeros((len(seq_lens), max(block_tables.shape[1], 8)), np.int32)
+    table = np.zeros((len(seq_lens), max(block_tables.shape[1], MIN_ELEMENTS)), np.int32)
     table[:, : block_tables.shape[1]] = block_tables
     return AttentionPlan(
         shape=shape,
@@ -335,14 +336,14 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
     # The longest first: what is started last then ends soonest.
     tiles = tiles[np.argsort(tiles[:, 3] - tiles[:, 4], kind="stable")]
 
-    requests = np.zeros((max(len(batch.seq_lens), 2), 4), np.int32)
+    requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
     requests[pieces.request, 0] = batch.query_start_loc[pieces.request]
     # Of the request's first row, which may belong to a dispatch before: less than zero then.
     requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
     requests[pieces.request, 2] = first_position
-    bounds = np.zeros(8, np.int32)
+    bounds = np.zeros(MIN_ELEMENTS, np.int32)
     bounds[:2] = batch.window, num_rows
-    splits = np.ones(max(num_rows, 8), np.int32)
+    splits = np.ones(max(num_rows, MIN_ELEMENTS), np.int32)
     splits[:num_rows] = np.repeat(of_piece, pieces.num_rows)
     return Dispatch(
         decode=decode,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.op_common import CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE
 from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5
@@ -160,7 +160,7 @@ class _Layer:
 
 def _of_call(call: Call) -> float:
     def once() -> None:
-        fence, results = mx.zeros(8, mx.uint32), []
+        fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
         for _ in range(_CALLS):
             fence, *others = call(fence)
             results += others

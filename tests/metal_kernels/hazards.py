@@ -32,13 +32,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.op_common import FENCE_DTYPE, FENCE_SHAPE
+
 # By kernel, the inputs it writes through.
 WRITTEN = {
     "kv_write": ("key_pool", "value_pool", "key_scales", "value_scales"),
     "kv_blocks": ("pool",),
 }
 _CACHES = ("pool", "key_pool", "value_pool", "scales", "key_scales", "value_scales")
-_FENCE = ((8,), mx.uint32)
+_FENCE = (FENCE_SHAPE, FENCE_DTYPE)
 
 
 @dataclass(frozen=True)
