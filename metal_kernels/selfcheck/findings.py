@@ -14,11 +14,12 @@ from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.layout import RaggedLayout
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.paged_attention import reference as attention_reference
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.play import LAYERS, moves, play, score_scale
-from metal_kernels.selfcheck.steps import Layout, Step, contents, steps
+from metal_kernels.selfcheck.steps import Step, contents, steps
 
 _FLOAT_EPS = 2.0**-23
 _LARGEST = float(np.finfo(np.float32).max)  # for NaN and infinity, which JSON has not
@@ -45,12 +46,12 @@ def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator
     played = steps(case, kernel, num_steps)
     results, pool = play(case, check, played, tiles)
     with mx.stream(mx.cpu):  # where MLX's own arithmetic is plain float32 on every machine
-        wanted = contents(case, len(played[0].layout.blocks))
+        wanted = contents(case, len(played[0].blocks_np))
         for index, (step, found) in enumerate(zip(played, results, strict=True)):
-            slots = mx.array(step.layout.slot_mapping)
+            slots = mx.array(step.layout.slot_mapping_np)
             wanted = write_reference.write(step.keys, step.values, slots, *wanted)
             if kernel == "kv_blocks":
-                wanted = _moved(wanted, step.layout)
+                wanted = _moved(wanted, step)
             mx.eval([array for array in wanted if array is not None])
             where = f"step {index // LAYERS}, layer {index % LAYERS}: "
             if kernel == "kv_gather":
@@ -60,8 +61,8 @@ def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator
         yield from _compare_pools(case, pool, wanted)
 
 
-def _moved(pools: Pools, layout: Layout) -> Pools:
-    sources, targets, cleared = moves(layout)
+def _moved(pools: Pools, step: Step) -> Pools:
+    sources, targets, cleared = moves(step)
 
     def after(array: mx.array) -> mx.array:
         return blocks_reference.zero(blocks_reference.copy([array], sources, targets), cleared)[0]
@@ -71,10 +72,10 @@ def _moved(pools: Pools, layout: Layout) -> Pools:
 
 
 def _compare_contexts(
-    where: str, case: Case, layout: Layout, found: list[mx.array], wanted: Pools
+    where: str, case: Case, layout: RaggedLayout, found: list[mx.array], wanted: Pools
 ) -> Iterator[Finding]:
     """Exact, but for a scale of the cache whose division was not rounded to nearest."""
-    table = mx.array(layout.block_tables)
+    table = mx.array(layout.block_tables_np)
     for index, array in enumerate(found):
         pool, scales = wanted[index], wanted[2 + index]
         assert pool is not None  # found what there is
@@ -99,11 +100,11 @@ def _compare_attention(
     else:
         values = gather_reference.decode(pools.values, pools.value_scales)
     plan = attention_reference.plan(
-        layout.query_start_loc,
-        layout.seq_lens,
-        layout.block_tables,
-        layout.slot_mapping,
-        case.block_size,
+        layout.query_start_loc_np,
+        layout.seq_lens_np,
+        layout.block_tables_np,
+        layout.slot_mapping_np,
+        layout.block_size,
         case.window,
     )
     expected = attention_reference.run(

@@ -15,7 +15,7 @@ from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import Case, Check
-from metal_kernels.selfcheck.steps import Layout, Step, contents
+from metal_kernels.selfcheck.steps import Step, contents
 
 LAYERS = 2  # of a step; they share the pool, so that reads and writes also meet within a step
 _LOAD = 1024  # rows of the matrix product beside each step, some 1 ms of a GPU
@@ -32,7 +32,7 @@ class _Pool:
 
     def write(self, step: Step) -> mx.array:
         keys, values, key_scales, value_scales = self.arrays
-        slots = mx.array(step.layout.slot_mapping)
+        slots = mx.array(step.layout.slot_mapping_np)
         fence = kv_write.write(
             step.keys,
             step.values,
@@ -53,7 +53,7 @@ def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def _gather(pool: _Pool, step: Step) -> list[mx.array]:
-    table, written = mx.array(step.layout.block_tables), pool.write(step)
+    table, written = mx.array(step.layout.block_tables_np), pool.write(step)
     keys, values, key_scales, value_scales = pool.arrays
     gather = functools.partial(kv_gather.gather, after=[written])
     contexts = [gather(keys, table, pool.case.dtype, scales=key_scales)]
@@ -66,15 +66,15 @@ def _gather(pool: _Pool, step: Step) -> list[mx.array]:
 def _move_blocks(pool: _Pool, step: Step) -> list[mx.array]:
     written = pool.write(step)
     arrays = [array for array in pool.arrays if array is not None]
-    sources, targets, cleared = moves(step.layout)
+    sources, targets, cleared = moves(step)
     copied = kv_blocks.copy(arrays, sources, targets, after=[written])
     pool.fences = [kv_blocks.zero(arrays, cleared, after=[copied])]
     return []
 
 
-def moves(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def moves(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Blocks to copy, where to, and one to clear."""
-    return layout.blocks[:2], layout.blocks[2:4], layout.blocks[4:5]
+    return step.blocks_np[:2], step.blocks_np[2:4], step.blocks_np[4:5]
 
 
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:
@@ -82,9 +82,9 @@ def _attend(pool: _Pool, step: Step) -> list[mx.array]:
     keys, values, key_scales, value_scales = pool.arrays
     layout = step.layout
     plan = paged_attention.plan(
-        layout.query_start_loc,
-        layout.seq_lens,
-        layout.block_tables,
+        layout.query_start_loc_np,
+        layout.seq_lens_np,
+        layout.block_tables_np,
         pool.case.shape,
         pool.case.window,
         next(pool.tiles),
@@ -136,7 +136,7 @@ def play(
     case: Case, check: Check, played: Sequence[Step], tiles: Tiles
 ) -> tuple[list[list[mx.array]], Pools]:
     """What each step reads, and the pool at the end. A step is queued while the last one runs."""
-    pool = _Pool(case, len(played[0].layout.blocks), _tiles(check, tiles))
+    pool = _Pool(case, len(played[0].blocks_np), _tiles(check, tiles))
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))
     results: list[list[mx.array]] = []
     waiting: list[mx.array] = []
