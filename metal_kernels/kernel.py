@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's text and buffers, and who compiles it.
+"""A kernel's text and buffers, and the compiler that makes it run.
 
 A .metal file holds functions, then a line `// ---- kernel body`, then the body of the kernel, whose
-signature `mx.fast.metal_kernel` generates from the names of its buffers. Whatever has that
-function's signature can run it: MLX on a Mac, the interpreter anywhere.
+signature `mx.fast.metal_kernel` generates from the names of its buffers. The compiler is that
+function, on a Mac, or another of the same signature, such as the interpreter's, anywhere.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def use(compiler: Compiler) -> None:
 
 @contextmanager
 def using(compiler: Compiler) -> Iterator[None]:
-    """The same for the length of a `with` block."""
+    """Makes every kernel run through `compiler` within a `with` block."""
     before = _compiler
     use(compiler)
     try:

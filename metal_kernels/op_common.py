@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels over a KV pool share: dtypes and their checks, fences, padded metadata.
+"""What ops over a KV pool share: dtypes and their checks, fences, padded metadata.
 
-A kernel that writes to a pool takes the pool as an input, which MLX neither copies nor orders. The
-order comes from fences: small arrays that every kernel over the pool returns and that the next one
-takes. MLX binds each input, read or not, and has a dispatch wait for whichever wrote one of them.
+A kernel that writes to a pool takes the pool as an input. MLX does not copy inputs, and sees no
+dependency through them. Explicit fences order writes and reads: small arrays that every kernel over
+the pool returns, and that the next one takes. MLX binds each input, read or not, and lets a
+dispatch wait for the one that wrote it.
 """
 
 import functools
@@ -17,18 +18,19 @@ from metal_kernels.kernel import MIN_ELEMENTS
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
 POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
-SCALE_DTYPE = mx.bfloat16  # codes are of the scale as it was rounded, so it costs no accuracy
-NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)  # in their place for a pool of values
+SCALE_DTYPE = mx.bfloat16  # codes are computed from the rounded scale: it costs no accuracy
+#: Bound in the place of scales where a pool holds values.
+NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)
 
 FENCE_SHAPE, FENCE_DTYPE = (MIN_ELEMENTS,), mx.uint32
 _NOTHING_BEFORE = mx.array(np.zeros(FENCE_SHAPE, np.uint32))
 
 
 def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Exactly two fences that stand for all of `after`, [8] uint32 each.
+    """Two fences, [8] uint32 each, that stand for all of `after`: kernels bind exactly two.
 
     Raises:
-        ValueError: `after` holds what no kernel over a pool returned.
+        ValueError: an array of `after` is no fence.
     """
     for fence in after:
         if fence.shape != FENCE_SHAPE or fence.dtype != FENCE_DTYPE:
@@ -41,19 +43,19 @@ def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
 
 
 def merged(after: Sequence[mx.array]) -> mx.array:
-    """One fence for all of `after`."""
+    """One fence, [8] uint32, that stands for all of `after`."""
     first, second = fences(after)
     return first if second is _NOTHING_BEFORE else first + second
 
 
 def padded(metadata: mx.array, fill: int) -> mx.array:
-    """A flat array of at least 8 elements."""
+    """`metadata`, flat, with `fill` behind it up to MIN_ELEMENTS."""
     missing = MIN_ELEMENTS - metadata.size
     return metadata if missing <= 0 else mx.pad(metadata, (0, missing), constant_values=fill)
 
 
 def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
-    """Raises ValueError unless a pool of codes, and no other, has scales of its shape."""
+    """Raises ValueError unless a pool of codes has scales of its shape, one of values none."""
     if pool.dtype not in CODE_DTYPES:
         if scales is not None:
             raise ValueError(f"{name}: expected None for a pool of {pool.dtype}")

@@ -11,7 +11,7 @@ import numpy as np
 from metal_kernels import kernel, op_common
 
 _THREADS = 256  # of a threadgroup
-_RUN_BYTES = 16  # what a thread moves
+_RUN_BYTES = 16  # bytes that a thread moves
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_blocks.metal"),
     input_names=("pool", "sources", "targets", "after_0", "after_1"),
@@ -25,14 +25,14 @@ def copy(
     targets: np.ndarray,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Writes through the pools: they hold the copies once the fence is computed.
+    """Copies blocks within each pool, in place: done once the fence is computed.
 
     Args:
         pools: [Hkv, B, block_size, ...] each, row-contiguous, of any dtype: keys, values, scales.
         sources: [P] integers, on the host: blocks to copy.
         targets: [P] integers: where each goes. No block is both source and target, none a target
             twice, so that the order of the copies does not matter.
-        after: fences of what must have happened before.
+        after: fences of the dispatches that must come before.
 
     Returns:
         [8] uint32, the fence of the last copy, which comes after all others.
@@ -53,7 +53,7 @@ def copy(
 
 
 def zero(pools: Sequence[mx.array], blocks: np.ndarray, after: Sequence[mx.array] = ()) -> mx.array:
-    """Clears [P] blocks; else as `copy`. A block may be named twice."""
+    """Sets [P] blocks to zero, in place; arguments and fence as for `copy`. Names may repeat."""
     _check_blocks("blocks", blocks, pools)
     blocks = np.unique(blocks)
     return _each(pools, blocks, blocks, after, is_copy=False)

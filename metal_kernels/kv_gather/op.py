@@ -33,12 +33,12 @@ def gather(
             int8 for integers.
         block_table: [n, W] int32; a block that the pool lacks, as -1, reads as zeros.
         dtype: of the context: float16, bfloat16 or float32.
-        after: fences of what must have happened before.
+        after: fences of the dispatches that must come before.
         scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale.
 
     Returns:
         context: [Hkv, n, W * block_size, D] of `dtype`.
-        fence: [8] uint32, for what must not happen before this read.
+        fence: [8] uint32, for the writes that must wait for this read.
 
     Raises:
         ValueError: shapes or dtypes are not as above.

@@ -32,7 +32,7 @@ def write(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
 ) -> mx.array:
-    """Writes through the pools: the same arrays hold the new contents once the fence is computed.
+    """Writes rows into the pools, in place: done once the fence is computed.
 
     Args:
         keys: [T, Hkv, D] float16, bfloat16 or float32.
@@ -43,7 +43,7 @@ def write(
         key_pool: [Hkv, B, block_size, D], row-contiguous (a copy would be written otherwise), of
             one of the dtypes of keys, or uint8 for fp8 e4m3 codes, or int8 for integer ones.
         value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None as `values`.
-        after: fences of what must have happened before.
+        after: fences of the dispatches that must come before.
         key_scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale, where
             scale = max |row| / 127 for int8, rounded to bfloat16, and each code is that of
             element / scale; for fp8 the one of / 448, / 416, / 384, / 352, / 320, / 288 and / 256

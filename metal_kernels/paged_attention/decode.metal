@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for few packed rows: decode, and verify windows of up to ROWS rows.
+// Attention for few packed rows: decode, and drafts to verify, up to ROWS rows in all.
 //
 // A threadgroup takes one tile and one K/V head. Its simdgroups walk the context in strips of four
 // neighbouring keys; a simdgroup's lanes share a row of K or V, so each row is loaded once, whole,

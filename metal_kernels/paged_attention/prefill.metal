@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for many packed rows: prefill, long verify windows, and latent (MLA) attention.
+// Attention for many packed rows: prefill, many drafts to verify, and latent (MLA) attention.
 //
 // A threadgroup takes one tile and one K/V head, ROW_GROUPS * 8 packed rows. It stages KEYS rows of
 // K, then of V, in threadgroup memory, decoded, each row loaded once for all its query rows. A

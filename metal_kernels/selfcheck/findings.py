@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays the same steps by the references and compares."""
+"""Compares what the kernels computed with what the references compute in the same steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POOL_AXES = ("head", "block", "offset", "element")
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison's element that comes nearest to its tolerance, or goes furthest past it."""
+    """The element of one comparison whose error is the largest share of its tolerance."""
 
     error: float
     tolerance: float
@@ -37,11 +37,12 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Of the tolerance; above 1 is wrong."""
+        """The error as a share of the tolerance; above 1 the kernel is wrong."""
         return float(_share(np.array(self.error), np.array(self.tolerance)))
 
 
 def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator[Finding]:
+    """Plays `num_steps` steps by the kernels; yields a finding for each array compared."""
     kernel = check.kernel
     played = steps(case, kernel, num_steps)
     results, pool = play(case, check, played, tiles)
@@ -74,7 +75,7 @@ def _moved(pools: Pools, step: Step) -> Pools:
 def _compare_contexts(
     where: str, case: Case, layout: RaggedLayout, found: list[mx.array], wanted: Pools
 ) -> Iterator[Finding]:
-    """Exact, but for a scale of the cache whose division was not rounded to nearest."""
+    """Contexts must be exact; where the cache has scales, within two float32 roundings."""
     table = mx.array(layout.block_tables_np)
     for index, array in enumerate(found):
         pool, scales = wanted[index], wanted[2 + index]
@@ -87,11 +88,11 @@ def _compare_contexts(
 def _compare_attention(
     where: str, case: Case, step: Step, found: mx.array, pools: Pools
 ) -> Finding:
-    """Tolerance: one unit in the last place of the output's dtype, and what float32 makes of it.
+    """Tolerance: one unit in the last place of the output's dtype, and float32's rounding errors.
 
-    Of the latter: a score sums D products of about 1/sqrt(D), whose roundings add up to some
-    sqrt(D) eps at worst; exp2 and the division add a few eps, tanh one for each unit of its cap.
-    That is the relative error of a weight, and so of numerator and denominator of a mean of V.
+    A score is a sum of D products of about 1/sqrt(D). Their roundings add up to some sqrt(D) eps at
+    worst; exp2 and the division add a few eps, tanh adds one for each unit of its cap. That is the
+    relative error of a weight, and so of the numerator and the denominator of a mean of V.
     """
     layout = step.layout
     keys = gather_reference.decode(pools.keys, pools.key_scales)
@@ -127,10 +128,12 @@ def _compare_attention(
 
 
 def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]:
-    """Values are exact; a code or a scale may be off by one, where a quotient is close to a tie.
+    """A pool of values must be exact. In a pool of codes, quotients close to a tie may round apart.
 
-    So may the choice of a row's scale in fp8: either value lies within half a step of the element,
-    1/16 of itself or half a subnormal, whose size a scale may be short of twice of.
+    int8: a code may differ by one and a scale by its last bit, so a value by a little over a scale.
+    fp8: kernel and reference may also choose different scales for a row. Each stores a value within
+    half a step of the element, which is 1/16 of it, or 2^-10 scales if subnormal. So the two differ
+    by 1/8 of the value or, as one scale may be almost twice the other, by 2^-8 scales.
     """
     for part, index in (("K", 0), ("V", 1)):
         elements, pool, scales = found[index], wanted[index], wanted[2 + index]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays steps by the kernels, each queued while the one before it runs."""
+"""Runs the kernels of an engine's steps; each step is queued while the one before it runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.steps import Step, contents
 
-LAYERS = 2  # of a step; they share the pool, so that reads and writes also meet within a step
-_LOAD = 1024  # rows of the matrix product beside each step, some 1 ms of a GPU
+LAYERS = (
+    2  # of a step; they share the pool, so that reads and writes follow each other within a step
+)
+_LOAD = 1024  # rows of the matrix product that runs beside each step, some 1 ms of a GPU
 
 
 class _Pool:
-    """K/V as an engine keeps them: arrays that stay, and fences that put their uses in order."""
+    """K/V as an engine keeps them: arrays that stay, and fences that order writes and reads."""
 
     def __init__(self, case: Case, num_blocks: int, tiles: Iterator[Tiles]) -> None:
         self.case = case
@@ -119,9 +121,9 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 
 
 def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
-    """One size at a time, so that each pipeline has its turn: the one checked, or for `reduce` all.
+    """For each attention, tiles of one size: the one checked, or for `reduce` each size in turn.
 
-    Contexts are split for `reduce` alone, so that its failure is nobody else's.
+    Contexts are split for `reduce` alone: where it fails, no other check does.
     """
     if check.kernel == "reduce":
         sizes = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
@@ -135,14 +137,14 @@ def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
 def play(
     case: Case, check: Check, played: Sequence[Step], tiles: Tiles
 ) -> tuple[list[list[mx.array]], Pools]:
-    """What each step reads, and the pool at the end. A step is queued while the last one runs."""
+    """Arrays that each step read, and the pool after the last one."""
     pool = _Pool(case, len(played[0].blocks_np), _tiles(check, tiles))
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))
     results: list[list[mx.array]] = []
     waiting: list[mx.array] = []
     for first in range(0, len(played), LAYERS):
         reads = [_USES[check.kernel](pool, step) for step in played[first : first + LAYERS]]
-        load = load @ load  # keeps the device busy, so that dispatches get in each other's way
+        load = load @ load  # keeps the device busy, so that dispatches overlap
         queued = [load, *pool.fences, *(array for read in reads for array in read)]
         mx.async_eval(queued)
         mx.eval(waiting)

@@ -16,9 +16,9 @@ from metal_kernels.op_common import CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE
 from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5
-_CALLS = 20  # of a round, in one go to the device
+_CALLS = 20  # of a round, queued together
 
-#: Takes the fence before it; returns its own, and what else it computes.
+#: Takes the fence of the call before; returns its own fence and its other outputs.
 Call = Callable[[mx.array], list[mx.array]]
 
 
@@ -26,7 +26,7 @@ Call = Callable[[mx.array], list[mx.array]]
 class Timing:
     """One kernel over one batch."""
 
-    name: str  # which, and of what
+    name: str  # kernel and batch
     seconds: float  # of a call: the median of rounds of calls, each after the one before
     moved: int  # bytes of K/V that it must read or write
 
@@ -51,17 +51,17 @@ def copy_bandwidth(size: int = 2**28) -> float:
 class Work:
     """One kernel over one batch, to be timed."""
 
-    name: str  # which, and of what
+    name: str  # kernel and batch
     call: Call
     moved: int  # bytes of K/V that it must read or write
 
     def measure(self) -> Timing:
-        """Times it; raises what a compiler or a driver raises."""
+        """Times it. A compiler's or a driver's error passes through."""
         return Timing(self.name, _of_call(self.call), self.moved)
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
-    """What there is to time over one layer's pool; not of latent attention.
+    """Calls to time over one layer's pool; none of latent attention.
 
     Args:
         case: of the layer.
@@ -100,7 +100,7 @@ class _Layer:
             mx.zeros(pool, SCALE_DTYPE) if coded else None for _ in range(2)
         )
         mx.eval(self._arrays())
-        #: Of one position's K, or V, for all heads.
+        #: Bytes of one position's K, or V, of all heads.
         self.row_bytes = shape.num_kv_heads * (
             shape.head_size * case.cache_dtype.size + (SCALE_DTYPE.size if coded else 0)
         )
@@ -140,7 +140,7 @@ class _Layer:
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
             )
-            return [read, out]  # the output comes later where contexts are split
+            return [read, out]  # where contexts are split, the output comes after the fence
 
         return call
 

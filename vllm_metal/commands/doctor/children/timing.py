@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the kernels, each by itself: one that fails costs its own line only.
+"""Times each kernel by itself, so that one that fails costs its own line only.
 
 python -m vllm_metal.commands.doctor.children.timing [--start INDEX]
 """
