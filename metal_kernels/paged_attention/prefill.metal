@@ -134,7 +134,7 @@ inline void prefill(
     const Context context(
         pool_shape, kv_head, block_tables + ulong(tile.request) * uint(tables_shape[1]));
     for (int base = tile.begin; base < end; base += KEYS) {
-        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // V of before is done with
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the last V
         stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
             key_pool, key_scales, context, D, base, end, thread_index, tile_memory);
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -206,7 +206,7 @@ inline void prefill(
         }
 
         if (!LATENT) {
-            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // K is done with
+            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read K
             stage<T, C, DV, KEYS, STRIDE, THREADS, SCALED>(
                 value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
             metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);

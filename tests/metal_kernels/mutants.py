@@ -100,7 +100,7 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "decode", WRONG): [
         ("blind to a row's own key", "key <= position[r]", "key < position[r]"),
-        ("not causal in a verify window", "key <= position[r] && ", ""),
+        ("not causal among drafts", "key <= position[r] && ", ""),
         ("positions one too far", "first_position + row;", "first_position + row + 1;"),
         ("strips loaded whole past the range", "metal::min(STRIP, end - base)", "STRIP"),
         ("one key past the range", "if (k < present)", "if (k <= present)"),
@@ -165,8 +165,8 @@ _FAULTS: _Faults = {
         ("output row of another split", "tile.split * bounds->out_rows + ", ""),
     ],
     (PREFILL, "prefill", RACE): [
-        ("no barrier before K is staged over V", f"{_BARRIER}  // V of before", "//"),
-        ("no barrier before V is staged over K", f"{_BARRIER}  // K is done", "//"),
+        ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
+        ("no barrier before V is staged over K", f"{_BARRIER}  // all have read K", "//"),
         ("no barrier between V staged and read", f"{_BARRIER}\n        }}\n", "}\n"),
         ("a lane's columns in the wrong half", "(quad & 2) * 2 +", "(quad & 2) +"),
         ("one row past the tile's last written", "in_tile < tile.pack", "in_tile <= tile.pack"),

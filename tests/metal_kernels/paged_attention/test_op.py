@@ -51,7 +51,7 @@ def check(batch, compiler, window=None, softcap=None, sinks=None):
     np.testing.assert_allclose(found, wanted, atol=atol, rtol=0)
 
 
-# Decode rows; a prompt, a chunk behind a prefix, a verify window: (computed, rows) of each request.
+# Decode rows; a prompt, a chunk behind a prefix, drafts to verify: (computed, rows) of each.
 STEPS = {
     "decode": [(0, 1), (37, 1), (15, 1), (16, 1)],
     "prefill": [(21, 12), (0, 9), (4, 2)],
