@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is touched where steps are planned and run: worker, scheduler, cache, sampling."""
+"""Names that we use where steps are planned and run: worker, scheduler, cache, sampling."""
 
 from __future__ import annotations
 

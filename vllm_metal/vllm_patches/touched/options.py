@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is touched where options are read: configuration, arguments, the platform."""
+"""Names that we use where options are read: configuration, arguments, the platform."""
 
 from __future__ import annotations
 
@@ -68,10 +68,6 @@ _CONFIGURATION = (
     ),
     Touched("vllm.config:CompilationMode", by="platform/metal_platform.py", fields="NONE"),
     Touched("vllm.config:CUDAGraphMode", by="platform/metal_platform.py", fields="NONE"),
-    Touched("vllm.config:AttentionConfig", by="commands/fit/engine.py", called=""),
-    Touched(
-        "vllm.config.model:_is_valid_dtype", by="commands/fit/engine.py", called="model_type dtype"
-    ),
     Touched(
         "vllm.config.cache:CacheDType",
         by="platform/metal_platform.py",
@@ -101,7 +97,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.envs:environment_variables",
-        by="platform/metal_platform.py",
+        by="vllm_patches/environment.py vllm_patches/processes.py",
         fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS "
         "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING",
     ),
@@ -178,7 +174,7 @@ _PLATFORM = (
     Touched("vllm.platforms.interface:PlatformEnum", by="platform/metal_platform.py", fields="OOT"),
     Touched("vllm.platforms:current_platform", by="worker/worker.py"),
     Touched("vllm.pooling_params:PoolingParams", by="platform/metal_platform.py"),
-    Touched("vllm.envs:", by="platform/metal_platform.py", fields="environment_variables"),
+    Touched("vllm.envs:", by="vllm_patches/environment.py", fields="environment_variables"),
     Touched(
         "vllm.logger:init_logger",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "
