@@ -17,9 +17,14 @@ from vllm_metal.commands.doctor import model
 
 pytestmark = pytest.mark.skipif(mx.metal.is_available(), reason="has a Metal device")
 
-# Without what tests of in-process engines set, and without a ban on bytecode, as some environments
-# have it: vLLM's imports take twice as long with it.
-_NOT_A_USERS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "PYTHONDONTWRITEBYTECODE")
+# Without what tests of in-process engines set, without xdist's share of the cores, and without a ban
+# on bytecode, as some environments have it: vLLM's imports take twice as long with it.
+_NOT_A_USERS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+    "OMP_NUM_THREADS",
+    "PYTHONDONTWRITEBYTECODE",
+)
 _ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in _NOT_A_USERS}
 
 
