@@ -36,7 +36,7 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup setup-dev demo test test-slow fuzz vllm-tests lint format bench lock check-locks clean distclean
+.PHONY: help setup setup-dev demo test test-more test-slow fuzz vllm-tests lint format bench lock check-locks clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,8 +57,17 @@ $(STAMP): $(USERS_STAMP)
 demo: $(USERS_STAMP)  ## serve a small model and talk to it (on Linux: MLX's CPU backend)
 	$(BIN)/python examples/demo.py
 
+# Files are dealt to the workers, the long ones first (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: lint  ## the one test command: lint, types, tests
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-more: $(STAMP)  ## what CI runs besides: the rest of the end-to-end tests
+	$(PYTEST) -m 'more and not slow' $(PYTEST_ARGS)
+
+test-slow: $(STAMP)  ## the nightly tests: all models and settings
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 # What reads the platform, or takes what it says from what does.
 DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/test_cli.py \
@@ -72,15 +81,11 @@ DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/t
 .PHONY: test-small test-darwin
 
 test-small: lint  ## those that fit a machine of 7 GB, and how much memory they took
-	PYTHONPATH=tests $(BIN)/python -m pytest -p footprint -n $(PYTEST_WORKERS) --dist loadfile \
-		-m 'not slow and not heavy' $(PYTEST_ARGS)
+	PYTHONPATH=tests $(PYTEST) -p footprint -m 'not slow and not heavy' $(PYTEST_ARGS)
 
 test-darwin: $(STAMP)  ## those that read the platform, under a double of macOS (Linux)
 	$(BIN)/python tests/darwin/run.py -m pytest -n $(PYTEST_WORKERS) --dist loadfile \
-		$(PYTEST_ARGS) $(DARWIN_TESTS)
-
-test-slow: $(STAMP)  ## the nightly tests
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m slow $(PYTEST_ARGS)
+		-m 'not slow' $(PYTEST_ARGS) $(DARWIN_TESTS)
 
 fuzz: $(STAMP)  ## random traffic on the real engine, 10 000 requests
 	PYTHONPATH=tests $(BIN)/python -m e2e.fuzz $(FUZZ)

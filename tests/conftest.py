@@ -4,11 +4,25 @@
 import os
 import signal
 
+import pytest
 from cpu import use_cpu
+from selection import COLLECTED, LONG_FIRST, TESTS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# xdist's workers share the cores. A BLAS that takes them all in each worker mostly waits for its
+# threads: two workers on two cores took three times the processor time of one thread each.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 use_cpu()
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what was collected, before a command selects, and deals long files out first."""
+    config.stash[COLLECTED] = list(items)
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG_FIRST)

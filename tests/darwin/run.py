@@ -29,6 +29,7 @@ _NOT_A_USERS = (
     "VLLM_WORKER_MULTIPROC_METHOD",
     "VLLM_LOGGING_LEVEL",
     "PYTHONDONTWRITEBYTECODE",
+    "OMP_NUM_THREADS",  # of vLLM's own choice, unless a user makes one
 )
 #: A Mac's temporary folder has a name of 49 characters: /var/folders/…/T/.
 _TMPDIR_LENGTH = 48

@@ -59,12 +59,14 @@ def assert_runs_clean(program: subprocess.CompletedProcess[str]) -> None:
     assert_clean(program.returncode, program.stdout, program.stderr)
 
 
+@pytest.mark.more
 def test_the_demo() -> None:
     shown = run([ROOT / "examples" / "demo.py"], timeout=240)
     assert_runs_clean(shown)
     assert "All answers are right" in shown.stdout
 
 
+@pytest.mark.more
 def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (name,) = re.findall(r'LLM\("([^"]+)"', snippet)
@@ -76,6 +78,7 @@ def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> 
     assert len(pasted.stdout.splitlines()[-1]) > 0
 
 
+@pytest.mark.more
 def test_engines_one_after_the_other(model: str, tmp_path: Path) -> None:
     """Two in the process, then one in a process of its own, which the user asks for."""
     code = f"""
@@ -153,6 +156,7 @@ def test_a_server_and_ctrl_c(served: Served, model: str) -> None:
     assert_clean(served.process.wait(60), *served.texts())
 
 
+@pytest.mark.more
 def test_an_engine_that_dies_is_still_reported(served: Served) -> None:
     (engine,) = re.findall(r"\(EngineCore pid=(\d+)\)", served.texts()[0])[:1]
     os.kill(int(engine), signal.SIGKILL)

@@ -65,6 +65,7 @@ def test_a_low_available_still_loads_the_model(script):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.more
 def test_where_macos_has_nothing_to_give_the_error_names_the_way_out(script):
     done = serve(script, SCARCE | NOTHING)
     assert done.returncode != 0

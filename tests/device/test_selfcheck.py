@@ -37,9 +37,14 @@ def child(*lines):
     return [sys.executable, "-c", "".join([START, *lines])]
 
 
+def failures(*wanted, **options) -> list[str]:
+    """Lines on the kernels that fail."""
+    return selfcheck.describe_failures(selfcheck.results(*wanted, **options))
+
+
 def test_kernels_are_checked_in_another_process(tmp_path: Path):
     command = [*selfcheck.COMMAND, "--interpret", "--steps", "4"]
-    assert selfcheck.failures(CASES, command, folder=tmp_path) == []
+    assert failures(CASES, command, folder=tmp_path) == []
 
 
 def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
@@ -47,7 +52,7 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
     write_pid = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
     command = child(GOOD, RUNNING, write_pid, "time.sleep(600)\n")
     start = time.monotonic()
-    (failure,) = selfcheck.failures(CASES, command, time_limit=1.0, folder=tmp_path)
+    (failure,) = failures(CASES, command, time_limit=1.0, folder=tmp_path)
     assert time.monotonic() - start < 10
     assert failure.startswith("decode of 4 rows (4/2 heads of 64, float16, float16 cache in blocks")
     assert "did not end within 1 s" in failure
@@ -60,7 +65,7 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
     [("os.abort()\n", "signal 6"), ("sys.exit('no device')\n", "status 1: no device")],
 )
 def test_a_kernel_that_kills_its_process_is_named(tmp_path: Path, end: str, said: str):
-    (failure,) = selfcheck.failures(CASES, child(RUNNING, end), folder=tmp_path)
+    (failure,) = failures(CASES, child(RUNNING, end), folder=tmp_path)
     assert failure.startswith("decode of 4 rows (")
     assert said in failure
 
@@ -74,7 +79,7 @@ def test_all_that_a_dying_process_printed_is_kept_for_reports():
 
 def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path):
     command = [sys.executable, "-c", "raise SystemExit('no such module')"]
-    (failure,) = selfcheck.failures(CASES, command, folder=tmp_path)
+    (failure,) = failures(CASES, command, folder=tmp_path)
     assert "no such module" in failure
 
 
@@ -91,27 +96,27 @@ def test_results_are_kept_until_something_changes(tmp_path: Path, lines: tuple[s
     command, runs = counting(tmp_path, *lines)
     folder = tmp_path / "results"
 
-    def failures(cases: list[Case] = CASES) -> list[str]:
-        return selfcheck.failures(cases, command, folder=folder)
+    def found(cases: list[Case] = CASES) -> list[str]:
+        return failures(cases, command, folder=folder)
 
-    first = failures()
-    assert (failures(), runs()) == (first, 1)
-    failures(CASES[::-1])
+    first = found()
+    assert (found(), runs()) == (first, 1)
+    found(CASES[::-1])
     assert runs() == 2
     assert set(selfcheck.remembered(folder)) <= set(CASES)
     selfcheck.forget(folder)
     assert selfcheck.remembered(folder) == []
-    assert (failures(), runs()) == (first, 3)
+    assert (found(), runs()) == (first, 3)
     for path in folder.iterdir():
         path.write_text(path.read_text()[:50])  # cut off
-    assert (failures(), runs()) == (first, 4)
+    assert (found(), runs()) == (first, 4)
 
 
 def test_a_folder_that_cannot_be_written_only_means_another_check(tmp_path: Path):
     command, runs = counting(tmp_path, GOOD)
     (tmp_path / "file").touch()
     for _ in range(2):
-        assert selfcheck.failures(CASES, command, folder=tmp_path / "file" / "results") == []
+        assert failures(CASES, command, folder=tmp_path / "file" / "results") == []
     assert runs() == 2
 
 

@@ -7,11 +7,10 @@ from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts,
 pytestmark = pytest.mark.heavy
 
 MAX_TOKENS = 48
-#: By whether steps overlap, which is the default and the harder case.
-NUM_PROMPTS = {True: 64, False: 24}
 CHUNK = 64  # tokens of a step: longer prompts come in chunks
-#: Blocks of the pool: a prompt of 700 fits, what is served at once does not.
-NUM_BLOCKS = {True: 110, False: 70}
+#: Whether steps overlap, which is the default and the harder case; prompts; blocks of the pool: a
+#: prompt of 700 fits, what is served at once does not.
+LOADS = {"async": (True, 64, 110), "sync": (False, 24, 70), "async, few": (True, 24, 70)}
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +37,16 @@ def serve_and_check(model, dense, prompts, passes=1, **options):
     return seen
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-def test_without_prefix_caching(smollm2, dense, async_scheduling):
-    prompts = make_prompts(text_tokens(smollm2), NUM_PROMPTS[async_scheduling], 700)
+@pytest.mark.more
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_without_prefix_caching(smollm2, dense, load):
+    async_scheduling, num_prompts, num_blocks = LOADS[load]
+    prompts = make_prompts(text_tokens(smollm2), num_prompts, 700)
     (after,) = serve_and_check(
         smollm2,
         dense,
         prompts,
-        num_gpu_blocks_override=NUM_BLOCKS[async_scheduling],
+        num_gpu_blocks_override=num_blocks,
         enable_prefix_caching=False,
         async_scheduling=async_scheduling,
     )
@@ -53,15 +54,19 @@ def test_without_prefix_caching(smollm2, dense, async_scheduling):
     assert after["vllm:num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-def test_with_prefix_caching_cold_and_warm(smollm2, dense, async_scheduling):
-    prompts = make_prompts(text_tokens(smollm2), NUM_PROMPTS[async_scheduling], 700)
+@pytest.mark.parametrize(
+    "load",
+    ["async, few", *(pytest.param(load, marks=pytest.mark.more) for load in ("async", "sync"))],
+)
+def test_with_prefix_caching_cold_and_warm(smollm2, dense, load):
+    async_scheduling, num_prompts, num_blocks = LOADS[load]
+    prompts = make_prompts(text_tokens(smollm2), num_prompts, 700)
     cold, warm = serve_and_check(
         smollm2,
         dense,
         prompts,
         passes=2,
-        num_gpu_blocks_override=NUM_BLOCKS[async_scheduling],
+        num_gpu_blocks_override=num_blocks,
         async_scheduling=async_scheduling,
     )
     assert cold["vllm:num_preemptions"] > 0
@@ -74,6 +79,7 @@ def test_with_prefix_caching_cold_and_warm(smollm2, dense, async_scheduling):
 GEMMA_NUM_BLOCKS = 600
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "plain"])
 def test_window_layers_past_their_window(gemma3, caching):
     prompts = make_prompts(text_tokens(gemma3), 16, 700)

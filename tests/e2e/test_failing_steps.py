@@ -5,7 +5,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from e2e.fuzz.models import VOCAB, write_models
+from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy
 
 from vllm_metal.batch.outputs import StepOutput
@@ -16,15 +16,8 @@ POISON = VOCAB - 1
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "models"
-    write_models(folder)
-    return str(folder / "full")
-
-
-@pytest.fixture(scope="module")
-def dense(model):
-    return Dense(model)
+def dense(tiny):
+    return Dense(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +44,9 @@ PLACES = {
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_that_raises(model, dense, text, monkeypatch, place, async_scheduling):
+def test_a_step_that_raises(tiny, dense, text, monkeypatch, place, async_scheduling):
     prompts = [text[:40], text[:25], text[100:130], text[:33]]
-    with engine(model, max_model_len=128, max_num_seqs=2, async_scheduling=async_scheduling) as llm:
+    with engine(tiny, max_model_len=128, max_num_seqs=2, async_scheduling=async_scheduling) as llm:
         free, calls = free_blocks(llm), 0
         holder, name = PLACES[place]
         original = getattr(holder, name)
@@ -81,13 +74,13 @@ def test_a_step_that_raises(model, dense, text, monkeypatch, place, async_schedu
         assert counters(llm)["vllm:prefix_cache_hits"] - hits == 32
 
 
-def test_an_engine_that_only_fails_gives_up(model, monkeypatch):
+def test_an_engine_that_only_fails_gives_up(tiny, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no device")
 
     monkeypatch.setattr(ModelExecutor, "forward", fail)
     with (
-        engine(model, max_model_len=128, max_num_seqs=1) as llm,
+        engine(tiny, max_model_len=128, max_num_seqs=1) as llm,
         pytest.raises(RuntimeError, match="no device"),
     ):
         serve(llm, [[1, 2, 3]] * 8)
@@ -105,12 +98,12 @@ class Poisoned(nn.Module):
 
 
 @pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}], ids=["plain", "ngram"])
-def test_logits_that_are_not_numbers(model, dense, text, speculative_config):
+def test_logits_that_are_not_numbers(tiny, dense, text, speculative_config):
     if speculative_config:
         speculative_config |= {"num_speculative_tokens": 3, "prompt_lookup_max": 3}
     prompts = [text[:50], [*text[:20], POISON, *text[20:48]], text[:35]]
     with engine(
-        model,
+        tiny,
         max_model_len=256,
         num_gpu_blocks_override=17,
         speculative_config=speculative_config,

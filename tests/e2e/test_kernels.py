@@ -51,11 +51,10 @@ def serve_and_check(model, prompts, max_tokens, passes, calls, **options):
     return seen
 
 
-@pytest.mark.heavy
-def test_cold_and_warm_under_load(smollm2, interpreted):
+def test_cold_and_warm_under_load(short, interpreted):
     cold, warm = serve_and_check(
-        smollm2,
-        make_prompts(text_tokens(smollm2), 16, 90),
+        short,
+        make_prompts(text_tokens(short), 16, 90),
         max_tokens=12,
         passes=2,
         calls=interpreted,
@@ -70,6 +69,7 @@ def test_cold_and_warm_under_load(smollm2, interpreted):
 
 
 @pytest.mark.heavy
+@pytest.mark.more
 def test_window_layers_past_their_window(gemma3, interpreted):
     tokens = text_tokens(gemma3)
     prompts = [tokens[:540], tokens[100:117]]

@@ -5,26 +5,25 @@ import psutil
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
 
-from vllm_metal.memory.budget import BudgetError
+from vllm_metal.memory.advice import BudgetError
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-def test_generation_stops_at_max_model_len(smollm2, async_scheduling):
-    prompt = text_tokens(smollm2)[:40]
-    with engine(smollm2, max_model_len=64, async_scheduling=async_scheduling) as llm:
+def test_generation_stops_at_max_model_len(tiny, tiny_text, async_scheduling):
+    prompt = tiny_text[:40]
+    with engine(tiny, max_model_len=64, async_scheduling=async_scheduling) as llm:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy(100), use_tqdm=False)
     completion = output.outputs[0]
     assert completion.finish_reason == "length"
     assert len(prompt) + len(completion.token_ids) == 64
-    Dense(smollm2).check(prompt, list(completion.token_ids))
+    Dense(tiny).check(prompt, list(completion.token_ids))
 
 
-def test_requests_of_many_lengths_come_and_go(smollm2):
-    tokens = text_tokens(smollm2)
-    prompts = [tokens[7 * i : 7 * i + 3 + 11 * (i % 5)] for i in range(20)]
+def test_requests_of_many_lengths_come_and_go(tiny, tiny_text):
+    prompts = [tiny_text[7 * i : 7 * i + 3 + 11 * (i % 5)] for i in range(20)]
     params = [greedy(1 + 3 * (i % 7)) for i in range(20)]
-    dense = Dense(smollm2)
-    with engine(smollm2, max_num_seqs=4) as llm:
+    dense = Dense(tiny)
+    with engine(tiny, max_model_len=256, max_num_seqs=4) as llm:
         outputs = generate(llm, prompts, params)
         usage = counters(llm)["vllm:kv_cache_usage_perc"]
     for prompt, wanted, generated in zip(prompts, params, outputs, strict=True):

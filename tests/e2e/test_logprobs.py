@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2):
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+def reference_of(path):
+    """transformers' forward of a model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def logprobs(tokens):
         """[len(tokens), V], of the token after each."""
@@ -20,6 +20,11 @@ def reference(smollm2):
             return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1).numpy()
 
     return logprobs
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2):
+    return reference_of(smollm2)
 
 
 def agree(entries, row, count):
@@ -70,10 +75,10 @@ def test_none_and_all(smollm2, reference):
     agree(everything, row, 10)
 
 
-def test_prompt_logprobs_come_once_though_the_request_is_preempted(smollm2, reference):
-    tokens = text_tokens(smollm2)
-    prompts = [tokens[31 * i : 31 * i + 100] for i in range(6)]
-    with engine(smollm2, max_model_len=160, num_gpu_blocks_override=24) as llm:
+def test_prompt_logprobs_come_once_though_the_request_is_preempted(tiny, tiny_text):
+    reference = reference_of(tiny)
+    prompts = [tiny_text[31 * i : 31 * i + 100] for i in range(6)]
+    with engine(tiny, max_model_len=160, num_gpu_blocks_override=24) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             greedy(40, prompt_logprobs=1),

@@ -187,7 +187,15 @@ def settings(speculation):
 
 @pytest.mark.parametrize(
     ("proposer", "num_continuations"),
-    [(ngram, 50_000), (draft_model, 10_000), (eagle, 10_000), (medusa, 10_000)]
+    [(eagle, 10_000)]
+    + [
+        pytest.param(proposer, num_continuations, marks=pytest.mark.more)
+        for proposer, num_continuations in (
+            (ngram, 50_000),
+            (draft_model, 10_000),
+            (medusa, 10_000),
+        )
+    ]
     + [
         pytest.param(proposer, 50_000, marks=pytest.mark.slow)
         for proposer in (draft_model, eagle, medusa, suffix)
@@ -218,6 +226,7 @@ def test_verified_tokens_follow_the_targets_law(
     assert seen["vllm:prefix_cache_hits"] > 0
 
 
+@pytest.mark.more
 def test_min_p_and_logit_bias_hold_where_drafts_are_verified(target, prompt, rows):
     """Each, and both with penalties, in one engine; a forbidden token must not come."""
     params = [SamplingParams(n=AT_ONCE, **options, **EXACTLY) for options in UNUSUAL.values()]

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from vllm import LLM
 
-from vllm_metal.memory.budget import BudgetError
+from vllm_metal.memory.advice import BudgetError
 from vllm_metal.sample import logit_chunks
 
 MIB = 2**20
@@ -45,6 +45,7 @@ def test_no_step_copies_the_pool(smollm2):
 
 
 @pytest.mark.heavy
+@pytest.mark.more
 def test_no_step_copies_a_pool_that_groups_share(gemma3):
     assert peak_of_a_run(gemma3) < POOL // 4
 
@@ -188,6 +189,7 @@ def assert_within_five_percent(share, held, grown):
 
 
 @pytest.mark.heavy
+@pytest.mark.more
 def test_a_full_load_takes_what_was_budgeted(much_kv):
     share = 2048 * MIB
     options = {"max_num_batched_tokens": 256, "max_num_seqs": 32}

@@ -17,15 +17,14 @@ def run(llm, prompts, salt=None):
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_every_prompt_length_around_block_boundaries(smollm2, block_size):
-    tokens = text_tokens(smollm2)
+def test_every_prompt_length_around_block_boundaries(tiny, tiny_text, block_size):
     # Each length starts with a token of its own, so that no prompt is a prefix of another.
-    prompts = [[1000 + n, *tokens[: n - 1]] for n in range(1, 3 * block_size + 1)]
-    with engine(smollm2, enable_prefix_caching=False, block_size=block_size) as llm:
+    prompts = [[2 + n, *tiny_text[: n - 1]] for n in range(1, 3 * block_size + 1)]
+    with engine(tiny, max_model_len=128, enable_prefix_caching=False, block_size=block_size) as llm:
         expected, cached = run(llm, prompts)
         assert not any(cached)
     # Room for all of them at once, or the cold pass would evict what the warm one asks for.
-    with engine(smollm2, block_size=block_size, kv_cache_memory_bytes=512 << 20) as llm:
+    with engine(tiny, max_model_len=128, block_size=block_size) as llm:
         cold, cached = run(llm, prompts)
         assert not any(cached)
         warm, cached = run(llm, prompts)
@@ -34,9 +33,9 @@ def test_every_prompt_length_around_block_boundaries(smollm2, block_size):
     assert cached == [(len(prompt) - 1) // block_size * block_size for prompt in prompts]
 
 
-def test_tenants_share_by_salt_and_not_otherwise(smollm2):
-    prompt = text_tokens(smollm2)[:100]
-    with engine(smollm2) as llm:
+def test_tenants_share_by_salt_and_not_otherwise(tiny, tiny_text):
+    prompt = tiny_text[:100]
+    with engine(tiny, max_model_len=128) as llm:
         plain, cached = run(llm, [prompt])
         assert cached == [0]
         for salt, hit in [("one", 0), ("two", 0), ("one", 96), ("two", 96), (None, 96)]:
@@ -44,9 +43,9 @@ def test_tenants_share_by_salt_and_not_otherwise(smollm2):
             assert (tokens, cached) == (plain, [hit]), salt
 
 
-def test_reset_forgets_every_prefix(smollm2):
-    prompt = text_tokens(smollm2)[:100]
-    with engine(smollm2) as llm:
+def test_reset_forgets_every_prefix(tiny, tiny_text):
+    prompt = tiny_text[:100]
+    with engine(tiny, max_model_len=128) as llm:
         before, _ = run(llm, [prompt])
         assert run(llm, [prompt]) == (before, [96])
         assert llm.reset_prefix_cache()

@@ -8,10 +8,7 @@ what the quantisation itself changes. So tokens are compared on the first two la
 where the drift is no more than TIE; benchmarks/cache_quality.py measures whole models.
 """
 
-import json
-import os
 from collections import Counter
-from pathlib import Path
 
 import metal_interpreter
 import mlx.core as mx
@@ -30,37 +27,6 @@ BLOCK = 16
 LAYERS, KV_HEADS, HEAD_SIZE = 30, 3, 64  # of SmolLM2-135M
 #: Largest gap of two logits that counts as a tie.
 TIE = 0.05
-
-
-def first_two_layers(source, target, **changes):
-    """The model of folder `source` cut short, in folder `target`; changes of its config.json."""
-    source = Path(source)
-    for path in source.iterdir():
-        if path.name not in ("config.json", "model.safetensors"):
-            os.symlink(path, target / path.name)
-    config = json.loads((source / "config.json").read_text())
-    config |= {"num_hidden_layers": 2} | changes
-    (target / "config.json").write_text(json.dumps(config))
-    weights = {
-        name: array
-        for name, array in mx.load(str(source / "model.safetensors")).items()
-        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < 2
-    }
-    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
-    return str(target)
-
-
-@pytest.fixture(scope="module")
-def short(smollm2, tmp_path_factory):
-    return first_two_layers(smollm2, tmp_path_factory.mktemp("short"))
-
-
-@pytest.fixture(scope="module")
-def windowed(gemma3, tmp_path_factory):
-    """A layer with a window of 64, and one without."""
-    kinds = ["sliding_attention", "full_attention"]
-    changes = {"sliding_window": 64, "sliding_window_pattern": 2, "layer_types": kinds}
-    return first_two_layers(gemma3, tmp_path_factory.mktemp("windowed"), **changes)
 
 
 def held(rows, cache):
@@ -118,6 +84,7 @@ def num_blocks(model, cache):
         return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
 
+@pytest.mark.more
 def test_a_token_takes_its_codes_and_two_bytes_a_row(smollm2):
     rows = 2 * LAYERS * KV_HEADS  # of a token
     of_float32 = num_blocks(smollm2, "auto")
@@ -150,6 +117,7 @@ def test_cold_and_warm_in_a_small_pool_equal_a_naive_forward(short, cache):
         dense.check(prompt, tokens)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("cache", CACHES)
 def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
     tokens = text_tokens(windowed)
@@ -164,6 +132,7 @@ def test_windows_and_chunks_equal_a_naive_forward(windowed, cache):
         dense.check(prompt, found)
 
 
+@pytest.mark.more
 def test_a_forward_over_another_cache_differs_by_more_than_a_tie(short, windowed):
     for model in (short, windowed):
         prompt = text_tokens(model)[:200]
@@ -173,7 +142,7 @@ def test_a_forward_over_another_cache_differs_by_more_than_a_tie(short, windowed
             assert np.abs(rows[one] - rows[one - 1]).max() > 4 * TIE
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.more)])
 def test_speculation_changes_no_token(short, cache):
     tokens = text_tokens(short)
     prompts = [tokens[:150], tokens[60:90], [*tokens[200:260], *tokens[200:240]]]
@@ -196,8 +165,8 @@ def test_speculation_changes_no_token(short, cache):
     assert seen["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("model", ["short", "windowed"])
+@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.parametrize("model", ["short", pytest.param("windowed", marks=pytest.mark.more)])
 def test_kernels_and_scatter_give_the_same_tokens(model, cache, request, monkeypatch):
     model = request.getfixturevalue(model)
     prompts = make_prompts(text_tokens(model), 6, 100)

@@ -4,7 +4,7 @@
 import json
 
 import torch
-from e2e.harness import counters, engine, generate, greedy, text_tokens
+from e2e.harness import counters, engine, generate, greedy
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -16,11 +16,10 @@ def sampled(seed, **options):
     )
 
 
-def test_a_seeded_request_is_the_same_alone_and_among_sixteen(smollm2):
-    tokens = text_tokens(smollm2)
-    prompts = [tokens[17 * i : 17 * i + 10 + 3 * i] for i in range(16)]
+def test_a_seeded_request_is_the_same_alone_and_among_sixteen(tiny, tiny_text):
+    prompts = [tiny_text[17 * i : 17 * i + 10 + 3 * i] for i in range(16)]
     others = [greedy(24) if i % 3 else sampled(None, presence_penalty=0.5) for i in range(16)]
-    with engine(smollm2, max_num_seqs=16) as llm:
+    with engine(tiny, max_model_len=256, max_num_seqs=16) as llm:
         (alone,) = generate(llm, prompts[5:6], [sampled(42)])
         (again,) = generate(llm, prompts[5:6], [sampled(42)])
         (different,) = generate(llm, prompts[5:6], [sampled(43)])
@@ -30,13 +29,12 @@ def test_a_seeded_request_is_the_same_alone_and_among_sixteen(smollm2):
     assert alone != different
 
 
-def test_a_seeded_request_survives_preemption(smollm2):
-    tokens = text_tokens(smollm2)
-    prompts = [tokens[31 * i : 31 * i + 100] for i in range(6)]
+def test_a_seeded_request_survives_preemption(tiny, tiny_text):
+    prompts = [tiny_text[31 * i : 31 * i + 100] for i in range(6)]
     params = [sampled(i, repetition_penalty=1.3) for i in range(6)]
-    with engine(smollm2, num_gpu_blocks_override=200) as llm:
+    with engine(tiny, max_model_len=160, num_gpu_blocks_override=200) as llm:
         expected = generate(llm, prompts, params)
-    with engine(smollm2, max_model_len=160, num_gpu_blocks_override=24) as llm:
+    with engine(tiny, max_model_len=160, num_gpu_blocks_override=24) as llm:
         assert generate(llm, prompts, params) == expected
         assert counters(llm)["vllm:num_preemptions"] > 0
 
@@ -118,9 +116,10 @@ class Countdown(LogitsProcessor):
         return forced
 
 
-def test_custom_processors_see_every_token_with_async_scheduling(smollm2):
-    prompts = [text_tokens(smollm2)[i : i + 5 + i] for i in range(4)]
+def test_custom_processors_see_every_token_with_async_scheduling(tiny, tiny_text):
+    prompts = [tiny_text[i : i + 5 + i] for i in range(4)]
     params = [greedy(3 + 2 * i) for i in range(4)]
-    with engine(smollm2, async_scheduling=True, logits_processors=[Countdown]) as llm:
+    options = {"async_scheduling": True, "logits_processors": [Countdown]}
+    with engine(tiny, max_model_len=256, **options) as llm:
         outputs = generate(llm, prompts, params)
     assert outputs == [[100 + step for step in range(3 + 2 * i)] for i in range(4)]

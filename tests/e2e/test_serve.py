@@ -239,7 +239,10 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
     ("options", "environment", "message"),
     [
         pytest.param(
-            ["--dtype", "float64"], {}, "argument --dtype: invalid choice: 'float64'", id="dtype"
+            ["--dtype", "float64"],
+            *({}, "argument --dtype: invalid choice: 'float64'"),
+            marks=pytest.mark.more,
+            id="dtype",
         ),
         pytest.param(
             ["--block-size", "7"],
@@ -249,13 +252,15 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
         pytest.param(
             ["--max-model-len", "100000"],
             *({}, "max_model_len (100000) is greater than the derived max_model_len"),
+            marks=pytest.mark.more,
             id="longer than the model",
         ),
         pytest.param(
             # 30 layers × (K + V) × 3 heads × 64 × 4 bytes = 45 KiB a token
             ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(16 << 20)],
             *({}, "one request of --max-model-len 8192 needs 0.35 GiB of KV cache"),
-            marks=pytest.mark.heavy,  # two engines with the model, this one and the server's
+            # Heavy: two engines with the model, this one and the server's.
+            marks=[pytest.mark.heavy, pytest.mark.more],
             id="longer than the pool",
         ),
         pytest.param(
@@ -264,11 +269,13 @@ def test_a_bad_request_is_answered_and_harms_no_one(server, client, options, sta
                 *("--kv-cache-dtype", "nvfp4"),
             ],
             *({}, "vllm-metal does not support --kv-transfer-config, --kv-cache-dtype nvfp4"),
+            marks=pytest.mark.more,
             id="two refused features",
         ),
         pytest.param(
             *([], {"VLLM_METAL_DEVICE": "gpu"}),
             "VLLM_METAL_DEVICE='gpu': choose metal, cpu or off",
+            marks=pytest.mark.more,
             id="device",
         ),
     ],

@@ -10,7 +10,7 @@ import pytest
 from e2e.harness import Dense, text_tokens
 from e2e.server import serve
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.more]
 
 SPECULATION = {
     "method": "ngram",

@@ -9,7 +9,8 @@ POOL = 64 << 20
 
 
 @pytest.mark.parametrize(
-    ("level", "speculative_config"), [(1, None), pytest.param(2, "draft", marks=pytest.mark.heavy)]
+    ("level", "speculative_config"),
+    [(1, None), pytest.param(2, "draft", marks=[pytest.mark.heavy, pytest.mark.more])],
 )
 def test_memory_comes_back_and_answers_stay(smollm2, level, speculative_config):
     if speculative_config:

@@ -60,8 +60,8 @@ def serve_and_check(model, dense, prompts, speculative_config, **options):
     ("method", "async_scheduling", "num_drafts", "block_size", "num_blocks"),
     [
         ("ngram_gpu", True, 3, 16, 24),
-        ("ngram", False, 7, 32, 24),
-        ("suffix", False, 5, 16, 24),
+        pytest.param("ngram", False, 7, 32, 24, marks=pytest.mark.more),
+        pytest.param("suffix", False, 5, 16, 24, marks=pytest.mark.more),
     ],
 )
 def test_prompt_lookup(
@@ -80,6 +80,7 @@ def test_prompt_lookup(
     assert cold["vllm:num_preemptions"] > 0 or block_size == 32  # room for all of these
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
 def test_a_head_on_hidden_states(smollm2, dense, fitted, method):
     serve_and_check(
@@ -121,12 +122,12 @@ def test_every_method_and_number_of_drafts(
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-def test_a_draft_model_that_is_the_target_is_always_right(smollm2, dense, async_scheduling):
-    spec = {"method": "draft_model", "model": smollm2, "num_speculative_tokens": 4}
+def test_a_draft_model_that_is_the_target_is_always_right(short, async_scheduling):
+    spec = {"method": "draft_model", "model": short, "num_speculative_tokens": 4}
     _, warm = serve_and_check(
-        smollm2,
-        dense,
-        make_prompts(text_tokens(smollm2), 6, 80),
+        short,
+        Dense(short),
+        make_prompts(text_tokens(short), 6, 80),
         spec,
         async_scheduling=async_scheduling,
         additional_config=FIXED,
@@ -155,9 +156,9 @@ class Script:
 
 
 @pytest.fixture
-def script(smollm2, dense, monkeypatch):
+def script(tiny, tiny_text, monkeypatch):
     """In place of prompt lookup; with it a text that goes on as greedy decoding would."""
-    text = text_tokens(smollm2)[:15]
+    dense, text = Dense(tiny), tiny_text[:15]
     while len(text) < 48:
         text.append(int(dense.logits(text)[-1].argmax()))
     script = Script(text, int(dense.logits(text[:1]).shape[1]))
@@ -178,12 +179,12 @@ def scripted_engine(model):
 @pytest.mark.parametrize(
     "num_drafts", [2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4, 5, 6))]
 )
-def test_every_way_to_cross_a_block(smollm2, script, num_drafts):
-    """DraftLengthPolicy around a block's end, drafts of which 0 to all are right; then replayed."""
+def test_every_way_to_cross_a_block(tiny, script, num_drafts):
+    """Lengths around a block's end, drafts of which 0 to all are right; then replayed."""
     script, text = script
     lengths = (15, 16, 17, 32)
     prompts, block = [text[:length] for length in lengths], 16
-    with scripted_engine(smollm2) as llm:
+    with scripted_engine(tiny) as llm:
         before = counters(llm)
         for right in range(num_drafts + 1):
             script.num_drafts, script.num_right = num_drafts, right
@@ -206,10 +207,10 @@ def test_every_way_to_cross_a_block(smollm2, script, num_drafts):
             assert hits == len(longer) // block * block
 
 
-def test_a_rejected_draft_is_never_a_cache_hit(smollm2, script):
+def test_a_rejected_draft_is_never_a_cache_hit(tiny, script):
     script, text = script
     script.num_drafts = 7
-    with scripted_engine(smollm2) as llm:
+    with scripted_engine(tiny) as llm:
         assert generate(llm, [text[:16]], greedy(30)) == [text[16:46]]
         before = counters(llm)
         assert before["vllm:spec_decode_num_accepted_tokens"] == 0
@@ -231,9 +232,9 @@ def sampled(seed, **options):
     )
 
 
-def test_seeded_requests_draw_the_same_tokens(smollm2):
+def test_seeded_requests_draw_the_same_tokens(short):
     """Penalties, bad words, logprobs and a grammar, drafted and undrafted in one batch."""
-    text = text_tokens(smollm2)
+    text = text_tokens(short)
     prompts = [text[30 * n : 30 * n + 40] * 2 for n in range(6)]
     params = [
         sampled(1),
@@ -245,9 +246,7 @@ def test_seeded_requests_draw_the_same_tokens(smollm2):
     ]
     outputs, accepted = [], []
     for spec in (None, lookup(5)):
-        with engine(
-            smollm2, max_num_seqs=8, speculative_config=spec, additional_config=FIXED
-        ) as llm:
+        with engine(short, max_num_seqs=8, speculative_config=spec, additional_config=FIXED) as llm:
             found = llm.generate(
                 [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
             )

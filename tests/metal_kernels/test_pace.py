@@ -24,14 +24,14 @@ class Queue:
         self.in_flight = self.most_in_flight = 0
         start, wait = mx.async_eval, mx.eval
         ended: dict[int, int] = {}  # by array, how many buffers had ended with it
-        self.reads: list[mx.array] = []  # tokens of dispatches that no evaluation was asked for
-        self.writes: list[mx.array] = []  # tokens that come after all reads before them
+        self.reads: list[mx.array] = []  # fences of dispatches that no evaluation was asked for
+        self.writes: list[mx.array] = []  # fences that come after all reads before them
 
         def async_eval(*arrays: mx.array) -> None:
             start(*arrays)
-            if not any(arrays[0] is token for token in self.writes):
+            if not any(arrays[0] is fence for fence in self.writes):
                 asked = {id(array) for array in arrays}
-                assert all(id(token) in asked for token in self.reads)
+                assert all(id(fence) in asked for fence in self.reads)
             self.reads.clear()
             ended[id(arrays[0])] = len(self.buffers)
             self.buffers.append({"layers": 0, "work": 0})

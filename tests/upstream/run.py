@@ -45,7 +45,7 @@ def run(files: tuple[str, ...], arguments: list[str] | None = None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="those that `make test` runs")
+    parser.add_argument("--quick", action="store_true", help="those that `make test-more` runs")
     parser.add_argument("--file", action="append", help="only this one, as selection.py names it")
     options, arguments = parser.parse_known_args()
     files = options.file or (selection.QUICK if options.quick else selection.RUN)

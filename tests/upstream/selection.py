@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Scheduler, block pool and prefix cache: what `make test` runs.
+#: Scheduler, block pool and prefix cache: what `make test-more` runs.
 QUICK = (
     "core/prefix_cache/test_mamba_eagle_resume_checkpoint.py",
     "core/prefix_cache/test_partial_prefix_cache_hits.py",

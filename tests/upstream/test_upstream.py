@@ -18,6 +18,7 @@ def available():
 
 
 @pytest.mark.heavy
+@pytest.mark.more
 @pytest.mark.timeout(1200)
 def test_scheduler_and_prefix_cache():
     assert run(selection.QUICK) == 0

@@ -65,7 +65,7 @@ def kv_cache_type(
         logger.info("Checking the Metal kernels; the result is kept for the next start")
         found = selfcheck.results(cases)
         chosen = _of_what_works(cases, found)
-        failed = selfcheck.said_of(found)
+        failed = selfcheck.describe_failures(found)
         if chosen is not None:
             if failed:
                 logger.warning(

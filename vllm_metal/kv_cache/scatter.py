@@ -21,7 +21,7 @@ class ScatterPlan:
     """A step of one group, shape and window."""
 
     slot_mapping: mx.array  # [T] int32
-    attention: reference.AttentionPlan
+    attention: reference.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.layer_cache import LayerKVCache, row_bytes
-from vllm_metal.memory import budget
+from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Request, Settings
 from vllm_metal.memory.profile import most_sampled, profile_attention, profile_sampling
 from vllm_metal.models.loader import mlx_dtype
@@ -137,14 +137,14 @@ class Memory:
         request = Request(needs, quantised)
         measured = self._at_rest(draft_weights)
         if settings.asked is not None:
-            budget.check(measured, settings, request)
+            advice.check(measured, settings, request)
             self._warn_of_much(measured, settings)
             self._hold_to(measured.total - budget.margin(measured.total))
             return settings.asked.nbytes
         # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
         forward = peak_of(workload.forward, waiting=self._kind == "metal")
         measured = at_work(measured, settings, request, workload.beside, forward)
-        found = budget.check(measured, settings, request)
+        found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
         self._hold_to(self._other_engines + budget.room(measured, settings))
         if self._kind == "metal":
@@ -176,7 +176,7 @@ class Memory:
             self._limit_before = before
 
     def _warn_of_much(self, measured: Measured, settings: Settings) -> None:
-        share = budget.plan(measured, replace(settings, asked=None, most=None))
+        share = budget.budget_of(measured, replace(settings, asked=None, most=None))
         assert settings.asked is not None
         if settings.asked.nbytes > share.left:
             logger.warning(

@@ -80,18 +80,11 @@ def profile_attention(
 
 
 def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
-    """Samples `rows` requests at once that ask for all the sampler has to offer."""
+    """Samples `rows` requests at once, each with the parameters that need the most memory."""
     model = config.model_config
     sampler = Sampler(vocab_size, rows, model.logprobs_mode, model.seed)
-    wanted = min(max(model.max_logprobs, 0), vocab_size) or None
-    params = SamplingParams(
-        top_p=0.9,
-        min_p=0.01,
-        seed=0,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        logprobs=wanted,
-    )
+    most_logprobs = min(max(model.max_logprobs, 0), vocab_size) or None
+    params = SamplingParams(**sampler.heaviest(), logprobs=most_logprobs)
     for req_idx in range(rows):
         sampler.add(req_idx, params, [0], [])
     logits = mx.zeros((rows, vocab_size), mlx_dtype(config))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that guess from one hidden state of the target: the newest token was sampled from it."""
+"""Draft heads that read one hidden state, the one the newest token was sampled from; no K/V."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StateHeads(Protocol):
-    """Guesses without K/V of its own."""
+    """Heads that draft from one hidden state a request, without K/V."""
 
     num_heads: int  # most guesses
     hidden_size: int  # of the target
@@ -101,7 +101,7 @@ class StateProposer(Proposer):
             int, tuple[int, int, int]
         ] = {}  # by req_idx: first row, its position, count
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._rows.pop(req_idx, None)
 
     def take_hidden(self, rows: Rows) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of a layer or so on the target's hidden states, with K/V in the shared pool."""
+"""Draft heads that read the target's hidden states and keep K/V in the shared pool."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Head(Protocol):
         Args:
             input_ids: [T] int32.
             hidden: [T, H], combined or from the head itself.
-            caches: one a layer, already told of the step.
+            caches: one a layer, for the rows of this pass.
 
         Returns:
             [T, H] for `tokens`, and [T, H] for the pass after the next token.
@@ -101,7 +101,7 @@ class _Kept:
 
 
 class HeadProposer(PagedProposer):
-    """Drafts from the hidden states of the step before, then from the head's own."""
+    """Reads the target's hidden states for the first draft, the head's own for those after."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class HeadProposer(PagedProposer):
         self._kept: dict[int, _Kept] = {}  # by req_idx
         self._written: dict[int, int] = {}  # by req_idx, end of what has been run of those
 
-    def begin(self, req_idx: int, num_computed: int) -> None:
-        self.forget(req_idx)
+    def begin_request(self, req_idx: int, num_computed: int) -> None:
+        self.forget_request(req_idx)
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._kept.pop(req_idx, None)
         self._written.pop(req_idx, None)
 
@@ -158,7 +158,7 @@ class HeadProposer(PagedProposer):
         kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
         starts = np.array([of.start for of in kept], np.int32)
         counts = np.array([of.count for of in kept], np.int32)
-        # A row takes the token after it; rows of drafts that were refused lie past the newest one.
+        # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
         ends = np.minimum(starts + counts, num_tokens_np - 1)
         usable = ends > starts
         most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._num_drafts)
@@ -186,7 +186,7 @@ class HeadProposer(PagedProposer):
 
 
 def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:
-    """[T, W] hidden states of the spans' rows; all of one step, unless a request sat one out."""
+    """[T, W] hidden states of the spans' rows, which may come from several steps."""
     sources: dict[int, mx.array] = {}
     bases: dict[int, int] = {}
     for of in kept:

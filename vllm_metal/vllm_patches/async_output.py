@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
@@ -12,6 +12,6 @@ RELEASES = ("0.32", "0.33")
 class AsyncOutput(AsyncModelRunnerOutput):
     """A step's output that the device may still be computing; subclasses write `get_output`."""
 
-    def get_kv_connector_output(self) -> None:
-        """None: the platform refuses K/V connectors. The method is abstract since vLLM 0.33."""
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """What the scheduler is to hear of K/V transfers. The method is abstract since vLLM 0.33."""
         return None

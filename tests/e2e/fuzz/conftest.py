@@ -3,16 +3,8 @@
 
 import pytest
 from e2e.fuzz.campaign import Campaign
-from e2e.fuzz.models import write_models
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fuzz-models")
-    write_models(folder)
-    return folder
 
 
 @pytest.fixture
-def campaign(models):
-    return Campaign(models)
+def campaign(tiny_models):
+    return Campaign(tiny_models)

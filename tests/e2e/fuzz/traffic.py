@@ -24,7 +24,7 @@ SYNCHRONOUS_ONLY = ("suffix",)
 
 @dataclass(frozen=True)
 class Space:
-    """What bounds the requests to a model. DraftLengthPolicy are in tokens."""
+    """What bounds the requests to a model. Lengths are in tokens."""
 
     vocab: int
     max_len: int

@@ -17,7 +17,7 @@ from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
 from vllm_metal.kv_cache import formats
-from vllm_metal.memory import budget
+from vllm_metal.memory import advice, budget
 from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
 
@@ -130,7 +130,7 @@ def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
     if budget.fits(found.measured, found.settings, request):
         return ()
     fewer = [f"--requests {found.requests} or less"] if found.requests else []
-    changes = islice(budget.changes(found.measured, found.settings, request), _NAMED_CHANGES)
+    changes = islice(advice.changes(found.measured, found.settings, request), _NAMED_CHANGES)
     return (*fewer, *(change.advice for change in changes))
 
 

@@ -80,7 +80,7 @@ class Estimate:
     @property
     def budget(self) -> Budget:
         """The sum that the engine logs."""
-        return budget.plan(self.measured, self.settings)
+        return budget.budget_of(self.measured, self.settings)
 
     @property
     def pool(self) -> int:
