@@ -15,7 +15,7 @@ from metal_kernels.paged_attention import reference
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.formats import pool_dtype
 from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
-from vllm_metal.kv_cache.paged_cache import AttentionMetadata, PagedCache
+from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.sample import Sampler

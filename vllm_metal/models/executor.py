@@ -15,7 +15,7 @@ from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
 from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
-from vllm_metal.kv_cache.paged_cache import AttentionMetadata, PagedCache
+from vllm_metal.attention.paged_cache import AttentionMetadata, PagedCache
 from vllm_metal.models.parts import SelectedRows
 
 if TYPE_CHECKING:
