@@ -148,7 +148,7 @@ def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
         for kv_cache in kv_caches:
             kv_cache.begin_step()
             kv_cache.copy_blocks(np.array([0, 40]), np.array([46, 47]))
-            kv_cache.zero_blocks(np.array([44, 39]))
+            kv_cache.clear_blocks(np.array([44, 39]))
             plan = kv_cache.plan(where, shape, None)
             out = kv_cache.attend(plan, queries, *kv_cache.write(plan, keys, values), 0.1, None)
             mx.eval(out)

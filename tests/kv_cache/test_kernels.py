@@ -119,7 +119,7 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
             for _ in range(reads):
                 kv_cache.attend(plan, rows[0], *fresh, 0.1, None)
         kv_cache.copy_blocks(np.array([3]), np.array([4]))
-        kv_cache.zero_blocks(np.array([5]))
+        kv_cache.clear_blocks(np.array([5]))
         attended(kv_cache, where, *rows)
     assert sum(dispatch.name == "kv_write" for dispatch in logger.log) == 5
     assert prove_always(logger.log) == []
@@ -177,7 +177,7 @@ def test_blocks_are_copied_and_cleared(kv_cache_type, dtype):
     step(kv_cache, STEPS[0], 0)
     kv_cache.begin_step()
     before = [np.array(array.astype(mx.float32)) for array in kv_cache.arrays]
-    kv_cache.zero_blocks(np.array([5], np.int32))
+    kv_cache.clear_blocks(np.array([5], np.int32))
     kv_cache.copy_blocks(np.array([3, 1], np.int32), np.array([2, 4], np.int32))
     step(kv_cache, [([7], 0, 1)], 1)
     kv_cache.begin_step()

@@ -44,7 +44,7 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
         NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, shape.head_size, pool_dtype
     )
     kv_cache.copy_blocks(np.array([3]), np.array([4]))
-    kv_cache.zero_blocks(np.array([5, 6]))
+    kv_cache.clear_blocks(np.array([5, 6]))
     for requests in steps:
         plan = kv_cache_type.plan(layout(requests), shape, layer.window)
         fresh = mx.zeros((plan.num_tokens, shape.num_kv_heads, shape.head_size), dtype)

@@ -94,12 +94,12 @@ class KernelKVCache(LayerKVCache):
         super().copy_blocks(sources, targets)
         mx.eval(self.arrays)  # nor kernels of it
 
-    def zero_blocks(self, blocks: np.ndarray) -> None:
+    def clear_blocks(self, blocks: np.ndarray) -> None:
         if self.moves_blocks:
             self._since = [kv_blocks.zero(self.arrays, blocks, after=self._since)]
             return
         mx.eval(self._since)
-        super().zero_blocks(blocks)
+        super().clear_blocks(blocks)
         mx.eval(self.arrays)
 
     def write(

@@ -112,7 +112,7 @@ class LayerKVCache(ABC):
         mx.eval(copied)  # a queued read would have the whole pool copied
         self._put(targets, copied)
 
-    def zero_blocks(self, blocks: np.ndarray) -> None:
+    def clear_blocks(self, blocks: np.ndarray) -> None:
         """Clears whole blocks; likewise."""
         self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
 

@@ -74,7 +74,7 @@ def _launch(
     whole_blocks: bool,
 ) -> mx.array:
     if whole_blocks:
-        kv_cache.zero_blocks(np.array([1], np.int32))
+        kv_cache.clear_blocks(np.array([1], np.int32))
         kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
     fresh = mx.zeros((trial.num_tokens, shape.num_kv_heads, shape.head_size), dtype)
     queries = mx.zeros((trial.num_tokens, shape.num_heads, shape.head_size), dtype)

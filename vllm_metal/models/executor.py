@@ -65,7 +65,7 @@ class PagedLayers:
         for kv_cache in self._kv_caches:
             kv_cache.begin_step()
             if zeroed:
-                kv_cache.zero_blocks(np.array(zeroed, np.int32))
+                kv_cache.clear_blocks(np.array(zeroed, np.int32))
             if copied:
                 sources, targets = np.array(copied, np.int32).T
                 kv_cache.copy_blocks(sources, targets)
