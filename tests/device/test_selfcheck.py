@@ -11,25 +11,20 @@ import mlx.core as mx
 import pytest
 
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import Case, in_use
-from vllm_metal.attention.layers import AttentionLayer
+from metal_kernels.selfcheck import Case
 from vllm_metal.device import selfcheck
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
     for block_size in (16, 32)
 ]
+SERVING = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
 START = "import json, os, sys, time\nrequest = json.load(sys.stdin)\n"
 RUNNING = 'print(json.dumps({"case": 1, "running": "decode", "rows": 4}), flush=True)\n'
 GOOD = (
     "for case in request['cases']:\n"
     '    print(json.dumps({"kernel": "kv_write", "case": case, "ok": True}), flush=True)\n'
 )
-LAYERS = [
-    AttentionLayer("layers.0", 8, 2, 128, None),
-    AttentionLayer("layers.1", 8, 2, 128, 512),
-    AttentionLayer("layers.2", 8, 2, 128, None),
-]
 
 
 def child(*lines):
@@ -120,14 +115,6 @@ def test_a_folder_that_cannot_be_written_only_means_another_check(tmp_path: Path
     assert runs() == 2
 
 
-def test_a_models_layers_make_a_case_of_each_kind():
-    for pool_dtype in (mx.bfloat16, mx.uint8):
-        cases = selfcheck.cases(LAYERS, mx.bfloat16, pool_dtype, 16)
-        assert [case.window for case in cases] == [None, 512]
-        kinds = {(case.dtype, case.cache_dtype) for case in cases}
-        assert kinds == {(mx.bfloat16, pool_dtype)}
-
-
 REST = (
     "done = request['done']\n"
     "for check in ['kv_write', 'decode', 'prefill']:\n"
@@ -142,7 +129,7 @@ REST = (
 
 def test_what_a_crash_left_is_checked_in_another_process(tmp_path: Path):
     shape = AttentionShape(8, 1, 64, 64)  # its tiles: 8 rows to decode, 16, 32 and 64 to prefill
-    case = Case(shape, mx.float16, mx.float16, 16, window=100, kernels=selfcheck.SERVING)
+    case = Case(shape, mx.float16, mx.float16, 16, window=100, kernels=SERVING)
     command, runs = counting(tmp_path, REST)
     found = list(selfcheck.outcomes([case], command))
     assert [(str(outcome.check), outcome.ok) for outcome in found] == [
@@ -172,8 +159,3 @@ def test_results_of_another_format_are_not_read(tmp_path: Path):
         assert selfcheck.remembered(folder) == []
         selfcheck.results(CASES, command, folder=folder)
         assert runs() == before + 1
-
-
-def test_a_server_checks_all_that_it_launches():
-    case, _ = selfcheck.cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
-    assert in_use(case) == ["kv_write", "kv_blocks", "decode", "prefill", "reduce"]

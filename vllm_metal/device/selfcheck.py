@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import mlx.core as mx
 
@@ -25,11 +25,6 @@ from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
 from vllm_metal.device import mlx_device
 from vllm_metal.settings import envs
 
-if TYPE_CHECKING:
-    from vllm_metal.attention.layers import AttentionLayer
-
-#: The kernels a server launches.
-SERVING = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
 #: Seconds for one check. It compiles a few variants, of well under a second each, and then runs for
 #: less; only a hang takes this long.
@@ -40,17 +35,6 @@ _SAID_LINES = 200  # of a process that dies, for reports
 #: Changes with what results on disk look like.
 _FORMAT = 2
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
-
-
-def cases(
-    layers: Sequence[AttentionLayer], dtype: mx.Dtype, pool_dtype: mx.Dtype, block_size: int
-) -> list[Case]:
-    """What a model's layers ask of the kernels; `dtype` is that of their queries."""
-    kinds = dict.fromkeys((layer.shape, layer.window) for layer in layers)
-    return [
-        Case(shape, dtype, pool_dtype, block_size, window, sinks=True, kernels=SERVING)
-        for shape, window in kinds
-    ]
 
 
 def results(

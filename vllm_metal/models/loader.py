@@ -18,16 +18,12 @@ from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 
 from vllm_metal.attention import seam
+from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-MLX_DTYPES = {
-    torch.float32: mx.float32,
-    torch.float16: mx.float16,
-    torch.bfloat16: mx.bfloat16,
-}
 #: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
 #: Files of a draft head on the target's hidden states.

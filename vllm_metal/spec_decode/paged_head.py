@@ -15,9 +15,9 @@ from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.memory.profile import largest_caches, largest_step
-from vllm_metal.models.executor import PagedLayers
+from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.loader import mlx_dtype
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork, PagedProposer, Spans
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
@@ -73,11 +73,12 @@ class HeadNetwork(DraftNetwork):
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
-        num_tokens, sampled = largest_step(self._config)
-        caches = largest_caches(self.layers, self._config, kv_cache_type)
-        hidden = mx.zeros((num_tokens, self._head.input_size), mlx_dtype(self._config))
-        out, _ = self._head(mx.zeros(num_tokens, mx.int32), self._head.combine(hidden), caches)
-        mx.eval(self._head.tokens(out[sampled]))
+        largest = LargestStep.of(self.layers, self._config, kv_cache_type)
+        rows = largest.rows
+        hidden = mx.zeros((len(rows.positions), self._head.input_size), mlx_dtype(self._config))
+        with largest.caches() as caches:
+            out, _ = self._head(rows.input_ids, self._head.combine(hidden), caches)
+        mx.eval(self._head.tokens(out[rows.logits_indices]))
 
     def proposer(
         self,
@@ -178,8 +179,8 @@ class HeadProposer(PagedProposer):
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         assert hidden is not None
-        caches = self._paged.begin_step(rows, self._block_tables)
-        out, hidden = self._head(rows.input_ids, hidden, caches)
+        with self._paged.step(rows, self._block_tables) as caches:
+            out, hidden = self._head(rows.input_ids, hidden, caches)
         if rows.logits_indices is not None:
             out, hidden = out[rows.logits_indices], hidden[rows.logits_indices]
         return self._head.tokens(out), hidden

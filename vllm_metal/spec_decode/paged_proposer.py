@@ -15,7 +15,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.models.executor import PagedLayers
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 
 #: Prefix of the layer names under which vLLM allocates a draft network's K/V.

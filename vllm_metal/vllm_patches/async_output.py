@@ -13,5 +13,5 @@ class AsyncOutput(AsyncModelRunnerOutput):
     """A step's output that the device may still be computing; subclasses write `get_output`."""
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """What the scheduler is to hear of K/V transfers. The method is abstract since vLLM 0.33."""
+        """What the scheduler is to hear of K/V transfers; the method is abstract since 0.33."""
         return None

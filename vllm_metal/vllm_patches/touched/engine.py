@@ -214,7 +214,7 @@ _KV_CACHE = (
     *(
         Touched(
             f"vllm.v1.kv_cache_interface:{name}",
-            by="kv_cache/specs.py memory/planner.py",
+            by="attention/attention_layer.py memory/planner.py",
             called="block_size= num_kv_heads= head_size= dtype= kv_quant_mode= "
             f"state_content_bytes={window}",
             fields=fields,
@@ -226,11 +226,11 @@ _KV_CACHE = (
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheSpec",
-        by="worker/worker.py memory/planner.py kv_cache/specs.py",
+        by="worker/worker.py memory/planner.py kv_cache/specs.py attention/attention_layer.py",
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVQuantMode",
-        by="kv_cache/specs.py",
+        by="attention/attention_layer.py",
         fields="NONE FP8_PER_TOKEN_HEAD INT8_PER_TOKEN_HEAD",
     ),
     Touched(

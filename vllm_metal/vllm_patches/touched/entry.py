@@ -27,5 +27,5 @@ class Touched:
     replaced: str | None = None  # its parameters, if a function of ours replaces it
     fields: str = ""  # attributes, keys or values
     calls: Mapping[str, str] = field(default_factory=dict)  # methods that we call: arguments
-    methods: Mapping[str, str] = field(default_factory=dict)  # methods that ours replace: parameters
+    methods: Mapping[str, str] = field(default_factory=dict)  # methods we override: parameters
     releases: tuple[str, ...] = KNOWN_VLLM  # that have it
