@@ -13,10 +13,11 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
+from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
@@ -48,7 +49,7 @@ class Networks:
 
     model: nn.Module
     rows: parts.SelectedRows  # which of its rows reach the head
-    layers: list[AttentionLayer]  # its own
+    layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # of its weights
 
@@ -62,7 +63,7 @@ class Networks:
         return Networks(model, rows, layers, draft, mx.get_active_memory() - before)
 
     @property
-    def all_layers(self) -> list[AttentionLayer]:
+    def all_layers(self) -> list[StatefulLayer]:
         """Of both networks: their K/V lie in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
