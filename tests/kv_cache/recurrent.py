@@ -174,9 +174,7 @@ class Attention(nn.Module):
         parts = mx.split(self.qkv(x), ends.tolist(), -1)
         q, k, v = (
             part.reshape(n, length, heads, self.head_size).swapaxes(1, 2)
-            for part, heads in zip(
-                mx.split(self.qkv(x), ends.tolist(), -1), self.heads, strict=True
-            )
+            for part, heads in zip(parts, self.heads, strict=True)
         )
         q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
         k, v = cache.update_and_fetch(k, v)

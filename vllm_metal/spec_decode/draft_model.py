@@ -15,6 +15,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
@@ -67,7 +68,7 @@ class DraftModel(DraftNetwork):
 
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:

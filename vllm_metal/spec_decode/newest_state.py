@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
 from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
@@ -44,7 +44,7 @@ class StateHeads(Protocol):
 class StateNetwork(DraftNetwork):
     """Heads loaded for their target."""
 
-    layers: Sequence[AttentionLayer] = ()
+    layers: Sequence[StatefulLayer] = ()
 
     def __init__(self, config: VllmConfig, heads: StateHeads, states: HiddenStates) -> None:
         """
@@ -76,7 +76,7 @@ class StateNetwork(DraftNetwork):
 
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:

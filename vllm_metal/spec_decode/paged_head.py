@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
 from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
@@ -56,7 +56,7 @@ class HeadNetwork(DraftNetwork):
     """A head loaded for its target."""
 
     def __init__(
-        self, config: VllmConfig, head: Head, layers: Sequence[AttentionLayer], states: HiddenStates
+        self, config: VllmConfig, head: Head, layers: Sequence[StatefulLayer], states: HiddenStates
     ) -> None:
         """
         Args:
@@ -82,7 +82,7 @@ class HeadNetwork(DraftNetwork):
 
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:

@@ -11,10 +11,10 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 
@@ -25,7 +25,7 @@ LAYER_PREFIX = "draft."
 class DraftNetwork(ABC):
     """A loaded draft network; it makes a proposer once the KV pool is there."""
 
-    layers: Sequence[AttentionLayer]  # its share of the KV cache; may be empty
+    layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
 
     @abstractmethod
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
@@ -34,7 +34,7 @@ class DraftNetwork(ABC):
     @abstractmethod
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:

@@ -54,7 +54,7 @@ class ModelRunner:
             model: what computes logits.
             requests: all that persists of them.
             sampler: makes tokens of logits.
-            max_num_reqs: req_indices.
+            max_num_reqs: rows of the per-request tables.
             speculator: None without speculation.
         """
         self._model = model

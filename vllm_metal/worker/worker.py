@@ -13,10 +13,11 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
+from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
@@ -47,7 +48,7 @@ class Networks:
 
     model: nn.Module
     rows: parts.SelectedRows  # which of its rows reach the head
-    layers: list[AttentionLayer]  # its own
+    layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # of its weights
 
@@ -61,8 +62,8 @@ class Networks:
         return Networks(model, rows, layers, draft, mx.get_active_memory() - before)
 
     @property
-    def all_layers(self) -> list[AttentionLayer]:
-        """Layers of both networks, whose K/V lie in the same blocks."""
+    def all_layers(self) -> list[StatefulLayer]:
+        """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
 
@@ -123,7 +124,7 @@ class MetalWorker(WorkerBase):
         )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC"]  # layer outermost: a kv_cache a layer, req_indices of a block in order
+        return ["LBNHC"]  # layer outermost: an array a layer, slots of a block in order
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
