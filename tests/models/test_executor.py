@@ -15,7 +15,7 @@ from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 
 BLOCK = 16
 COMMON = {
@@ -87,7 +87,7 @@ def executor(model, model_type: str, num_blocks: int):
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}
-    return ModelExecutor(model, SelectedRows(model), layers, kv_caches, group_of, BLOCK)
+    return ModelExecutor(ModelParts(model), layers, kv_caches, group_of, BLOCK)
 
 
 class _NewRequest:
@@ -118,9 +118,10 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(model_type):
 
 def of_states(run, batch, tables):
     """Logits of every row, in two pieces; by request."""
-    states = run.states(batch, tables)
+    states = run.forward_hidden(batch, tables)
     middle = len(states) // 2
-    logits = np.concatenate([run.head(states[:middle]), run.head(states[middle:])])
+    halves = states[:middle], states[middle:]
+    logits = np.concatenate([run.compute_logits(half) for half in halves])
     return enumerate(np.split(logits, batch.query_start_loc_np[1:-1]))
 
 

@@ -212,4 +212,4 @@ def test_a_checkpoint_that_is_no_head_is_named(pair):
     config = head_config(target, head)
     model = load(target)
     with pytest.raises(loader.ModelLoadError, match=rf"{head} is no EagleLlamaForCausalLM"):
-        load_network(config, model, parts.SelectedRows(model))
+        load_network(config, parts.ModelParts(model))

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's rows, states and head apart give what it gives in one piece."""
+"""A model's embedding, hidden states and logits apart give what it gives in one piece."""
+
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import llama
+from mlx_lm.models import gemma, llama
 
-from vllm_metal.models import parts
+from vllm_metal.models.parts import HiddenStates, ModelParts
 
 CACHES = [None] * 2  # without caches every row is a text of one token
+IDS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
@@ -28,36 +31,94 @@ def model():
     )
 
 
-def test_only_chosen_rows_reach_the_head(model):
-    rows = parts.SelectedRows(model)
-    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
-    every = rows.logits(model, ids, CACHES, None)
-    some = rows.logits(model, ids, CACHES, mx.array([4, 1]))
-    assert some.shape == (2, 96)
-    np.testing.assert_allclose(np.array(some), np.array(every)[[4, 1]], atol=1e-6)
-    again = rows.logits(model, ids, CACHES, None)
-    assert again.shape == (5, 96)
-
-
-def test_the_head_may_come_later_and_piece_by_piece(model):
-    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
+def test_logits_may_come_later_and_chunk_by_chunk(model):
+    ids = mx.array(IDS, mx.int32)
     expected = np.array(model(ids[:, None])[:, 0])
-    rows = parts.SelectedRows(model)
-    states = rows.states(model, ids, CACHES)
-    assert states.shape == (5, 1, 64)
-    pieces = [rows.head(model, states[:2]), rows.head(model, states[2:])]
-    np.testing.assert_allclose(np.concatenate(pieces), expected, atol=1e-6)
-    again = rows.logits(model, ids, CACHES, None)
-    np.testing.assert_allclose(np.array(again), expected, atol=1e-6)
+    parts = ModelParts(model)
+    hidden_states = parts.forward_hidden(ids, CACHES)
+    assert hidden_states.shape == (5, 1, 64)
+    chunks = [parts.compute_logits(hidden_states[:2]), parts.compute_logits(hidden_states[2:])]
+    np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
+    some = parts.compute_logits(hidden_states[mx.array([4, 1])])
+    np.testing.assert_allclose(np.array(some), expected[[4, 1]], atol=1e-6)
+    # The model itself is as it was.
+    np.testing.assert_allclose(np.array(model(ids[:, None])[:, 0]), expected, atol=1e-6)
 
 
-def test_a_head_that_fails_leaves_nothing_behind(model):
-    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
+def small_gemma():
+    return gemma.Model(
+        gemma.ModelArgs(
+            model_type="gemma",
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            num_attention_heads=2,
+            head_dim=16,
+            rms_norm_eps=1e-5,
+            vocab_size=96,
+            num_key_value_heads=1,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [small_gemma, lambda: None], ids=["gemma, which scales them", "llama"]
+)
+def test_embeddings_may_come_from_elsewhere(model, make):
+    model = make() or model
+    ids, others = mx.array(IDS, mx.int32), mx.array([9, 2, 6, 5, 3], mx.int32)
+    parts = ModelParts(model)
+    expected = np.array(parts.forward_hidden(ids, CACHES))
+    embeddings = parts.embed(ids)
+    assert embeddings.shape == (5, 1, model.args.hidden_size)
+    given = parts.forward_hidden(others, CACHES, embeddings=embeddings)
+    np.testing.assert_allclose(np.array(given), expected, atol=1e-6)
+    # The embeddings of one call are no other call's.
+    assert not np.allclose(np.array(parts.forward_hidden(others, CACHES)), expected, atol=1e-3)
+
+
+class Nameless(llama.LlamaModel):
+    """Keeps its embedding under a name of its own."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.vocabulary = self.pop("embed_tokens")
+
+    def __call__(self, inputs, cache=None):
+        hidden_states = self.vocabulary(inputs)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, None)
+        return self.norm(hidden_states)
+
+
+class Untied(llama.Model):
+    """Reads the head's weights from a layer of its own."""
+
+    def __call__(self, inputs, cache=None):
+        return self.lm_head(self.model(inputs, cache))
+
+
+def test_an_embedding_that_is_not_found_is_said_to_be_missing(model):
+    untied = Untied(replace(model.args, tie_word_embeddings=False))
+    untied.model = Nameless(model.args)
+    parts = ModelParts(untied)
+    ids = mx.array(IDS, mx.int32)
+    assert parts.forward_hidden(ids, CACHES).shape == (5, 1, 64)
+    with pytest.raises(NotImplementedError, match="embedding is not where"):
+        parts.embed(ids)
+    with pytest.raises(NotImplementedError, match="embedding is not where"):
+        parts.forward_hidden(ids, CACHES, embeddings=mx.zeros((5, 1, 64)))
+
+
+def test_a_call_that_fails_leaves_nothing_for_the_next(model):
+    ids = mx.array(IDS, mx.int32)
     expected = np.array(model(ids[:, None])[:, 0])
-    rows = parts.SelectedRows(model)
+    parts = ModelParts(model)
     with pytest.raises(ValueError, match="matmul"):
-        rows.head(model, mx.zeros((2, 1, 63)))
-    again = rows.logits(model, ids, CACHES, None)
+        parts.compute_logits(mx.zeros((2, 1, 63)))
+    with pytest.raises(ValueError, match=r"matmul|shape|norm"):
+        parts.forward_hidden(ids, CACHES, embeddings=mx.zeros((5, 1, 63)))
+    again = parts.compute_logits(parts.forward_hidden(ids, CACHES))
     np.testing.assert_allclose(np.array(again), expected, atol=1e-6)
 
 
@@ -68,27 +129,27 @@ class Undivided(llama.LlamaModel):
         return self.embed_tokens.as_linear(super().__call__(inputs, cache))
 
 
-def test_a_model_without_a_head_of_its_own_gives_logits_for_states(model):
+def test_a_model_without_a_head_of_its_own_gives_logits_for_hidden_states(model):
     undivided = Undivided(model.args)
-    ids = mx.array([3, 1, 4, 1, 5], mx.int32)
+    ids = mx.array(IDS, mx.int32)
     expected = np.array(undivided(ids[:, None])[:, 0])
-    rows = parts.SelectedRows(undivided)
-    states = rows.states(undivided, ids, CACHES)
-    np.testing.assert_allclose(rows.head(undivided, states[1:4]), expected[1:4], atol=1e-6)
-    some = rows.logits(undivided, ids, CACHES, mx.array([4, 1]))
-    np.testing.assert_allclose(np.array(some), expected[[4, 1]], atol=1e-6)
+    parts = ModelParts(undivided)
+    hidden_states = parts.forward_hidden(ids, CACHES)
+    logits = parts.compute_logits(hidden_states[1:4])
+    np.testing.assert_allclose(np.array(logits), expected[1:4], atol=1e-6)
+    with pytest.raises(NotImplementedError, match="cannot be told from its head"):
+        HiddenStates(parts)
 
 
-def test_hidden_states_of_all_rows_reach_whoever_asked_though_the_head_sees_a_few(model):
+def test_hidden_states_of_all_rows_reach_whoever_asked(model):
     tokens = mx.arange(7)
     states = [model.model.embed_tokens(tokens[:, None])]
     for layer in model.model.layers:
         states.append(layer(states[-1], None))
-    selected = parts.SelectedRows(model)
-    final = parts.HiddenStates(model, selected)
-    layered = parts.HiddenStates(model, selected, [1, 2])
-    out = selected.logits(model, tokens, CACHES, mx.array([6]))
-    assert out.shape == (1, 96)
+    target = ModelParts(model)
+    final, layered = HiddenStates(target), HiddenStates(target, [1, 2])
+    hidden_states = target.forward_hidden(tokens, CACHES)
+    assert target.compute_logits(hidden_states[mx.array([6])]).shape == (1, 96)
     of_layers = mx.concatenate(states[1:], axis=-1)[:, 0]
     np.testing.assert_allclose(np.array(layered.take()), np.array(of_layers), atol=1e-5)
     expected = model.model.norm(states[-1])[:, 0]
@@ -96,6 +157,16 @@ def test_hidden_states_of_all_rows_reach_whoever_asked_though_the_head_sees_a_fe
 
 
 def test_a_layer_the_target_lacks_is_named(model):
-    selected = parts.SelectedRows(model)
     with pytest.raises(NotImplementedError, match="after layer 3 of a model that has 2"):
-        parts.HiddenStates(model, selected, [1, 3])
+        HiddenStates(ModelParts(model), [1, 3])
+
+
+def test_a_draft_head_shares_the_ends_of_its_target(model):
+    untied = llama.Model(replace(model.args, tie_word_embeddings=False))
+    assert ModelParts(untied).output_head is untied.lm_head
+    parts = ModelParts(model)
+    assert parts.input_embedding is model.model.embed_tokens
+    hidden_states = mx.random.normal((3, 1, 64))
+    expected = hidden_states @ model.model.embed_tokens.weight.T
+    logits = parts.output_head(hidden_states)
+    np.testing.assert_allclose(np.array(logits), np.array(expected), atol=1e-5)

@@ -207,15 +207,15 @@ class Bench:
         self.judge = judge
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
-        selected = parts.SelectedRows(model)
-        network = load_network(config, model, selected)
+        target = parts.ModelParts(model)
+        network = load_network(config, target)
         everything = [*layers, *network.layers]
         kv_caches = {
             layer.name: ScatterKVCache(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
             for layer in everything
         }
         group_of = dict.fromkeys(kv_caches, 0)
-        self.executor = ModelExecutor(model, selected, layers, kv_caches, group_of, BLOCK)
+        self.executor = ModelExecutor(target, layers, kv_caches, group_of, BLOCK)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.proposer = network.proposer(kv_caches, group_of, self.tables)
         self.free = self.rng.permutation(np.arange(1, 60)).tolist()

@@ -16,7 +16,7 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
 
 BLOCK, VOCAB, MAX_LEN, MAX_NUM_REQS, K = 16, 64, 160, 6, 4
@@ -61,9 +61,7 @@ class Bench:
             for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
-        executor = ModelExecutor(
-            self.model, SelectedRows(self.model), layers, pools, group_of, BLOCK
-        )
+        executor = ModelExecutor(ModelParts(self.model), layers, pools, group_of, BLOCK)
         self.forwards = 0
         forward = executor.forward
 

@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_named(tmp_path, arrays, changes, reason):
     config = engine_config(target, head, "mlp_speculator")
     model = loader.load(config)
     with pytest.raises(loader.ModelLoadError, match=reason):
-        load_network(config, model, parts.SelectedRows(model))
+        load_network(config, parts.ModelParts(model))
 
 
 def test_served(tmp_path, monkeypatch):

@@ -281,7 +281,7 @@ def test_a_checkpoint_without_mtp_layers_is_named(tmp_path):
     model = loader.load(config)
     reason = rf"{folder} carries no MTP layers \(model.layers.{LAYERS}.*original checkpoint"
     with pytest.raises(loader.ModelLoadError, match=reason):
-        load_network(config, model, parts.SelectedRows(model))
+        load_network(config, parts.ModelParts(model))
 
 
 def test_a_layer_of_another_target_is_named(tmp_path):
@@ -297,7 +297,7 @@ def test_a_layer_of_another_target_is_named(tmp_path):
         config = engine_config(target, folder, "mtp", trust_remote_code=True)
         model = loader.load(config)
         with pytest.raises(loader.ModelLoadError, match=reason):
-            load_network(config, model, parts.SelectedRows(model))
+            load_network(config, parts.ModelParts(model))
 
 
 def test_several_layers_are_not_served(tmp_path):

@@ -117,6 +117,7 @@ def prepare(
         drafts=drafts,
         prompt_rows=_prompt_rows(requests, scheduled_requests, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
+        num_drafts_np=num_drafts if num_drafts.any() else None,
     )
 
 

@@ -62,6 +62,14 @@ class StepOutput(AsyncOutput):
         starts, stops = self._kept_rows()
         return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
 
+    def last_rows_np(self) -> np.ndarray:
+        """[R] int32, of each request its last row whose token is kept; waits for the device."""
+        rows = self.batch.query_start_loc_np[1:] - 1
+        if self.batch.num_drafts_np is not None:
+            sampling = self.batch.sampling_np
+            rows[sampling] -= self.batch.num_drafts_np[sampling] - self.num_accepted()
+        return rows
+
     def _kept_rows(self) -> tuple[list[int], list[int]]:
         """First row of each sampling request, and the end of those whose token is kept."""
         draft_spans = self.batch.draft_spans

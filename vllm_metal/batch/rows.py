@@ -25,6 +25,10 @@ class Rows:
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
 
+    def of_logits(self, hidden_states: mx.array) -> mx.array:
+        """[N, ...] of [T, ...]: the rows of which logits are wanted."""
+        return hidden_states if self.logits_indices is None else hidden_states[self.logits_indices]
+
 
 def step_layout(
     rows: Rows, block_table_np: np.ndarray, block_size: int, pace: Pace | None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from vllm import SamplingParams
 
@@ -20,7 +19,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import StatefulLayer, StepBounds
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import Sampler
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 
 def profile_step(
-    model: nn.Module,
-    rows: SelectedRows,
+    parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
@@ -40,10 +38,9 @@ def profile_step(
     part of that and gone afterwards.
     """
     largest = LargestStep.of(layers, config, kv_cache_type)
-    input_ids, sampled = largest.rows.input_ids, largest.rows.logits_indices
     with largest.caches() as caches:
-        logits = rows.logits(model, input_ids, caches, sampled)
-    mx.eval(logits)
+        hidden_states = parts.forward_hidden(largest.rows.input_ids, caches)
+    mx.eval(parts.compute_logits(largest.rows.of_logits(hidden_states)))
 
 
 def profile_layers(

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded model with its paged caches: rows in, logits out."""
+"""Runs a loaded model over the pool: rows in, hidden states and logits out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
 from vllm_metal.models.paged_layers import PagedLayers
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 
 
 class ModelExecutor(PagedLayers):
@@ -20,8 +19,7 @@ class ModelExecutor(PagedLayers):
 
     def __init__(
         self,
-        model: nn.Module,
-        selected: SelectedRows,
+        parts: ModelParts,
         layers: Sequence[StatefulLayer],
         layer_states: Mapping[str, LayerState],
         group_of: Mapping[str, int],
@@ -29,24 +27,30 @@ class ModelExecutor(PagedLayers):
     ) -> None:
         """
         Args:
-            model: an mlx-lm model.
-            selected: its row selection, made once per model.
+            parts: an mlx-lm model's.
             layers, layer_states, group_of, block_size: see PagedLayers.
         """
         super().__init__(layers, layer_states, group_of, block_size)
-        self._model = model
-        self._head_rows = selected
+        self._parts = parts
+
+    def forward_hidden(
+        self, rows: Rows, block_tables: BlockTables, embeddings: mx.array | None = None
+    ) -> mx.array:
+        """[T, 1, H] hidden states of the rows, for `compute_logits`; lazy.
+
+        Args:
+            rows: the step's.
+            block_tables: of the requests.
+            embeddings: [T, 1, H] in place of those of the rows' tokens.
+        """
+        with self.step(rows, block_tables) as caches:
+            return self._parts.forward_hidden(rows.input_ids, caches, embeddings)
+
+    def compute_logits(self, hidden_states: mx.array) -> mx.array:
+        """[N, V] logits of [N, 1, H] hidden states; lazy."""
+        return self._parts.compute_logits(hidden_states)
 
     def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
-        """[N, V] logits of the rows' `logits_indices`, not yet computed."""
-        with self.step(rows, block_tables) as caches:
-            return self._head_rows.logits(self._model, rows.input_ids, caches, rows.logits_indices)
-
-    def states(self, rows: Rows, block_tables: BlockTables) -> mx.array:
-        """[T, 1, H] states of all the rows, for `head`; not yet computed."""
-        with self.step(rows, block_tables) as caches:
-            return self._head_rows.states(self._model, rows.input_ids, caches)
-
-    def head(self, states: mx.array) -> mx.array:
-        """[N, V] logits of N rows of `states`, not yet computed."""
-        return self._head_rows.head(self._model, states)
+        """[N, V] logits of the rows' `logits_indices`; lazy."""
+        hidden_states = self.forward_hidden(rows, block_tables)
+        return self.compute_logits(rows.of_logits(hidden_states))

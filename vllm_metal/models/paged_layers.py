@@ -42,6 +42,8 @@ class PagedLayers:
         #: Whether a step may be handed to the device while the one before still runs.
         self.pipelined = all(state.pipelined for state in self.layer_states)
         self._rolled_back = [state for state in self.layer_states if state.rolls_back]
+        #: Whether `restore` has anything to do.
+        self.rolls_back = bool(self._rolled_back)
         # Layers that share a block table and a kind share a step's plan.
         scopes: dict[tuple[int, Hashable], StepScope] = {}
         self._caches: list[Any] = []

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
@@ -17,8 +16,9 @@ from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.memory.profile import profile_step
-from vllm_metal.models import loader, parts
+from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.paged_proposer import (
     LAYER_PREFIX,
     DraftNetwork,
@@ -38,12 +38,12 @@ MAX_BEHIND = 16
 class DraftModel(DraftNetwork):
     """Any model that this plugin serves, loaded beside the target."""
 
-    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads it.
 
         Args:
             config: whose speculative_config names the model.
-            target, selected: not used, a draft model reads nothing but tokens.
+            target: not used, a draft model reads nothing but tokens.
 
         Raises:
             loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.
@@ -55,16 +55,16 @@ class DraftModel(DraftNetwork):
         self._num_drafts = speculation.num_speculative_tokens
         self._max_len = speculation.draft_model_config.max_model_len
         loader.check_draft_vocabulary(config)
-        self._model = loader.load_draft(config)
+        model = loader.load_draft(config)
         family = str(speculation.draft_model_config.hf_config.model_type)
         self.layers = [
             replace(layer, name=LAYER_PREFIX + layer.name)
-            for layer in attention_layers(self._model, family)
+            for layer in attention_layers(model, family)
         ]
-        self._rows = parts.SelectedRows(self._model)
+        self._parts = ModelParts(model)
 
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
-        profile_step(self._model, self._rows, self.layers, self._config, kv_cache_type)
+        profile_step(self._parts, self.layers, self._config, kv_cache_type)
 
     def proposer(
         self,
@@ -74,7 +74,7 @@ class DraftModel(DraftNetwork):
     ) -> Proposer:
         own = {layer.name: kv_caches[layer.name] for layer in self.layers}
         block_size = self._config.cache_config.block_size
-        executor = ModelExecutor(self._model, self._rows, self.layers, own, group_of, block_size)
+        executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
         return DraftModelProposer(
             executor, block_tables, max_num_reqs, self._num_drafts, self._max_len

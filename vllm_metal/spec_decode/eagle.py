@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from vllm_metal.attention.layers import AttentionLayer
-from vllm_metal.models import loader, parts
+from vllm_metal.models import loader
 from vllm_metal.models.eagle_families import EAGLE_FAMILIES
+from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
@@ -28,13 +28,12 @@ MODULES: dict[str, type[EagleHead] | type[Eagle3Head]] = {
 class Eagle(HeadNetwork):
     """A head loaded for its target."""
 
-    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads it, and has the target's hidden states noted from now on.
 
         Args:
             config: whose speculative_config names the head.
             target: the model it was trained for.
-            selected: the target's row selection.
 
         Raises:
             loader.ModelLoadError: the checkpoint cannot be loaded, or is of another target.
@@ -59,9 +58,9 @@ class Eagle(HeadNetwork):
                 f"{model_config.model} is no {architecture}: {error}"
             ) from error
         if "embed_tokens" not in head:
-            head.embed_tokens = parts.input_embedding(target)
+            head.embed_tokens = target.input_embedding
         if "lm_head" not in head:
-            head.lm_head = parts.output_head(target)
+            head.lm_head = target.output_head
         mx.eval(head.parameters())
         args = shape.decoder
         head_size = args.head_dim or args.hidden_size // args.num_attention_heads
@@ -76,5 +75,5 @@ class Eagle(HeadNetwork):
             )
             for index in range(args.num_hidden_layers)
         ]
-        states = parts.HiddenStates(target, selected, head.layer_ids(len(target.layers)))
+        states = HiddenStates(target, head.layer_ids(len(target.model.layers)))
         super().__init__(config, head, layers, states)

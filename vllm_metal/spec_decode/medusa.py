@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.models import loader, parts
+from vllm_metal.models import loader
+from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.newest_state import StateNetwork
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class _ResidualBlock(nn.Module):
 class Medusa(StateNetwork):
     """Medusa's heads loaded for their target."""
 
-    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads them, and has the target's final hidden states noted from now on.
 
         Raises:
@@ -97,7 +98,7 @@ class Medusa(StateNetwork):
                 f"{model_config.model} holds no Medusa heads: {error}"
             ) from error
         mx.eval(heads.parameters())
-        super().__init__(config, heads, parts.HiddenStates(target, selected))
+        super().__init__(config, heads, HiddenStates(target))
 
 
 def _renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from vllm_metal.models import loader, parts
+from vllm_metal.models import loader
+from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.newest_state import StateNetwork
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class _Norm(nn.Module):
 class MLPSpeculator(StateNetwork):
     """A speculator loaded for its target."""
 
-    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads it, and has the target's final hidden states noted from now on.
 
         Raises:
@@ -122,4 +123,4 @@ class MLPSpeculator(StateNetwork):
                 f"{model_config.model} holds no MLP speculator: {error}"
             ) from error
         mx.eval(heads.parameters())
-        super().__init__(config, heads, parts.HiddenStates(target, selected))
+        super().__init__(config, heads, HiddenStates(target))

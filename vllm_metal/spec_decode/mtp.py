@@ -15,8 +15,9 @@ import mlx.nn as nn
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.models import loader, parts
+from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
+from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
@@ -73,13 +74,12 @@ class MTPHead(nn.Module):
 class MTP(HeadNetwork):
     """The target's own MTP layer; the first one where it has several, for every draft."""
 
-    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
+    def __init__(self, config: VllmConfig, target: ModelParts) -> None:
         """Loads it, and has the target's hidden states noted from now on.
 
         Args:
             config: whose speculative_config names the checkpoint, the target's own by default.
             target: the model it was trained with.
-            selected: the target's row selection.
 
         Raises:
             loader.ModelLoadError: the checkpoint has no MTP layer, or one of another target.
@@ -94,7 +94,7 @@ class MTP(HeadNetwork):
                 f"MTP layers of {model_config.model} ({family.model_type}) do not go with a target "
                 f"of {loader.model_type(config)}"
             )
-        args = target.args
+        args = target.model.args
         block, window = family.build_block(args, model_config.hf_config.to_dict())
         head = MTPHead(family, args, block)
         weights = _weights(config, family, args.num_hidden_layers)
@@ -107,8 +107,8 @@ class MTP(HeadNetwork):
                 f"the MTP layer of {model_config.model} does not fit the target: {error}"
             ) from error
         mx.eval(head.parameters())
-        head.embed_tokens = parts.input_embedding(target)
-        head.lm_head = parts.output_head(target)
+        head.embed_tokens = target.input_embedding
+        head.lm_head = target.output_head
         layer = AttentionLayer(
             f"{LAYER_PREFIX}layers.0",
             args.num_attention_heads,
@@ -116,8 +116,8 @@ class MTP(HeadNetwork):
             getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads,
             window,
         )
-        last = None if family.reads_normed else (len(target.layers),)
-        super().__init__(config, head, [layer], parts.HiddenStates(target, selected, last))
+        last = None if family.reads_normed else (len(target.model.layers),)
+        super().__init__(config, head, [layer], HiddenStates(target, last))
 
 
 def _weights(config: VllmConfig, family: MTPFamily, num_layers: int) -> dict[str, mx.array]:

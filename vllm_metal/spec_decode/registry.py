@@ -21,11 +21,10 @@ from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.models.mtp_families import MTP_FAMILIES
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
     from vllm.config import VllmConfig
 
     from vllm_metal.batch.requests import Requests
-    from vllm_metal.models.parts import SelectedRows
+    from vllm_metal.models.parts import ModelParts
     from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
     from vllm_metal.spec_decode.paged_proposer import DraftNetwork
     from vllm_metal.spec_decode.proposer import Proposer
@@ -135,15 +134,12 @@ def method_of(config: VllmConfig) -> Method | None:
     return method
 
 
-def load_network(
-    config: VllmConfig, target: nn.Module, selected: SelectedRows
-) -> DraftNetwork | None:
+def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
     """Loads what drafts for the target; None for methods without a network.
 
     Args:
         config: whose speculative_config names the method and its checkpoint.
-        target: the target model.
-        selected: its row selection, where some networks tap the target's hidden states.
+        target: the target model, of which some networks read the hidden states.
 
     Raises:
         ValueError: no row has the method's name.
@@ -153,7 +149,7 @@ def load_network(
     method = method_of(config)
     if method is None or not method.has_network:
         return None
-    network: DraftNetwork = method.load()(config, target, selected)
+    network: DraftNetwork = method.load()(config, target)
     return network
 
 

@@ -56,10 +56,14 @@ class Speculator:
         self._last_finish: float | None = None
         self._num_judged = 0  # drafts verified so far
 
-    def learn(self, output: StepOutput) -> None:
-        """Records what the newest step sampled and accepted; waits for the device."""
+    def learn(self, output: StepOutput) -> bool:
+        """Records what the newest step sampled and accepted; waits for the device.
+
+        Returns:
+            False where it is recorded already.
+        """
         if output is self._learnt:
-            return
+            return False
         self._learnt = output
         output.token_ids()
         batch, now = output.batch, time.perf_counter()
@@ -73,6 +77,7 @@ class Speculator:
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
+        return True
 
     def _warn_if_useless(self, num_drafts: int) -> None:
         before, self._num_judged = self._num_judged, self._num_judged + num_drafts

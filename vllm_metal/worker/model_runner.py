@@ -73,8 +73,10 @@ class ModelRunner:
 
     def learn(self) -> None:
         """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
-        if self._speculator is not None and self._newest is not None:
-            self._speculator.learn(self._newest)
+        if self._speculator is None or self._newest is None:
+            return
+        if self._speculator.learn(self._newest) and self._model.rolls_back:
+            self._model.restore(self._newest.last_rows_np())
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the scheduler's news: requests that came, went, resumed, or got on."""
@@ -114,16 +116,11 @@ class ModelRunner:
             self._last_token_ids,
             drafts,
         )
-        hidden_states, tables = None, self._requests.block_tables
-        if batch.prompt_rows:
-            hidden_states = self._model.states(batch, tables)
-            rows = batch.logits_indices
-            logits = self._model.head(hidden_states if rows is None else hidden_states[rows])
-        else:
-            logits = self._model.forward(batch, tables)
+        hidden_states = self._model.forward_hidden(batch, self._requests.block_tables)
+        logits = self._model.compute_logits(batch.of_logits(hidden_states))
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
-        self._forwarded = _Forwarded(batch, logits, hidden_states)
+        self._forwarded = _Forwarded(batch, logits, hidden_states if batch.prompt_rows else None)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Samples from the forward pass just built and hands the step to the device."""
@@ -173,7 +170,7 @@ class ModelRunner:
                 forwarded.hidden_states[rows.start : rows.start + len(rows.target_ids_np)],
                 rows.target_ids_np,
                 wanted,
-                self._model.head,
+                self._model.compute_logits,
                 self._sampler.rows_at_once,
                 after,
             )

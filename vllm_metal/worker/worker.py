@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -22,8 +21,9 @@ from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step
-from vllm_metal.models import loader, parts
+from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.spec_decode.registry import load_network, make_speculator
@@ -46,8 +46,7 @@ logger = init_logger(__name__)
 class Networks:
     """The loaded networks: the target, and a draft network where there is one."""
 
-    model: nn.Module
-    rows: parts.SelectedRows  # which of its rows reach the head
+    target: ModelParts
     layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # of its weights
@@ -56,10 +55,10 @@ class Networks:
     def load(config: VllmConfig) -> Networks:
         model = loader.load(config)
         layers = attention_layers(model, loader.model_type(config))
-        rows = parts.SelectedRows(model)
+        target = ModelParts(model)
         before = mx.get_active_memory()
-        draft = load_network(config, model, rows)
-        return Networks(model, rows, layers, draft, mx.get_active_memory() - before)
+        draft = load_network(config, target)
+        return Networks(target, layers, draft, mx.get_active_memory() - before)
 
     @property
     def all_layers(self) -> list[StatefulLayer]:
@@ -140,9 +139,7 @@ class MetalWorker(WorkerBase):
 
     def _largest_step(self) -> None:
         networks = self.networks
-        profile_step(
-            networks.model, networks.rows, networks.layers, self.vllm_config, self._kv_cache_type
-        )
+        profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
 
@@ -169,9 +166,7 @@ class MetalWorker(WorkerBase):
         )
         groups = self._kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
-        executor = ModelExecutor(
-            networks.model, networks.rows, networks.layers, kv_caches, group_of, block_size
-        )
+        executor = ModelExecutor(networks.target, networks.layers, kv_caches, group_of, block_size)
         mx.eval(executor.pool_arrays())
         requests, proposer = self._requests, None
         if networks.draft is not None:
@@ -258,7 +253,7 @@ class MetalWorker(WorkerBase):
         return ("generate",)
 
     def get_model(self) -> Any:
-        return self.networks.model
+        return self.networks.target.model
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len

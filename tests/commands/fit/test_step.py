@@ -11,7 +11,7 @@ from vllm_metal.commands.fit.step import step_peak
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.memory import profile
 from vllm_metal.models import loader
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,15 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
     dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
     config = settings(folder(name), dtype, cache_dtype=cache_dtype)
     network = loader.load(config)
-    layers, rows = attention_layers(network, name), SelectedRows(network)
+    layers, parts = attention_layers(network, name), ModelParts(network)
 
     def run():
-        profile.profile_step(network, rows, layers, config, ScatterKVCache)
+        profile.profile_step(parts, layers, config, ScatterKVCache)
 
     run()  # what only a first one takes
     measured = least_peak(run)
     model = read(folder(name), dtype)
-    found = step_peak(model.network, model.rows, layers, config, ScatterKVCache, "cpu")
+    found = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
     assert found.nbytes == pytest.approx(measured, rel=0.15)
     assert found.vocab_size == 600
 
@@ -43,5 +43,5 @@ def test_nothing_is_loaded(folder):
     mx.reset_peak_memory()
     model = read(folder("llama"), torch.float32)
     config = settings(folder("llama"), torch.float32)
-    step_peak(model.network, model.rows, model.layers, config, ScatterKVCache, "metal")
+    step_peak(model.parts, model.layers, config, ScatterKVCache, "metal")
     assert mx.get_peak_memory() - before < model.weights / 10

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten
 
@@ -32,7 +31,7 @@ from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Beside, Needs, at_work, quantised_share, settings_of
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,8 +44,7 @@ class Model:
     model_type: str
     dtype: torch.dtype
     weights: int  # bytes, as the engine will hold them
-    network: nn.Module
-    rows: SelectedRows
+    parts: ModelParts
     layers: Sequence[StatefulLayer]
 
     @staticmethod
@@ -65,7 +63,7 @@ class Model:
         parameters = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         weights = sum(array.nbytes for _, array in parameters)
         layers = attention_layers(network, model_type)
-        return Model(model_type, dtype, weights, network, SelectedRows(network), layers)
+        return Model(model_type, dtype, weights, ModelParts(network), layers)
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def estimate(
     settings = settings_of(config, machine.kind, needs.block_bytes)
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
-    step = step_peak(model.network, model.rows, model.layers, config, kv_cache_type, machine.kind)
+    step = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
     measured = at_work(
         _at_rest(model, machine),
         settings,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from vllm_metal.commands.fit.graph import record, recordable
@@ -16,7 +15,7 @@ from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
-from vllm_metal.models.parts import SelectedRows
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ class StepPeak:
 
 
 def step_peak(
-    model: nn.Module,
-    rows: SelectedRows,
+    parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
@@ -46,13 +44,14 @@ def step_peak(
     aside while they run, and that its command buffers hold what they read until they end.
 
     Args:
-        model: whose parameters may be lazy; they stay so.
-        rows, layers, config, kv_cache_type: as for `profile_step`.
+        parts: of a model whose parameters may be lazy; they stay so.
+        layers, config, kv_cache_type: as for `profile_step`.
         kind: of the device that the engine runs on.
 
     Raises:
         ValueError: the model uses an operation of which MLX does not tell what it is.
     """
+    model = parts.model
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
     with recordable(metal=kind == "metal"):
         # Without a pace: the graph is recorded as a whole.
@@ -67,7 +66,8 @@ def step_peak(
             step = largest.rows
             with largest.caches() as caches:
                 input_ids = mx.zeros(step.input_ids.shape, mx.int32)
-                logits = rows.logits(model, input_ids, caches, step.logits_indices)
+                hidden_states = parts.forward_hidden(input_ids, caches)
+            logits = parts.compute_logits(step.of_logits(hidden_states))
             # Beside the logits, all that the layers keep of a step.
             return [logits, *_arrays_in([vars(state) for state in states], set())]
 
