@@ -12,9 +12,9 @@ from vllm_metal.sample.stage import SamplingStage, Step
 from vllm_metal.sample.transforms import NEG_INF, add_at
 
 _ANY = -1
-"""Pads a prefix on the left; matches whatever the context holds there."""
+"""Pads a prefix on the left; it matches any token and _NOTHING."""
 _NOTHING = -2
-"""Pads a context on the left; matches no token, so a prefix longer than the output fails."""
+"""Pads a context on the left; it matches no token, so a prefix longer than the output fails."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class BadWords(SamplingStage):
     def _widen(self, width: int) -> None:
         if width <= self._width:
             return
-        # Contexts already on the device lack the older tokens of the new columns. Their words are
-        # no longer than the old width and never look there.
+        # The new columns of contexts already on the device lack their older tokens. The prefixes of
+        # these requests are no longer than the old width, so they do not look there.
         padding = mx.full((self._recent.shape[0], width - self._width), _NOTHING, dtype=mx.int32)
         self._recent = mx.concatenate([padding, self._recent], axis=1)
         self._words = {req_idx: words.widened(width) for req_idx, words in self._words.items()}

@@ -21,9 +21,9 @@ import numpy as np
 class DraftSpans:
     """Rows that verify drafts. A request's rows follow one another, each after one more draft.
 
-    starts_np: int32 [R], first row of each request. DraftSpans leave no gap: N = sum(lens_np).
-    lens_np: int32 [R], its rows: 1 + drafts; 1: nothing to verify.
-    draft_ids: int32 [N], by row the draft for what the row samples; -1 on a span's last row. A
+    starts_np: int32 [R], first row of each request. Spans leave no gap: N = sum(lens_np).
+    lens_np: int32 [R], rows of each request: one more than its drafts.
+    draft_ids: int32 [N], the draft that guesses what the row samples; -1 on a span's last row. A
     draft outside the vocabulary is legal and never accepted.
     Raises ValueError if starts_np and lens_np disagree.
     """
@@ -61,7 +61,7 @@ class DraftSpans:
         return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
 
     def part(self, first: int, last: int) -> DraftSpans:
-        """The draft_spans from `first` up to `last`, as a step of their own."""
+        """The spans from `first` up to, not including, `last`, numbered as a step of their own."""
         starts, lens = self.starts_np[first:last], self.lens_np[first:last]
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
         return DraftSpans(starts - start, lens, self.draft_ids[start:stop])

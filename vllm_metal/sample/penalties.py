@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token counts for the penalties, kept on the device because the host does not know the tokens."""
+"""Penalties, with token counts on the device because the host does not know the tokens yet."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -112,11 +112,12 @@ class Penalties(SamplingStage):
 
 
 def _count_drafts(table: mx.array, draft_spans: DraftSpans) -> mx.array:
-    """int32 [N, V], occurrences as each row would find them, were the drafts before it output."""
+    """int32 [N, V]: counts the drafts before each row in its span as if they were output."""
     later, earlier = draft_spans.earlier_np
     if len(later) == 0:
         return table
-    # What follows a draft outside the vocabulary is discarded: it may count as any token.
+    # A draft outside the vocabulary is never accepted and the rows after it are discarded, so it
+    # may count as any token.
     drafts = mx.clip(draft_spans.draft_ids, 0, table.shape[1] - 1)
     return table.at[mx.array(later), drafts[mx.array(earlier)]].add(_ONE_OUTPUT)
 
