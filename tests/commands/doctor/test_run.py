@@ -124,7 +124,8 @@ def test_without_an_interpreter_it_says_how_to_get_it(
     report = tmp_path / "report.json"
     assert main(["doctor", "--report", str(report), "--only", "kernels"]) == 0
     folder = Path(__file__).parents[3] / "interpreter"
-    assert f"pip install --python {sys.executable} {folder}" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())  # lines are broken to fit
+    assert f"uv pip install --python {sys.executable} {folder}" in said
     assert "not run" in json.loads(report.read_text())["kernels"]
 
 
