@@ -79,7 +79,9 @@ def play(engine: ChatEngine) -> int:
     for line in wrong:
         _terminal.say(f"demo: {line}", "bold red")
     if not wrong:
-        _terminal.say("All answers are right, and each turn found the ones before in the cache.")
+        _terminal.say(
+            "All answers are right, and each turn found the turns before it in the prefix cache."
+        )
     return 1 if wrong else 0
 
 
