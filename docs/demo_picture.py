@@ -18,7 +18,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "demo.svg"
-WIDTH = 76  # columns; the widest line of the demo has 75
+WIDTH = 84  # columns; the widest line of the demo has 83
 #: rich's colours without its spinner, and no progress bars: both leave nothing on the screen.
 QUIET = {"FORCE_COLOR": "1", "TTY_INTERACTIVE": "0", "TQDM_DISABLE": "1"}
 _CURSOR = re.compile(r"\x1b\[\?\d+[lh]")  # hides and shows it
