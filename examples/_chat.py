@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chat behind chat.py and demo.py: a conversation, an engine, and one turn between them.
 
-The engine runs in this process. As a child it would get the terminal's Ctrl-C as well and take it
-as an order to shut down.
+The engine runs in this process: in a child process, it would also get the terminal's Ctrl-C, and
+shut down.
 """
 
 import time
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 Message = dict[str, str]
-# Tokens of a prompt that are computed in one step: Ctrl-C is heard between steps.
+# Tokens of a prompt that are computed in one step; Ctrl-C takes effect between steps.
 MAX_NUM_BATCHED_TOKENS = 512
-# vLLM's sign for the longest context, up to the model's, that the KV cache holds.
+# vLLM then takes the longest context that the model allows and the KV cache holds.
 AS_FITS = -1
 
 
 class ChatError(Exception):
-    """A turn that cannot be had; the message says why and what to do."""
+    """A turn is not possible; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TurnStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding speed; None where there was but one token."""
+        """Decoding speed; None for an answer of one token."""
         if self.output_tokens < 2 or self.decode_time <= 0:
             return None
         return (self.output_tokens - 1) / self.decode_time
@@ -60,7 +60,7 @@ class TurnStats:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said in one turn."""
+    """The model's answer in one turn."""
 
     text: str
     finish: str  # "interrupted", or vLLM's reason: "stop", "length"
@@ -69,13 +69,13 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """The system prompt (empty: the template's own) and the turns so far, oldest first."""
+    """The system prompt (empty: the chat template's own) and the turns so far, oldest first."""
 
     system: str = ""
     turns: list[tuple[str, str]] = field(default_factory=list)  # question, answer
 
     def messages(self, question: str) -> list[Message]:
-        """The messages that ask `question` after all that was said."""
+        """The messages of all turns so far, and of `question`."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         for asked, answered in self.turns:
             said.append({"role": "user", "content": asked})
@@ -90,7 +90,7 @@ class Conversation:
         Args:
             num_tokens: length of messages in tokens.
             limit: tokens of the context.
-            reserve: tokens wanted for the answer; given up before the question itself is.
+            reserve: tokens wanted for the answer; not guaranteed if the question alone is long.
 
         Returns:
             How many turns were forgotten.
@@ -112,10 +112,10 @@ class Conversation:
 
 
 class ChatEngine:
-    """vLLM's engine in this process, with the prefix cache on, for one request at a time."""
+    """vLLM's engine in this process, with prefix caching, for one request at a time."""
 
     def __init__(self, model: str, max_model_len: int | None, kv_cache_gib: float) -> None:
-        """Loads `model` (a directory or Hub name); `max_model_len` None: as much as fits."""
+        """Loads `model`, a directory or Hub name; `max_model_len` None: as much as fits."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
@@ -141,7 +141,7 @@ class ChatEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a cache block: what the prefix cache counts in."""
+        """Tokens of a cache block; the prefix cache keeps whole blocks."""
         return self._engine.vllm_config.cache_config.block_size
 
     def encode(self, messages: list[Message]) -> list[int]:
@@ -154,16 +154,16 @@ class ChatEngine:
             return self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as error:  # templates are programs: they raise what they like
+        except Exception as error:  # a template is a program and may raise any error
             raise ChatError(
-                f"the model's chat template does not take this conversation ({error}); "
+                f"the model's chat template refuses this conversation ({error}); "
                 "choose an instruction-tuned --model"
             ) from error
 
     def generate(
         self, prompt: list[int], params: "SamplingParams", stopped: Callable[[], bool]
     ) -> Iterator["RequestOutput"]:
-        """Yields what each step adds to the answer; aborts the request once `stopped()`."""
+        """Yields what each step adds to the answer; aborts the request when `stopped()` is true."""
         request_id = f"turn-{next(self._ids)}"
         from vllm import RequestOutput
 
@@ -179,13 +179,13 @@ class ChatEngine:
                 self._engine.abort_request([request_id])
 
     def close(self) -> None:
-        """Lets go of the model and its memory."""
+        """Frees the model and its memory."""
         self._engine.engine_core.shutdown()
 
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """How an answer is sampled, and its tokens at most."""
+    """How an answer is sampled, and its largest number of tokens."""
 
     max_tokens: int
     temperature: float
@@ -201,8 +201,8 @@ def ask(
 ) -> Answer:
     """One turn: streams the answer to `show` and keeps it in the conversation.
 
-    The conversation must have room (`Conversation.make_room`). An answer cut short by `stopped`
-    is kept as far as it came.
+    The conversation must have room (`Conversation.make_room`). If `stopped` ends the answer early,
+    the conversation keeps what was generated.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

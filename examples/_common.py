@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surroundings shared by the examples: environment, default model, engine settings."""
+"""What the examples share: environment, default model, engine settings."""
 
 import os
 from pathlib import Path
@@ -13,11 +13,11 @@ DEFAULT_KV_CACHE_GIB = 1.0
 def prepare(offline: bool) -> envs.Device | None:
     """Sets the environment up; call it before anything imports vLLM or MLX.
 
-    Where neither a Mac's GPU nor ``VLLM_METAL_DEVICE`` decides, MLX's CPU backend is taken. Logs
-    are kept to warnings unless ``VLLM_LOGGING_LEVEL`` says otherwise.
+    On a machine without a Mac's GPU it chooses MLX's CPU backend, unless ``VLLM_METAL_DEVICE`` is
+    set. It limits logs to warnings, unless ``VLLM_LOGGING_LEVEL`` is set.
 
     Args:
-        offline: nothing may touch the network.
+        offline: whether to forbid access to the network.
 
     Returns:
         The MLX device, or None where ``VLLM_METAL_DEVICE=off``.
@@ -32,7 +32,7 @@ def prepare(offline: bool) -> envs.Device | None:
 
 
 def default_model() -> Path:
-    """Directory of the embedded model in the form that suits the device; `prepare` comes first.
+    """Directory of the embedded model in the form that suits the device; call `prepare` first.
 
     Raises:
         ImportError: the package with the weights is not installed; the message has the command.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples print, with rich where it is installed and plainly where it is not."""
+"""Prints for the examples: with rich if it is installed, else plainly."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ def say(text: str, style: str = "") -> None:
 
 
 def stream(text: str) -> None:
-    """Prints a piece of a line, at once and as it is."""
+    """Prints a piece of a line at once, without a newline."""
     print(text, end="", flush=True)
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Shows that `what` is going on; a spinner where the output is a terminal."""
+    """Shows `what` while the block runs, with a spinner on a terminal."""
     if _console is None or not _console.is_terminal:
         print(f"{what} ...", flush=True)
         yield
@@ -39,7 +39,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table whose columns, but for the first, are aligned to the right."""
+    """Prints a table; all columns but the first are aligned to the right."""
     if _console is not None:
         drawn = Table(*header)
         for column in drawn.columns[1:]:

@@ -24,7 +24,7 @@ HELP = """\
 /system TEXT  set the system prompt (empty: the model's own) and forget the conversation
 /help         show this
 /quit         leave; so does Ctrl-D, or Ctrl-C twice
-Ctrl-C while the model speaks stops it; what it said so far is kept."""
+Ctrl-C during an answer stops it; the text so far is kept."""
 
 
 def main() -> int:
@@ -61,14 +61,18 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="directory or Hub name; default: the embedded model")
     parser.add_argument("--system", default="", help="system prompt; default: the model's own")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="longest answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0: greedy; default: %(default)s"
+    )
     parser.add_argument("--max-model-len", type=int, help="tokens of context; default: what fits")
     parser.add_argument(
         "--kv-cache-gib",
         type=float,
         default=_common.DEFAULT_KV_CACHE_GIB,
-        help="memory of the cache",
+        help="size of the KV cache; default: %(default)s",
     )
     args = parser.parse_args()
     if args.max_tokens < 1:
@@ -79,7 +83,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def questions() -> Iterator[str]:
-    """Lines from the user, without the empty ones, until Ctrl-D or a second Ctrl-C in a row."""
+    """The user's lines that are not empty, until Ctrl-D or a second Ctrl-C in a row."""
     interrupted = False
     while True:
         try:
@@ -89,12 +93,12 @@ def questions() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print()
-            if half_typed():  # dropped, and that is all that was asked
+            if half_typed():  # Ctrl-C only discards the line
                 continue
             if interrupted:
                 return
             interrupted = True
-            _terminal.say("Ctrl-C once more, Ctrl-D or /quit to leave", "dim")
+            _terminal.say("Press Ctrl-C again, Ctrl-D or type /quit to leave", "dim")
             continue
         interrupted = False
         if line:
@@ -102,12 +106,12 @@ def questions() -> Iterator[str]:
 
 
 def half_typed() -> str:
-    """What stood in the line that Ctrl-C broke off."""
+    """What was typed before Ctrl-C."""
     return readline.get_line_buffer() if readline else ""
 
 
 def obey(line: str, conversation: Conversation) -> bool:
-    """Carries out the command in `line`; False where it is to leave."""
+    """Carries out the command in `line`; False if the chat is to end."""
     command, _, rest = line.partition(" ")
     if command == "/quit":
         return False
@@ -131,7 +135,7 @@ def take_turn(
 ) -> None:
     """Asks `question` and prints the answer and its figures."""
     limit = engine.max_model_len
-    # The context is the conversation's first: an answer may take half of it at most.
+    # An answer may reserve half of the context at most; the rest is for the conversation.
     reserve = min(limits.max_tokens, limit // 2)
     try:
         forgotten = conversation.make_room(
@@ -152,14 +156,17 @@ def take_turn(
         _terminal.say(str(error), "red")
         return
     print()
-    notes = {"length": " · cut: --max-tokens or the context", "interrupted": " · stopped"}
+    notes = {
+        "length": " · ended by --max-tokens or the context's end",
+        "interrupted": " · stopped",
+    }
     figures = answer.stats.line() if answer.stats else "no answer yet"
     _terminal.say(figures + notes.get(answer.finish, ""), "dim")
 
 
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """Ctrl-C sets the event in place of breaking a step of the engine; a second one raises."""
+    """Within the block, Ctrl-C sets the event and does not break a step; a second one raises."""
     interrupted = Event()
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:

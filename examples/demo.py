@@ -16,13 +16,13 @@ from _chat import AnswerLimits, ChatEngine, Conversation, TurnStats, ask
 
 @dataclass(frozen=True)
 class ScriptedTurn:
-    """A question and a word its right answer has."""
+    """A question and a word that a right answer has."""
 
     question: str
     expected: str
 
 
-# Each but the first means something only together with those before it.
+# Each question but the first refers to the turns before it.
 SCRIPT = (
     ScriptedTurn("What is the capital of France?", "Paris"),
     ScriptedTurn("What language do they speak there?", "French"),
@@ -36,7 +36,9 @@ KV_CACHE_GIB = 0.25
 def main() -> int:
     device = _common.prepare(offline=True)
     if device is None:
-        _terminal.say("demo: VLLM_METAL_DEVICE=off leaves nothing to show; unset it", "bold red")
+        _terminal.say(
+            "demo: VLLM_METAL_DEVICE=off turns vllm-metal off; unset it to run the demo", "bold red"
+        )
         return 1
     started = time.perf_counter()
     try:
@@ -79,7 +81,9 @@ def play(engine: ChatEngine) -> int:
     for line in wrong:
         _terminal.say(f"demo: {line}", "bold red")
     if not wrong:
-        _terminal.say("All answers are right, and each turn found the ones before in the cache.")
+        _terminal.say(
+            "All answers are right, and each turn found the turns before it in the prefix cache."
+        )
     return 1 if wrong else 0
 
 

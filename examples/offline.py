@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of prompts without a server: they share a system prompt, which is computed once."""
+"""Answers a batch of prompts without a server; their shared system prompt is computed once."""
 
 import argparse
 
@@ -21,7 +21,7 @@ QUESTIONS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="directory or Hub name; default: the embedded model")
-    parser.add_argument("--max-tokens", type=int, default=40, help="of an answer")
+    parser.add_argument("--max-tokens", type=int, default=40, help="longest answer")
     args = parser.parse_args()
     _common.prepare(offline=args.model is None)
     from vllm import LLM, SamplingParams
@@ -46,5 +46,5 @@ def main() -> None:
         _terminal.say(f"{prompt} prompt tokens, {cached} from the prefix cache", "dim")
 
 
-if __name__ == "__main__":  # the engine is a process of its own, which may import this file
+if __name__ == "__main__":  # the engine may be a child process, which imports this file
     main()

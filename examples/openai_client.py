@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI client against `vllm serve`: streaming, log-probabilities, JSON by a schema."""
+"""Uses `vllm serve` with the OpenAI client: streaming, log-probabilities, JSON by a schema."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ or on MLX's CPU backend:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="none", help="what vllm serve --api-key was given")
+    parser.add_argument("--api-key", default="none", help="the key given to vllm serve --api-key")
     args = parser.parse_args()
     client = OpenAI(base_url=args.base_url, api_key=args.api_key, max_retries=0)
     try:
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def stream(client: OpenAI, model: str) -> None:
-    """Prints an answer as it comes."""
+    """Prints an answer while it is generated."""
     print("\nstreaming:")
     chunks = client.chat.completions.create(
         model=model,
@@ -78,7 +78,7 @@ def log_probabilities(client: OpenAI, model: str) -> None:
 
 
 def by_schema(client: OpenAI, model: str) -> None:
-    """Prints an answer whose form a JSON schema prescribes."""
+    """Prints an answer that follows a JSON schema."""
     print("\nJSON by a schema:")
     reply = client.chat.completions.create(
         model=model,

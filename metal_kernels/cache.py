@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one folder where results are kept between runs; as a script, prints what may be removed.
+"""The one folder where results are kept between runs. As a script: prints what may be removed.
 
 It imports the standard library only and runs on Python 3.9, so that `make distclean` can ask it.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-#: All that is kept, each in a folder of its own: what `make distclean` removes.
+#: Names of the folders in it, one for each kind of result. `make distclean` removes them.
 PARTS = ("interpreter", "models", "selfcheck", "vllm-sources", "vllm-tests")
 
 
@@ -20,7 +20,7 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "vllm-metal"
-    base = os.environ.get("XDG_CACHE_HOME")  # relative values are to be ignored, says the spec
+    base = os.environ.get("XDG_CACHE_HOME")  # the specification says to ignore relative ones
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
     return root / "vllm-metal"
 
@@ -28,7 +28,7 @@ def cache_dir() -> Path:
 if __name__ == "__main__":
     there = [cache_dir() / part for part in PARTS if (cache_dir() / part).is_dir()]
     if os.environ.get("VLLM_METAL_CACHE"):
-        # Its user's folder: what has one of our names there may be theirs.
+        # The user chose the folder, and may keep files of their own there under these names.
         for folder in there:
             print(f"left to you, as VLLM_METAL_CACHE names its folder: {folder}", file=sys.stderr)
     else:

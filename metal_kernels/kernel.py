@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's text and buffers, and who compiles it.
+"""A kernel's text and buffers, and the compiler that makes it run.
 
 A .metal file holds functions, then a line `// ---- kernel body`, then the body of the kernel, whose
-signature `mx.fast.metal_kernel` generates from the names of its buffers. Whatever has that
-function's signature can run it: MLX on a Mac, the interpreter anywhere.
+signature `mx.fast.metal_kernel` generates from the names of its buffers. The compiler is that
+function, on a Mac, or another of the same signature, such as the interpreter's, anywhere.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 
-_BODY = "// ---- kernel body\n"
+#: The line between the functions and the body of a .metal file.
+BODY_MARKER = "// ---- kernel body\n"
+#: MLX passes inputs of fewer elements in the constant address space. That is another signature, so
+#: another kernel to compile, and a kernel cannot write through such an input.
+MIN_ELEMENTS = 8
+
 _SHARED = Path(__file__).parent / "shared"
 
 Compiler = Callable[..., Any]  # mx.fast.metal_kernel, or what has its signature
@@ -42,7 +48,7 @@ def load(
     path: Path, input_names: Sequence[str], output_names: Sequence[str], shared: Sequence[str] = ()
 ) -> Kernel:
     """Reads a .metal file; `shared` names files of metal_kernels/shared to put before it."""
-    functions, body = path.read_text().split(_BODY)
+    functions, body = path.read_text().split(BODY_MARKER)
     header = [_numbered((_SHARED / name).read_text(), name, 1) for name in shared]
     header.append(_numbered(functions, path.name, 1))
     first_line = functions.count("\n") + 2
@@ -71,13 +77,31 @@ def use(compiler: Compiler) -> None:
 
 @contextmanager
 def using(compiler: Compiler) -> Iterator[None]:
-    """The same for the length of a `with` block."""
+    """Makes every kernel run through `compiler` within a `with` block."""
     before = _compiler
     use(compiler)
     try:
         yield
     finally:
         use(before)
+
+
+def interpreter() -> Compiler:
+    """The compiler that runs kernels on a CPU, of the package metal_interpreter.
+
+    Raises:
+        RuntimeError: it is not installed, as it is no part of the wheel; says how to get it.
+    """
+    try:
+        from metal_interpreter import metal_kernel
+    except ModuleNotFoundError as missing:
+        if missing.name != "metal_interpreter":
+            raise
+        raise RuntimeError(
+            "Running kernels on a CPU needs the extra `interpreter`, which is not installed; in a "
+            f"clone of vllm-metal's repository: {sys.executable} -m pip install ./interpreter"
+        ) from missing
+    return metal_kernel
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels over a KV pool share: dtypes and their checks, tokens, padded metadata.
+"""What ops over a KV pool share: dtypes and their checks, fences, padded metadata.
 
-A kernel that writes to a pool takes the pool as an input, which MLX neither copies nor orders. The
-order comes from tokens: small arrays that every kernel over the pool returns and that the next one
-takes. MLX binds each input, read or not, and has a dispatch wait for whichever wrote one of them.
+A kernel that writes to a pool takes the pool as an input. MLX does not copy inputs, and sees no
+dependency through them. Explicit fences order writes and reads: small arrays that every kernel over
+the pool returns, and that the next one takes. MLX binds each input, read or not, and lets a
+dispatch wait for the one that wrote it.
 """
 
 import functools
@@ -12,48 +13,49 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-# MLX passes arrays of fewer elements in another address space, which is another kernel to compile.
-MIN_ELEMENTS = 8
+from metal_kernels.kernel import MIN_ELEMENTS
 
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
 POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
-SCALE_DTYPE = mx.bfloat16  # codes are of the scale as it was rounded, so it costs no accuracy
-NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)  # in their place for a pool of values
+SCALE_DTYPE = mx.bfloat16  # codes are computed from the rounded scale: it costs no accuracy
+#: Bound in the place of scales where a pool holds values.
+NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)
 
-TOKEN_SHAPE, TOKEN_DTYPE = (MIN_ELEMENTS,), mx.uint32
-_NOTHING_BEFORE = mx.array(np.zeros(TOKEN_SHAPE, np.uint32))
+FENCE_SHAPE, FENCE_DTYPE = (MIN_ELEMENTS,), mx.uint32
+_NOTHING_BEFORE = mx.array(np.zeros(FENCE_SHAPE, np.uint32))
 
 
-def tokens(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Exactly two tokens that stand for all of `after`, [8] uint32 each.
+def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    """Two fences, [8] uint32 each, that stand for all of `after`: kernels bind exactly two.
 
     Raises:
-        ValueError: `after` holds what no kernel over a pool returned.
+        ValueError: an array of `after` is no fence.
     """
-    for token in after:
-        if token.shape != TOKEN_SHAPE or token.dtype != TOKEN_DTYPE:
+    for fence in after:
+        if fence.shape != FENCE_SHAPE or fence.dtype != FENCE_DTYPE:
             raise ValueError(
-                f"after: expected tokens, [8] uint32 arrays, found {token.shape} {token.dtype}"
+                f"after: expected fences, {FENCE_SHAPE} {FENCE_DTYPE} arrays, "
+                f"found {fence.shape} {fence.dtype}"
             )
     first = after[0] if after else _NOTHING_BEFORE
     return first, functools.reduce(mx.add, after[1:]) if len(after) > 1 else _NOTHING_BEFORE
 
 
 def merged(after: Sequence[mx.array]) -> mx.array:
-    """One token for all of `after`."""
-    first, second = tokens(after)
+    """One fence, [8] uint32, that stands for all of `after`."""
+    first, second = fences(after)
     return first if second is _NOTHING_BEFORE else first + second
 
 
 def padded(metadata: mx.array, fill: int) -> mx.array:
-    """A flat array of at least 8 elements."""
+    """`metadata`, flat, with `fill` behind it up to MIN_ELEMENTS."""
     missing = MIN_ELEMENTS - metadata.size
     return metadata if missing <= 0 else mx.pad(metadata, (0, missing), constant_values=fill)
 
 
 def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
-    """Raises ValueError unless a pool of codes, and no other, has scales of its shape."""
+    """Raises ValueError unless a pool of codes has scales of its shape, one of values none."""
     if pool.dtype not in CODE_DTYPES:
         if scales is not None:
             raise ValueError(f"{name}: expected None for a pool of {pool.dtype}")

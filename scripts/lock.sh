@@ -17,11 +17,18 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-compile() {
+# The clone as uv can read it without building anything: only hatchling knows {root:uri}, the address
+# of the clone.
+mkdir "$work/clone"
+sed "s|{root:uri}|file://$work/clone|" pyproject.toml >"$work/clone/pyproject.toml"
+ln -s "$PWD/.venv" "$PWD/requirements" "$PWD/interpreter" "$work/clone"
+
+compile() (
+    cd "$work/clone"
     .venv/bin/uv pip compile --quiet --no-config --no-python-downloads \
         --custom-compile-command "make lock" --annotation-style line \
         --excludes requirements/excludes.txt --only-binary :all: pyproject.toml "$@"
-}
+)
 
 compile_linux() {
     # The CPU build of torch: from PyTorch's index, or where UV_FIND_LINKS points.
@@ -72,10 +79,12 @@ lock() {
     touch "$users" "$developers"
     "compile_$1" --extra gguf --extra embedded --group build --output-file "$users"
     cat "$users" "$developers" >"$all"
-    "compile_$1" --all-extras --group build --group dev --constraints "$users" --output-file "$all"
+    # What the interpreter asks for, but not itself: set-up installs the clone's.
+    "compile_$1" --all-extras --no-emit-package vllm-metal-interpreter --group build --group dev \
+        --constraints "$users" --output-file "$all"
     {
         echo "# What developers need besides $1.txt. This file was written by: make lock"
-        awk 'NR == FNR { users[$1]; next } !($1 in users)' "$users" "$all"
+        awk 'NR == FNR { users[$1]; next } NF && !($1 in users)' "$users" "$all"
     } >"$work/$1-dev.txt"
     mv "$work/$1-dev.txt" "$developers"
 }

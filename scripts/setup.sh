@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Makes .venv: vLLM and the plugin (editable), all pinned. With --dev, adds what tests and
-# benchmarks need. Variables: PYTHON (interpreter to use), TORCH_INDEX (where CPU builds of torch
-# are, Linux), VLLM_WHEEL (another vLLM wheel, path or address, macOS).
+# benchmarks need, and the kernel interpreter (editable). Variables: PYTHON (interpreter to use),
+# TORCH_INDEX (where CPU builds of torch are, Linux), VLLM_WHEEL (another vLLM wheel, path or
+# address, macOS).
 # It runs under bash 3.2, the one macOS has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -155,6 +156,8 @@ suits .venv/bin/python ||
 if [ "${1:-}" = --dev ]; then
     say "what tests and benchmarks need ($(grep -c == "requirements/$platform-dev.txt") packages, 0.5 GB to fetch, 1.2 GB in place)"
     install --requirement "requirements/$platform-dev.txt"
+    say "the kernel interpreter"
+    install --no-build-isolation --editable interpreter
 else
     install_users
     case "${release:-}" in 26.0 | 26.0.* | 26.1 | 26.1.*) replace_mlx ;; esac

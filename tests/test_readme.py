@@ -1,30 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's block for users: pasted whole, it installs what is pinned."""
+"""The commands that the pages for users give: pasted whole, they install what is pinned."""
 
+import html
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from metal_kernels.cache import cache_dir
+from vllm_metal.commands import cli, fit
+from vllm_metal.settings import envs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-# Notes its call; `uv venv` makes an environment whose commands are notes as well.
+INSTALL = (ROOT / "docs" / "install.md").read_text()
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+FOLDERS = ("benchmarks", "docs", "examples", "interpreter")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
+# Notes its call; `uv venv` and `make setup` make an environment whose commands are notes as well.
 DOUBLE = """\
 #!/bin/bash
 printf '%s\\n' "$(basename "$0")" "$@" END >>"$CALLS"
-[ "$(basename "$0")" = uv ] && [ "$1" = venv ] && mkdir -p .venv/bin && touch .venv/bin/activate
+case "$(basename "$0") $1" in "uv venv" | "make setup")
+    mkdir -p .venv/bin && touch .venv/bin/activate && cp "$0" .venv/bin/vllm ;;
+esac
 true
 """
 
 
-def block():
-    section = README.partition("## Install\n")[2].partition("\n## ")[0]
-    return re.search(r"```sh\n(.*?)```", section, re.DOTALL).group(1)
+def section(page, heading):
+    """The text under a heading of the second level."""
+    return page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def block(page, heading):
+    return re.search(r"```sh\n(.*?)```", section(page, heading), re.DOTALL).group(1)
+
+
+def pasted(commands, folder):
+    """The calls that `commands` make in a shell, with doubles of what they call."""
+    doubles, calls = folder / "doubles", folder / "calls"
+    doubles.mkdir()
+    for name in ("curl", "make", "uv", "vllm"):
+        (doubles / name).write_text(DOUBLE)
+        (doubles / name).chmod(0o755)
+    subprocess.run(
+        ["bash", "-eu"],
+        input=commands,
+        text=True,
+        check=True,
+        cwd=folder,
+        env=os.environ
+        | {"PATH": f"{doubles}:{os.environ['PATH']}", "CALLS": str(calls), "HOME": str(folder)},
+    )
+    return [call.splitlines() for call in calls.read_text().split("END\n") if call]
 
 
 def requirement():
@@ -34,21 +68,14 @@ def requirement():
     return line
 
 
+def test_the_readme_s_two_commands_set_up_and_serve(tmp_path):
+    setup, serve = pasted(block(README, "Install and serve"), tmp_path)
+    assert setup == ["make", "setup"]
+    assert serve[:2] == ["vllm", "serve"]
+
+
 def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
-    for name in ("curl", "uv", "vllm"):
-        (tmp_path / name).write_text(DOUBLE)
-        (tmp_path / name).chmod(0o755)
-    calls = tmp_path / "calls"
-    subprocess.run(
-        ["bash", "-eu"],
-        input=block(),
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env=os.environ
-        | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "HOME": str(tmp_path)},
-    )
-    made = [call.splitlines() for call in calls.read_text().split("END\n") if call]
+    made = pasted(block(INSTALL, "On a Mac"), tmp_path)
     assert ["uv", "venv", "--python", "3.12", "--seed"] in made
     (install,) = [call for call in made if call[:3] == ["uv", "pip", "install"]]
     options = ["--no-deps", "--requirement", "requirements/macos.txt"]
@@ -56,9 +83,16 @@ def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
     assert made[-1][:2] == ["vllm", "serve"]
 
 
+def test_both_serve_the_same_model():
+    serving = r"vllm serve (\S+)$"
+    (model,) = re.findall(serving, block(README, "Install and serve"), re.MULTILINE)
+    assert re.findall(serving, block(INSTALL, "On a Mac"), re.MULTILINE) == [model]
+
+
 def test_no_other_address_of_the_wheel_is_given():
     address = requirement().partition(" @ ")[2]
-    assert set(re.findall(r"https://[^\s'\"`)]+\.whl", README)) == {address}
+    given = [re.findall(r"https://[^\s'\"`)]+\.whl", page.read_text()) for page in PAGES]
+    assert {wheel for wheels in given for wheel in wheels} == {address}
 
 
 @pytest.mark.parametrize("system", ["darwin", "linux"])
@@ -66,5 +100,59 @@ def test_the_folder_that_stays_is_the_one_in_use(monkeypatch, system):
     for name in ("VLLM_METAL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", system)
-    uninstalling = README.partition("**To uninstall**")[2].partition("\n## ")[0]
-    assert f"`~/{cache_dir().relative_to(Path.home())}`" in uninstalling
+    assert f"`~/{cache_dir().relative_to(Path.home())}`" in section(INSTALL, "Uninstall")
+
+
+def test_every_make_target_that_pages_name_is_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        # At the start of a line of code, or of a piece of it.
+        for target in re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", page.read_text(), re.MULTILINE):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+def test_the_commands_that_ask_whether_a_model_fits_are_whole(monkeypatch):
+    taken = []
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which the command would set for good
+    double = SimpleNamespace(run=lambda args: taken.append(args) or 0)
+    monkeypatch.setattr(fit, "command", double, raising=False)  # the real one imports vLLM
+    pages = "\n".join([README, (ROOT / "docs" / "models.md").read_text()])
+    asked = re.findall(r"^    vllm-metal (fit .*)$", pages, re.MULTILINE)
+    assert len(asked) == 2
+    for arguments in asked:
+        assert cli.main(arguments.split()) == 0
+    for args in taken:
+        assert (args.memory, args.context, args.requests) == (24 << 30, 32768, 4)
+
+
+def test_every_environment_variable_is_explained():
+    rows = re.findall(r"^\| `(VLLM_METAL_\w+)` \|", SETTINGS, re.MULTILINE)
+    assert sorted(rows) == sorted(envs.NAMES)
+
+
+def anchors(page):
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_within_the_project_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", page.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = page if not path else page.parent / path
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_the_picture_is_of_the_demo_as_it_is():
+    drawn = html.unescape((ROOT / "docs" / "demo.svg").read_text())
+    picture = drawn.replace("\N{NO-BREAK SPACE}", " ")
+    script = (ROOT / "examples" / "demo.py").read_text()
+    questions = re.findall(r'ScriptedTurn\("([^"]+)"', script)
+    (verdict,) = re.findall(r'"(All answers are right[^"]*)"', script)
+    assert len(questions) == 3
+    for text in (*(f"you> {question}" for question in questions), verdict):
+        assert text in picture

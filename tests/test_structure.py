@@ -1,96 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/structure.md lists every module, and imports follow its order."""
+"""docs/structure.md lists every module, and imports follow the order of its floors."""
 
-import ast
 import re
 from pathlib import Path
 
+import import_rules
+import pytest
+from import_rules import Tree
+
 ROOT = Path(__file__).parents[1]
-#: Packages, and the folders that hold them.
-PACKAGES = {
-    "vllm_metal": ROOT,
-    "metal_kernels": ROOT,
-    "metal_interpreter": ROOT / "interpreter",
+TREE = Tree(ROOT)
+#: Imports of a higher floor, by package, and why each has to be.
+UPWARD = {
+    "metal_kernels imports metal_interpreter (call)": "an optional package, loaded on request only",
 }
 
 
-def groups():
-    """Module files by group, lowest group first, as the page lists them."""
-    found, current = [], None
-    for line in (ROOT / "docs" / "structure.md").read_text().splitlines():
-        if line.startswith("**"):
-            current = []
-            found.append(current)
-        elif line.startswith("## "):
-            current = None
-        elif current is not None and (listed := re.match(r"- `([^`]+\.py)` — ", line)):
-            current.append(listed.group(1))
-    return found
-
-
-def module_files():
-    return sorted(
-        str(path.relative_to(ROOT))
-        for package, folder in PACKAGES.items()
-        for path in (folder / package).rglob("*.py")
-        if path.name != "__init__.py"
-    )
-
-
-def imports(file):
-    """Our own modules that a file imports when it is imported, as files."""
-    tree = ast.parse((ROOT / file).read_text())
-    nodes = list(tree.body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                folders = Path(file).parent.parts[file.startswith("interpreter/") :]
-                parts = folders[: len(folders) - node.level + 1]
-                base = ".".join([*parts, *filter(None, [node.module])])
-            yield from resolve(base, [alias.name for alias in node.names])
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from resolve(alias.name, [])
-
-
-def resolve(module, names):
-    if (package := module.split(".")[0]) not in PACKAGES:
-        return
-    path = PACKAGES[package] / Path(*module.split("."))
-    if path.with_suffix(".py").exists():
-        yield str(path.with_suffix(".py").relative_to(ROOT))
-        return
-    for name in names:
-        if (path / f"{name}.py").exists():
-            yield str((path / f"{name}.py").relative_to(ROOT))
-
-
 def test_every_module_is_listed_once_and_exists():
-    listed = sorted(file for group in groups() for file in group)
-    assert listed == module_files()
+    listed = sorted(file for files in TREE.floors.values() for file in files)
+    assert listed == TREE.modules()
 
 
-def test_imports_go_to_the_same_group_or_a_lower_one():
-    rank = {file: index for index, group in enumerate(groups()) for file in group}
-    for file in module_files():
-        for imported in imports(file):
-            assert rank[imported] <= rank[file], f"{file} imports {imported}"
+def test_a_floor_is_a_folder():
+    """Each heading names the folder of its modules, and no module lies right below vllm_metal."""
+    assert import_rules.misplaced(TREE) == []
 
 
-def test_the_kernels_know_nothing_of_the_plugin_or_of_vllm():
-    for path in (ROOT / "metal_kernels").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            assert not any(name.split(".")[0] in ("vllm", "vllm_metal") for name in names), path
+def test_no_import_goes_up():
+    """Neither when a module is imported, nor in its functions, nor for types alone."""
+    found = {
+        f"{_package(item.file)} imports {_package(item.imported)} ({item.when})": str(item)
+        for item in import_rules.upward(TREE)
+    }
+    assert {arrow: found[arrow] for arrow in found.keys() - UPWARD.keys()} == {}
+    assert UPWARD.keys() <= found.keys(), "an exception that is not needed any more"
+
+
+def _package(file):
+    """metal_kernels, metal_interpreter, or a folder of vllm_metal."""
+    first, second, *_ = Path(file).parts
+    return first if first == "metal_kernels" else second
+
+
+def test_no_two_floors_import_each_other():
+    assert import_rules.cycles(TREE) == []
+
+
+def test_nothing_private_is_used_on_another_floor():
+    assert import_rules.private_reaches(TREE) == []
+
+
+def test_a_plan_has_a_type():
+    assert import_rules.untyped_plans(TREE) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "unknown"),
+    [
+        ("metal_kernels", ("vllm", "vllm_metal")),
+        ("metal_interpreter", ("vllm", "vllm_metal")),
+    ],
+)
+def test_a_package_that_stands_alone_knows_nothing_of_the_others(package, unknown):
+    assert import_rules.knowing(TREE, package, unknown) == []
 
 
 def test_other_files_named_on_the_page_exist():
     page = (ROOT / "docs" / "structure.md").read_text()
     for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|sh|txt|md))`", page):
         assert (ROOT / name).exists(), name
+
+
+#: A small checkout that keeps the rules: two floors of the plugin above the kernels.
+SOUND = {
+    "metal_kernels/op.py": "from . import op",
+    "vllm_metal/__init__.py": "def register():\n    from vllm_metal.upper import top",
+    "vllm_metal/lower/__init__.py": "from vllm_metal.lower.base import _own",
+    "vllm_metal/lower/base.py": "import metal_kernels.op\n_own = 1\nclass Base:\n    _inner = 2",
+    "vllm_metal/upper/__init__.py": "",
+    "vllm_metal/upper/top.py": "from vllm_metal.lower.base import Base\nclass Top:\n    _mine = 3\n"
+    "    def plan(self, plan: int) -> Base:\n        return self._mine",
+}
+PAGE = """\
+**metal_kernels** — kernels
+- `metal_kernels/op.py` — an op
+
+**lower** — below
+- `vllm_metal/lower/base.py` — a base
+
+**upper** — above
+- `vllm_metal/upper/top.py` — a top
+
+## Afterwards
+- `vllm_metal/upper/top.py` — no floor any more
+"""
+
+
+def checkout(root, changes, page=PAGE):
+    for name, text in (SOUND | changes | {"docs/structure.md": page}).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return Tree(root)
+
+
+RULES = (
+    import_rules.misplaced,
+    import_rules.upward,
+    import_rules.cycles,
+    import_rules.private_reaches,
+    import_rules.untyped_plans,
+)
+BASE, TOP = "vllm_metal/lower/base.py", "vllm_metal/upper/top.py"
+#: A fault, the file that has it, and the rules that it breaks.
+FAULTS = {
+    "import above": (BASE, "import vllm_metal.upper.top", "upward cycles"),
+    "a package above": (BASE, "from vllm_metal import upper", "upward cycles"),
+    "in a function": (BASE, "def f():\n    from vllm_metal.upper import top", "upward"),
+    "in a method": (
+        BASE,
+        "class C:\n    def f(self):\n        import vllm_metal.upper.top",
+        "upward",
+    ),
+    "for types": (
+        BASE,
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm_metal.upper.top",
+        "upward cycles",
+    ),
+    "relative": (BASE, "from ..upper.top import Top", "upward cycles"),
+    "a private name": (TOP, "from vllm_metal.lower.base import _own", "private_reaches"),
+    "of a module": (TOP, "from vllm_metal.lower import base\nbase._own", "private_reaches"),
+    "of an object": (TOP, "def f(base):\n    return base._inner", "private_reaches"),
+    "a parameter": (TOP, "def f(plan: Any): ...", "untyped_plans"),
+    "a field": (TOP, "class C:\n    trial: Any | None = None", "untyped_plans"),
+    "a result": (TOP, "def plan() -> tuple[Any, int]: ...", "untyped_plans"),
+    "a loose module": ("vllm_metal/loose.py", "", "misplaced"),
+}
+
+
+def broken(tree):
+    return [rule.__name__ for rule in RULES if rule(tree)]
+
+
+def test_a_sound_checkout_breaks_no_rule(tmp_path):
+    assert broken(checkout(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_breaks_its_rules(tmp_path, fault):
+    file, text, rules = FAULTS[fault]
+    before = SOUND.get(file, "")
+    assert broken(checkout(tmp_path, {file: f"{before}\n{text}"})) == rules.split()
+
+
+def test_a_module_on_another_folder_s_floor_breaks_a_rule(tmp_path):
+    swapped = PAGE.replace("_metal/lower/base", "_metal/upper/other")
+    assert broken(checkout(tmp_path, {}, swapped)) == ["misplaced"]

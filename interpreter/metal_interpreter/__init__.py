@@ -5,6 +5,8 @@ import metal_interpreter
 from metal_kernels import kernel
 with kernel.using(metal_interpreter.metal_kernel):  # instead of mx.fast.metal_kernel
     ...
+
+Kernels in a `with` block like this one run on the CPU. `Checker` also looks at each memory access.
 """
 
 from .checker import Checker, Dispatch, Traffic

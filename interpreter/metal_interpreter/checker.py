@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check mode: kernels run with every access to shared memory looked at."""
+"""Check mode: runs kernels and checks every access to memory that threads share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .launch import Buffer, Result, Schedule
 class Traffic:
     """What one dispatch did with one buffer. Lines are 128 bytes, counted from its start."""
 
-    read_bytes: int  # asked for, summed over threads
+    read_bytes: int  # as threads ask for them, summed over threads
     written_bytes: int
-    # Lines touched by a simdgroup's load or store instruction, each once, summed over instructions.
-    # What counts as one instruction: the same place in the code, executed for the same time since
-    # the simdgroup last synchronised.
+    # Lines that one load or store instruction of a simdgroup touches, summed over instructions. The
+    # lanes' accesses are one instruction if they come from the same place in the code, for the same
+    # time since the simdgroup last synchronised.
     lines_read: int
     lines_written: int
-    # Different lines read, summed over threadgroups: traffic if a threadgroup's cache is perfect.
+    # Different lines that a threadgroup reads, summed: the traffic if its cache loses nothing.
     unique_lines_read_by_threadgroup: int
 
 
@@ -36,16 +36,16 @@ class Dispatch:
     threadgroups: int
     threadgroup_bytes: int  # of threadgroup memory, declared by each
     barriers_per_threadgroup: float
-    simd_collectives: int  # simdgroup functions and matrix products, one for a simdgroup
-    partial_collectives: int  # of these, executed while some lanes of the simdgroup were elsewhere
+    simd_collectives: int  # simdgroup functions and matrix products, each counted once a simdgroup
+    partial_collectives: int  # those that some lanes of the simdgroup did not take part in
 
 
 class Checker:
-    """Runs kernels like `mx.fast.metal_kernel`, looking for what is undefined on a GPU.
+    """Runs kernels like `mx.fast.metal_kernel`, and finds what is undefined on a GPU.
 
     Its kernels raise `KernelViolation` for an access outside of the buffer or threadgroup variable,
     for two threads that touch the same memory in no order (whatever the schedule), for threads that
-    wait for each other for ever, for a read of threadgroup memory or of an output that nobody
+    wait for each other for ever, for a read of threadgroup memory or of an output that no thread
     wrote, and for more than 32 KB of threadgroup memory.
 
     Args:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines of .metal files were executed.
+"""Coverage mode: finds which lines of .metal files were executed.
 
-Kernels are compiled without optimisation and with a flag for each basic block, which the block
-sets. Debug information tells which lines a block's instructions come from, through `#line` and over
-all instantiations of a template. So a line is executable if any compiled instantiation has code for
-it; branches that template arguments rule out in all of them are not.
+Kernels are compiled without optimisation, and each basic block sets a flag of its own. Debug
+information tells the lines of a block's instructions, through `#line` and over all instantiations
+of a template. A line is executable if any compiled instantiation has code for it. Branches that the
+template arguments rule out in all of them are not.
 """
 
 from __future__ import annotations

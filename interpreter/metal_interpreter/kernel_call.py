@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for `mx.fast.metal_kernel` that runs kernels here."""
+"""A function of `mx.fast.metal_kernel`'s signature that runs kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MATH_MODES = ("safe", "relaxed", "fast")
 
 @dataclass(frozen=True)
 class Executor:
-    """How kernels are compiled and run, and who is told of it."""
+    """A mode of compiling, a schedule of threads, and an observer of dispatches."""
 
     mode: toolchain.Mode
     schedule: Schedule
@@ -108,7 +108,7 @@ class MetalKernel:
         Raises:
             ValueError: a call MLX would refuse.
             CompileError: the kernel does not compile.
-            KernelViolation: it does what is undefined on a GPU, as far as this mode can see.
+            KernelViolation: it does what is undefined on a GPU, and this mode detects it.
         """
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         self._check_counts(arrays, output_shapes, output_dtypes)
@@ -167,7 +167,7 @@ class MetalKernel:
         template: tuple[TemplateArgument, ...],
     ) -> tuple[Signature, Program]:
         inputs = tuple(Input.of(array) for array in arrays)
-        # True == 1, but a bool makes another kernel than an int.
+        # True == 1, but a bool and an int make two kernels: the key needs their types.
         key = (inputs, output_dtypes, template, tuple(type(value) for _, value in template))
         found = self._compiled.get(key)
         if found is None:

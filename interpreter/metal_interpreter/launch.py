@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a compiled kernel: the structures of runtime/dispatch.h, filled and passed."""
+"""Runs a compiled kernel: fills the structures of runtime/dispatch.h and calls the runtime."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Violation(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Result:
-    """What the runtime counted; traffic (check mode only) is parallel to the buffers."""
+    """What the runtime counted; in check mode, also the traffic of each buffer."""
 
     program: Program
     counters: Counters
@@ -140,7 +140,7 @@ def load(library: Path, mode: toolchain.Mode) -> Program:
 @cache
 def _runtime(path: Path) -> tuple[Callable[..., None], threading.Lock]:
     if sys.platform == "linux":
-        # Kernels call it and are linked with nothing; Python itself may not have it loaded.
+        # Kernels call libm without being linked with it, and Python may not have loaded it.
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
     function = ctypes.CDLL(str(path)).metal_cpu_run
     function.argtypes = (

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SITE = re.compile(r"\{site:(0x[0-9a-f]+)\}")
-_OWN = Path(__file__).parent / "shim"
 
 
 def resolve(text: str, entry: int, library: Path) -> str:
-    """Replaces every `{site:ADDRESS}`; by nothing where the library's lines cannot be read."""
+    """Replaces every `{site:ADDRESS}`; removes it where the library's lines cannot be read."""
     if "{site:" not in text:
         return text
     try:
         entry_offset, table = _table(library)
     except ImportError:  # pyelftools is optional
         return _SITE.sub("(file and line need the package pyelftools)", text)
-    except Exception:  # not ELF, or written by a compiler that says it differently
+    except Exception:  # not ELF, or debug information of another form
         return re.sub(f" {_SITE.pattern}", "", text)
     base = entry - entry_offset
 
@@ -46,7 +45,7 @@ def _table(library: Path) -> tuple[int, list[tuple[int, str]]]:
 
 
 class Row(NamedTuple):
-    """From `address` to that of the next row the instructions are of this line."""
+    """A line, and where its instructions begin; they end at the next row's address."""
 
     address: int
     file: str  # its name alone; empty where no line's instructions follow

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of docs/metal-checklist.md that show in a .metal file's text and that clang does not know.
+"""Checks a .metal file's text for rules of docs/metal-checklist.md that clang does not know.
 
-They read tokens, not C++: a rule may refuse what a compiler would take, as a product written
-without spaces (`a*b`), which looks like a pointer.
+The rules match text and do not parse C++. So one may refuse what a compiler takes: a product
+without spaces (`a*b`) looks like a pointer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .signature import ATTRIBUTES
+from metal_kernels.kernel import BODY_MARKER
 
-_BODY = "// ---- kernel body\n"  # metal_kernels/kernel.py splits a file there
+from .signature import ATTRIBUTES
 
 _IGNORED = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|^[ \t]*\#(?:[^\n\\]|\\.)*""",
@@ -62,12 +62,12 @@ _Found = Iterator[tuple[int, str]]  # where, what
 
 
 def lint(text: str) -> list[str]:
-    """What is wrong with the text of a .metal file, as "LINE: what", by line; empty if nothing."""
-    start = text.find(_BODY)
+    """The faults in the text of a .metal file, as "LINE: what", by line."""
+    start = text.find(BODY_MARKER)
     source = _Source(
         text,
         _IGNORED.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text),
-        len(text) if start < 0 else start + len(_BODY),
+        len(text) if start < 0 else start + len(BODY_MARKER),
     )
     found = {(source.line(at), what) for rule in _RULES for at, what in rule(source)}
     return [f"{line}: {what}" for line, what in sorted(found)]
@@ -166,9 +166,7 @@ def _recursion(source: _Source) -> _Found:
         if name in _NOT_FUNCTIONS:
             continue
         end = _closing(source.code, match.end())
-        inside = re.findall(
-            r"\b([A-Za-z_]\w*)\s*(?:<[^;<>]*>)?\s*\(", source.code[match.end() : end]
-        )
+        inside = _CALL.findall(source.code[match.end() : end])
         calls.setdefault(name, set()).update(inside)
         places.setdefault(name, match.start())
     for name, place in places.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory behind MLX arrays, without a copy.
+"""Addresses of MLX arrays, so that kernels work on the arrays themselves.
 
-numpy cannot view bfloat16, but the buffer protocol gives the address of any array. A kernel writes
-through it into the array itself, as kernels that fill a KV pool do on a GPU.
+numpy cannot view bfloat16, but the buffer protocol gives the address of any array. Kernels that
+write through an input, as those of a KV pool do on a GPU, write into the array itself.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
-# Inputs with fewer elements are passed in the constant address space.
-CONSTANT_BELOW = 8
+from metal_kernels.kernel import MIN_ELEMENTS
 
 TemplateArgument = tuple[str, bool | int | mx.Dtype]
 
@@ -74,11 +73,11 @@ class Input:
 
     dtype: mx.Dtype
     scalar: bool  # no dimensions: passed by reference
-    small: bool  # fewer than 8 elements: in the constant address space
+    small: bool  # fewer than MIN_ELEMENTS: in the constant address space
 
     @staticmethod
     def of(array: mx.array) -> Input:
-        return Input(array.dtype, array.ndim == 0, array.size < CONSTANT_BELOW)
+        return Input(array.dtype, array.ndim == 0, array.size < MIN_ELEMENTS)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a kernel's pointers and references keep to their address spaces.
+"""Strict mode: checks that a kernel's pointers and references keep to their address spaces.
 
-Elsewhere in the interpreter memory is flat and `device`, `constant` and `threadgroup` mean nothing.
-Here they are the compiler's own address spaces: the function that MLX generates is compiled for the
-template arguments of a call, and nothing runs.
+In other modes memory is flat, and `device`, `constant` and `threadgroup` mean nothing. Here they
+are clang's address spaces. The function that MLX generates is compiled for the template arguments
+of a call; nothing runs.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ _FILE = re.compile(r'^!(\d+) = !DIFile\(filename: "([^"]*)"', re.M)
 class Strict:
     """Compiles kernels like `mx.fast.metal_kernel` and runs nothing: outputs are zeros.
 
-    Refused, with file and line, is what mixes address spaces: a pointer without its qualifier given
-    one of another space, a cast between two, a write through `constant`, a threadgroup variable
-    outside of the kernel's body or of a type with a constructor. Arrays of variable length, too.
-
-    What it cannot tell apart, and refuses: copies of whole structs out of device memory.
+    It refuses, with file and line: a pointer without qualifier that is given one of another space,
+    a cast between two spaces, a write through `constant`, a threadgroup variable outside of the
+    kernel's body or of a type with a constructor, and arrays of variable length. It also refuses
+    copies of whole structs out of device memory, which Metal allows.
     """
 
     # What was compiled: names of generated functions, which tell types and template arguments.
@@ -150,7 +149,7 @@ def _unit(signature: Signature, header: str, source: str) -> str:
 
 def _compile(text: str) -> None:
     made = toolchain.llvm_text(text, _FLAGS)
-    # C++ lets a C-style cast change the address space, and only the code tells.
+    # C++ lets a C-style cast change the address space: only the generated code shows it.
     conversions = sorted(set(_CONVERSION.findall(made)))
     if not conversions:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling kernels and the runtime: which compiler, which flags, where the results are kept."""
+"""Compiles kernels and the runtime: the compiler, its flags, and where results are kept."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ _KERNEL = (
     "-fwrapv",  # an offset that overflows does so here, too, and is then out of bounds
     # MLX's CPU allocator aligns to 8 bytes, a GPU's to a page: 16-byte loads must not rely on more.
     "-fmax-type-align=8",
-    # MLX's CPU allocator gives addresses at multiples of 8; Metal's buffers start at pages.
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-fno-sanitize=undefined",

@@ -9,7 +9,7 @@ const uint pair = thread_position_in_grid.y;
 const uint head = thread_position_in_grid.z;
 if (head == 0 && pair == 0) {
   for (uint i = thread_position_in_grid.x; i < 8; i += threads_per_grid.x) {
-    token[i] = 0;
+    fence[i] = 0;
   }
 }
 

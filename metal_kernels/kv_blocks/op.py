@@ -11,11 +11,11 @@ import numpy as np
 from metal_kernels import kernel, op_common
 
 _THREADS = 256  # of a threadgroup
-_RUN_BYTES = 16  # what a thread moves
+_RUN_BYTES = 16  # bytes that a thread moves
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_blocks.metal"),
     input_names=("pool", "sources", "targets", "after_0", "after_1"),
-    output_names=("token",),
+    output_names=("fence",),
 )
 
 
@@ -25,17 +25,17 @@ def copy(
     targets: np.ndarray,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Writes through the pools: they hold the copies once the token is computed.
+    """Copies blocks within each pool, in place: done once the fence is computed.
 
     Args:
         pools: [Hkv, B, block_size, ...] each, row-contiguous, of any dtype: keys, values, scales.
         sources: [P] integers, on the host: blocks to copy.
         targets: [P] integers: where each goes. No block is both source and target, none a target
             twice, so that the order of the copies does not matter.
-        after: tokens of what must have happened before.
+        after: fences of the dispatches that must come before.
 
     Returns:
-        [8] uint32, the token of the last copy, which comes after all others.
+        [8] uint32, the fence of the last copy, which comes after all others.
 
     Raises:
         ValueError: blocks are not as above, or not in a pool.
@@ -53,7 +53,7 @@ def copy(
 
 
 def zero(pools: Sequence[mx.array], blocks: np.ndarray, after: Sequence[mx.array] = ()) -> mx.array:
-    """Clears [P] blocks; else as `copy`. A block may be named twice."""
+    """Sets [P] blocks to zero, in place; arguments and fence as for `copy`. Names may repeat."""
     _check_blocks("blocks", blocks, pools)
     blocks = np.unique(blocks)
     return _each(pools, blocks, blocks, after, is_copy=False)
@@ -77,21 +77,21 @@ def _each(
     after: Sequence[mx.array],
     is_copy: bool,
 ) -> mx.array:
-    token = op_common.merged(after)
+    fence = op_common.merged(after)
     if len(targets) == 0:
-        return token
+        return fence
     source, target = (
         op_common.padded(mx.array(blocks.astype(np.int32)), fill=0) for blocks in (sources, targets)
     )
     for pool in pools:
         size = math.prod(pool.shape[2:])
         run = math.gcd(size, _RUN_BYTES // pool.dtype.size)
-        (token,) = _KERNEL(
-            inputs=[pool, source, target, *op_common.tokens([token])],
+        (fence,) = _KERNEL(
+            inputs=[pool, source, target, *op_common.fences([fence])],
             template=[("T", pool.dtype), ("SIZE", size), ("RUN", run), ("COPY", is_copy)],
             grid=(size // run, len(targets), pool.shape[0]),
             threadgroup=(min(_THREADS, size // run), 1, 1),
-            output_shapes=[op_common.TOKEN_SHAPE],
-            output_dtypes=[op_common.TOKEN_DTYPE],
+            output_shapes=[op_common.FENCE_SHAPE],
+            output_dtypes=[op_common.FENCE_DTYPE],
         )
-    return token
+    return fence

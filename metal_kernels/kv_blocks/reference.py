@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in MLX operations, which return new pools."""
+"""kv_blocks in MLX's operations, which return new pools."""
 
 from collections.abc import Sequence
 

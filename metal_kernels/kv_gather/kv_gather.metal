@@ -12,7 +12,7 @@ const uint head = thread_position_in_grid.z / num_requests;
 const uint request = thread_position_in_grid.z % num_requests;
 if (thread_position_in_grid.z == 0 && column == 0) {
   for (uint i = thread_position_in_grid.x; i < 8; i += threads_per_grid.x) {
-    token[i] = 0;
+    fence[i] = 0;
   }
 }
 

@@ -14,7 +14,7 @@ _RUN = 4  # elements of a thread, at most
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_gather.metal"),
     input_names=("pool", "scales", "block_table", "after_0", "after_1"),
-    output_names=("context", "token"),
+    output_names=("context", "fence"),
     shared=("numeric.metal",),
 )
 
@@ -33,12 +33,12 @@ def gather(
             int8 for integers.
         block_table: [n, W] int32; a block that the pool lacks, as -1, reads as zeros.
         dtype: of the context: float16, bfloat16 or float32.
-        after: tokens of what must have happened before.
+        after: fences of the dispatches that must come before.
         scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale.
 
     Returns:
         context: [Hkv, n, W * block_size, D] of `dtype`.
-        token: [8] uint32, for what must not happen before this read.
+        fence: [8] uint32, for the writes that must wait for this read.
 
     Raises:
         ValueError: shapes or dtypes are not as above.
@@ -51,20 +51,20 @@ def gather(
         return mx.zeros(shape, dtype), op_common.merged(after)
     run = math.gcd(head_size, _RUN)
     runs = block_size * head_size // run
-    context, token = _KERNEL(
+    context, fence = _KERNEL(
         inputs=[
             pool,
             op_common.NO_SCALES if scales is None else scales,
             op_common.padded(block_table.flatten(), fill=-1),
-            *op_common.tokens(after),
+            *op_common.fences(after),
         ],
         template=[("T", dtype), ("C", pool.dtype), ("HEAD_SIZE", head_size), ("RUN", run)],
         grid=(runs, w, num_heads * n),
         threadgroup=(min(_THREADS, runs), 1, 1),
-        output_shapes=[shape, op_common.TOKEN_SHAPE],
-        output_dtypes=[dtype, op_common.TOKEN_DTYPE],
+        output_shapes=[shape, op_common.FENCE_SHAPE],
+        output_dtypes=[dtype, op_common.FENCE_DTYPE],
     )
-    return context, token
+    return context, fence
 
 
 def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
@@ -73,8 +73,10 @@ def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
             "pool: expected [Hkv, B, block_size, D] floats, uint8 or int8, "
             f"found {pool.shape} {pool.dtype}"
         )
-    if pool.size < op_common.MIN_ELEMENTS:
-        raise ValueError(f"pool: expected 8 elements or more, found {pool.size}")
+    if pool.size < kernel.MIN_ELEMENTS:
+        raise ValueError(
+            f"pool: expected {kernel.MIN_ELEMENTS} elements or more, found {pool.size}"
+        )
     if block_table.ndim != 2 or block_table.dtype != mx.int32:
         raise ValueError(
             f"block_table: expected [n, W] int32, found {block_table.shape} {block_table.dtype}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in MLX operations."""
+"""kv_gather in MLX's operations."""
 
 import mlx.core as mx
 

@@ -97,7 +97,7 @@ const uint lane = thread_position_in_grid.x;
 const uint head = thread_position_in_grid.y;
 const uint row = thread_position_in_grid.z;
 if (head == 0 && row == 0 && lane < 8) {
-  token[lane] = 0;
+  fence[lane] = 0;
 }
 
 const ulong num_slots = static_cast<ulong>(key_pool_shape[1]) * key_pool_shape[2];

@@ -17,7 +17,7 @@ _KERNEL = kernel.load(
         *("key_pool", "value_pool", "key_scales", "value_scales"),
         *("after_0", "after_1"),
     ),
-    output_names=("token",),
+    output_names=("fence",),
     shared=("numeric.metal",),
 )
 
@@ -32,7 +32,7 @@ def write(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
 ) -> mx.array:
-    """Writes through the pools: the same arrays hold the new contents once the token is computed.
+    """Writes rows into the pools, in place: done once the fence is computed.
 
     Args:
         keys: [T, Hkv, D] float16, bfloat16 or float32.
@@ -43,7 +43,7 @@ def write(
         key_pool: [Hkv, B, block_size, D], row-contiguous (a copy would be written otherwise), of
             one of the dtypes of keys, or uint8 for fp8 e4m3 codes, or int8 for integer ones.
         value_pool: [Hkv, B, block_size, Dv], the dtype of key_pool; None as `values`.
-        after: tokens of what must have happened before.
+        after: fences of the dispatches that must come before.
         key_scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale, where
             scale = max |row| / 127 for int8, rounded to bfloat16, and each code is that of
             element / scale; for fp8 the one of / 448, / 416, / 384, / 352, / 320, / 288 and / 256
@@ -52,7 +52,7 @@ def write(
         value_scales: likewise.
 
     Returns:
-        [8] uint32, the token of this write.
+        [8] uint32, the fence of this write.
 
     Raises:
         ValueError: shapes or dtypes are not as above.
@@ -70,7 +70,7 @@ def write(
     if num_tokens == 0:
         return op_common.merged(after)
     heads = min(num_heads, _SIMDGROUPS)
-    (token,) = _KERNEL(
+    (fence,) = _KERNEL(
         inputs=[
             keys,
             keys if values is None else values,
@@ -79,7 +79,7 @@ def write(
             key_pool if value_pool is None else value_pool,
             op_common.NO_SCALES if key_scales is None else key_scales,
             op_common.NO_SCALES if value_scales is None else value_scales,
-            *op_common.tokens(after),
+            *op_common.fences(after),
         ],
         template=[
             ("T", keys.dtype),
@@ -90,10 +90,10 @@ def write(
         ],
         grid=(_LANES, num_heads, num_tokens),
         threadgroup=(_LANES, heads, _SIMDGROUPS // heads),
-        output_shapes=[op_common.TOKEN_SHAPE],
-        output_dtypes=[op_common.TOKEN_DTYPE],
+        output_shapes=[op_common.FENCE_SHAPE],
+        output_dtypes=[op_common.FENCE_DTYPE],
     )
-    return token
+    return fence
 
 
 def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
@@ -101,8 +101,10 @@ def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
     part = name.removesuffix("s")
     if rows.ndim != 3 or rows.dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"{name}: expected [T, Hkv, D] floats, found {rows.shape} {rows.dtype}")
-    if 0 < rows.size < op_common.MIN_ELEMENTS:
-        raise ValueError(f"{name}: expected 8 elements or more, found {rows.size}")
+    if 0 < rows.size < kernel.MIN_ELEMENTS:
+        raise ValueError(
+            f"{name}: expected {kernel.MIN_ELEMENTS} elements or more, found {rows.size}"
+        )
     if pool.ndim != 4 or (pool.shape[0], pool.shape[3]) != rows.shape[1:]:
         raise ValueError(
             f"{part}_pool: expected [{rows.shape[1]}, B, block_size, {rows.shape[2]}] as {name} "

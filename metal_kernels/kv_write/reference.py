@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in MLX operations, which return new pools."""
+"""kv_write in MLX's operations, which return new pools."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,10 @@ import mlx.core as mx
 
 from metal_kernels.op_common import SCALE_DTYPE
 
-# What the largest element of a row may be coded as. Relative to themselves, codes of fp8 are as far
-# apart in each octave: another scale moves all elements against the codes, at no loss of range that
-# matters, and a row takes the best of these. An eighth, 240, would take 1 % from the RMS error.
+# The codes that the largest element of a row may become; each gives the row another scale. Codes of
+# fp8 have the same relative spacing in each octave, so another scale moves the elements against the
+# codes and loses no range that matters. A row takes the scale of least error. An eighth, 240,
+# would lower the RMS error by 1 %.
 _TOP_CODES = {
     mx.uint8: (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0),
     mx.int8: (127.0,),

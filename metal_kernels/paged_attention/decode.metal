@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for few packed rows: decode, and verify windows of up to ROWS rows.
+// Attention for few packed rows: decode, and drafts to verify, up to ROWS rows in all.
 //
 // A threadgroup takes one tile and one K/V head. Its simdgroups walk the context in strips of four
 // neighbouring keys; a simdgroup's lanes share a row of K or V, so each row is loaded once, whole,
@@ -230,6 +230,6 @@ decode<T, C, O, D, ROWS, SIMDGROUPS, SCALED, PARTIAL>(
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
     for (int i = 0; i < 8; i++) {
-        token[i] = after[0];
+        fence[i] = after[0];
     }
 }

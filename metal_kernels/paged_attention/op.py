@@ -10,13 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.kernel import load
+from metal_kernels.kernel import MIN_ELEMENTS, load
 from metal_kernels.op_common import (
     CODE_DTYPES,
-    MIN_ELEMENTS,
+    FENCE_DTYPE,
+    FENCE_SHAPE,
     NO_SCALES,
-    TOKEN_DTYPE,
-    TOKEN_SHAPE,
     VALUE_DTYPES,
     check_scales,
     padded,
@@ -48,8 +47,8 @@ _INPUTS = (
 )
 _FOLDER = Path(__file__).parent
 _SHARED = ("numeric.metal", "attention.metal")
-_decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "token"), _SHARED)
-_prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "token"), _SHARED)
+_decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
+_prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
 _reduce = load(_FOLDER / "reduce.metal", ("parts", "stats", "num_splits"), ("out",), _SHARED)
 
 
@@ -73,16 +72,16 @@ def run(
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
         value_pool: the same; for latent attention `key_pool` itself, whose first DV are the values.
-        after: [8] uint32, token of the write this must see.
+        after: [8] uint32, fence of the write whose K/V this reads.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: [H], a learned logit per head that takes part in the softmax only.
         key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
-        pace: ends command buffers between dispatches that take long; None: none does.
+        pace: ends command buffers between dispatches that take long; None: MLX alone ends them.
 
     Returns:
-        [T, H, DV], the dtype of `queries`, and a token of each dispatch that reads the pool.
+        [T, H, DV], the dtype of `queries`, and a fence of each dispatch that reads the pool.
 
     Raises:
         ValueError: an argument is not of the shape or dtype said here.
@@ -97,11 +96,11 @@ def run(
         NO_SCALES if value_scales is None else value_scales,
     ]
     outputs: list[mx.array] = []
-    tokens: list[mx.array] = []
+    fences: list[mx.array] = []
     for dispatch in plan.dispatches:
         if pace is not None:
-            # All of them: dispatches of a layer do not depend on each other.
-            pace.before(dispatch.work, *tokens[::-1], *outputs[::-1])
+            # All outputs so far: dispatches of a layer do not depend on each other.
+            pace.before(dispatch.work, *fences[::-1], *outputs[::-1])
         buffers = [
             queries,
             *pools,
@@ -113,17 +112,17 @@ def run(
             sinks,
             after,
         ]
-        out, token = _launch(plan, dispatch, buffers)
+        out, fence = _launch(plan, dispatch, buffers)
         outputs.append(out)
-        tokens.append(token)
+        fences.append(fence)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return merged if plan.order is None else merged[plan.order], tokens
+    return merged if plan.order is None else merged[plan.order], fences
 
 
 def _launch(
     plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array]
 ) -> tuple[mx.array, mx.array]:
-    """One dispatch, and where it splits contexts the reduction after it."""
+    """Launches one dispatch, and the reduction after it where contexts are split."""
     queries, key_pool = buffers[:2]
     shape, split = plan.shape, dispatch.num_splits > 1
     out_shape = (dispatch.num_rows, shape.num_heads, shape.value_size)
@@ -149,17 +148,17 @@ def _launch(
             ("LATENT", shape.latent),
         ]
     parts_shape = (dispatch.num_splits, *out_shape)
-    out, stats, token = kernel(
+    out, stats, fence = kernel(
         inputs=buffers,
         template=template,
         grid=(dispatch.num_tiles * simdgroups * 32, shape.num_kv_heads, 1),
         threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[
             parts_shape if split else out_shape,
-            (*parts_shape[:-1], 2) if split else (8,),
-            TOKEN_SHAPE,
+            (*parts_shape[:-1], 2) if split else (MIN_ELEMENTS,),
+            FENCE_SHAPE,
         ],
-        output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, TOKEN_DTYPE],
+        output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, FENCE_DTYPE],
     )
     if dispatch.splits is not None:
         heads = min(shape.num_heads, 8)  # a few simdgroups a threadgroup: they share nothing
@@ -171,19 +170,19 @@ def _launch(
             output_shapes=[out_shape],
             output_dtypes=[queries.dtype],
         )
-    return out, token
+    return out, fence
 
 
 def _parts(head_size: int) -> int:
-    """Simdgroups that share a row's head: 128 elements of it, or a little more, fit registers.
+    """Simdgroups that share a row's head: registers hold 128 elements of it, or a little more.
 
-    With tile_rows of the shape a threadgroup has 256 threads at most.
+    For tiles of AttentionShape.tile_rows, a threadgroup then has 256 threads at most.
     """
     return 1 if head_size <= 128 else 2 if head_size <= 256 else 4
 
 
 def _keys(head_size: int, item_size: int) -> int:
-    """Rows of K or V staged at once: with padding and scores within 32 KB of threadgroup memory."""
+    """Rows of K or V staged at once, which fit 32 KB of threadgroup memory with their scores."""
     if head_size <= 128:
         return 32
     return 16 if head_size <= 256 or item_size == 2 else 8
@@ -191,7 +190,7 @@ def _keys(head_size: int, item_size: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _scoring(scale: float, softcap: float | None) -> mx.array:
-    """Scoring of shared/attention.metal."""
+    """[8] float32: the struct Scoring of shared/attention.metal, padded."""
     if softcap is None:
         return mx.array([scale * _LOG2_E, *[0.0] * 7], mx.float32)
     return mx.array([scale / softcap, softcap * _LOG2_E, *[0.0] * 6], mx.float32)
@@ -203,7 +202,7 @@ def _no_sinks(num_heads: int) -> mx.array:
 
 
 def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str | None:
-    """Why the kernels do not serve such layers; None where they do.
+    """The reason why the kernels do not serve such layers; None if they do.
 
     Args:
         shape: of the layers' attention.

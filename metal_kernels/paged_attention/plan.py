@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which threadgroup works on what: once a step, for all layers of one shape and window."""
+"""Divides a step's rows among threadgroups: once a step, for all layers of one shape and window."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import MOST_WORK
 
 # Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
@@ -19,14 +20,14 @@ _SHORTEST_SPLIT = 256
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
 
-#: Fewer rows of a tile count as so many: they wait for K and V. In float16 MOST_WORK is 17 GB of
-#: them then, 0.4 s at 40 GB/s of an M1's 68.
+#: A tile of fewer rows counts as one of so many, for its time goes into loading K and V. MOST_WORK
+#: is then 17 GB of float16 K and V: 0.4 s at 40 of the 68 GB/s of an M1.
 _LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one layer's attention."""
+    """Heads and head sizes of one layer's attention."""
 
     num_heads: int  # H
     num_kv_heads: int  # Hkv
@@ -66,8 +67,8 @@ class AttentionShape:
 class Tiles:
     """Sizes of tiles that a plan may choose from, in packed rows, ascending.
 
-    The one list of what is launched: plans choose from it, the self-check tries each of it, and
-    each of it is compiled before a model serves.
+    Plans choose from it and from nothing else. The self-check tries each, and each is compiled
+    before a model serves.
     """
 
     decode: tuple[int, ...]
@@ -77,7 +78,7 @@ class Tiles:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def of(shape: AttentionShape, window: int | None = None) -> Tiles:
-        """All that rows of such layers may need."""
+        """All sizes that rows of such layers may need."""
         decode, prefill = set(), set()
         for packed in range(
             shape.group, shape.decode_rows + shape.tile_rows + shape.group, shape.group
@@ -87,12 +88,12 @@ class Tiles:
                 decode.add(rows)
             else:
                 prefill.add(min(shape.tile_rows, max(8, rows)))
-        longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # that a tile may see
+        longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # keys that a tile may see
         split = longest > _SHORTEST_SPLIT and shape.num_kv_heads <= _BUSY // 2
         return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), split)
 
     def only(self, decode: bool, rows: int) -> Tiles:
-        """One of them, which then serves all rows."""
+        """This size alone, which then serves all rows."""
         return Tiles((rows,) if decode else (), () if decode else (rows,), self.split)
 
 
@@ -120,7 +121,7 @@ class AttentionPlan:
     num_tokens: int  # T
     dispatches: tuple[Dispatch, ...]
     block_tables: mx.array  # [R, at least 8] int32
-    order: mx.array | None  # [T] int32, place of row t in the dispatches' outputs; None: as it is
+    order: mx.array | None  # [T] int32, place of row t in the dispatches' outputs; None: t
 
     @property
     def work(self) -> int:
@@ -151,7 +152,7 @@ def plan(
     tiles = tiles or Tiles.of(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     first_positions = seq_lens - query_lens
-    step = _Step(
+    batch = _Batch(
         query_start_loc, seq_lens, query_lens, first_positions, shape, window or _NO_WINDOW
     )
     packed = query_lens * shape.group
@@ -165,17 +166,17 @@ def plan(
     for decode, members in kinds:
         sizes, most = tiles.decode if decode else tiles.prefill, packed[members].max()
         rows = next((size for size in sizes if size >= most), sizes[-1])
-        for piece in step.pieces(members, rows, most_work):
-            dispatches.append(_dispatch(decode, rows, step, piece, tiles.split))
+        for piece in batch.pieces(members, rows, most_work):
+            dispatches.append(_dispatch(decode, rows, batch, piece, tiles.split))
             pieces.append(piece)
-    table = np.zeros((len(seq_lens), max(block_tables.shape[1], 8)), np.int32)
+    table = np.zeros((len(seq_lens), max(block_tables.shape[1], MIN_ELEMENTS)), np.int32)
     table[:, : block_tables.shape[1]] = block_tables
     return AttentionPlan(
         shape=shape,
         num_tokens=int(query_start_loc[-1]),
         dispatches=tuple(dispatches),
         block_tables=mx.array(table),
-        order=_order(step, pieces) if len(kinds) > 1 else None,
+        order=_order(batch, pieces) if len(kinds) > 1 else None,
     )
 
 
@@ -186,9 +187,10 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
     """
     kinds = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
     for decode, rows in kinds:
-        # What a tile holds; one of few rows may reach into a second query row, and see a key more.
+        # Query rows that fill a tile. A tile of less than one query row may reach into the next,
+        # and so see one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
-        # A window's first key is rounded down to a strip, so that one of four contexts is longest.
+        # A window's first key is rounded down to a strip: one of four contexts is longest.
         lengths = [queries[0]] + (
             [2 * _SHORTEST_SPLIT + k for k in range(_STRIP)] if tiles.split else []
         )
@@ -221,18 +223,18 @@ def _decoded(packed: np.ndarray, tiles: Tiles) -> np.ndarray:
         return np.full(len(packed), bool(tiles.decode))
     decodes = packed <= tiles.decode[-1]
     if packed.max() <= tiles.prefill[-1] and not decodes.all():
-        decodes[:] = False  # one dispatch for a step of verify windows, whatever their lengths
+        decodes[:] = False  # one dispatch where requests verify drafts, however many
     return decodes
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where each of consecutive runs of such lengths begins."""
+    """First index of each run, where runs of such lengths follow each other."""
     return np.cumsum(counts) - counts
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Rows of P requests, or parts of them, in the order of the output; each begins a tile."""
+    """P runs of rows, each of one request, in the order of the output; each begins a tile."""
 
     request: np.ndarray  # [P]
     first_row: np.ndarray  # [P] of the request's rows in this step
@@ -240,8 +242,8 @@ class _Pieces:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step's requests."""
+class _Batch:
+    """A step's R requests, and the layers' shape and window."""
 
     query_start_loc: np.ndarray  # [R + 1]
     seq_lens: np.ndarray  # [R]
@@ -251,15 +253,14 @@ class _Step:
     window: int
 
     def packed_step(self, rows: int) -> int:
-        """Packed rows from one tile to the next: whole query rows where a tile can hold one, so
-        that it ends on a row's last visible key."""
+        """Packed rows from one tile to the next: whole query rows, where a tile can hold one."""
         return rows // self.shape.group * self.shape.group or rows
 
     def pieces(self, members: np.ndarray, rows: int, most_work: int) -> Iterator[_Pieces]:
-        """The requests `members`, in tiles of `rows`: by dispatches of at most `most_work`."""
+        """Cuts requests `members`, in tiles of `rows`, into dispatches of up to `most_work`."""
         group, step = self.shape.group, self.packed_step(rows)
         lens = self.query_lens[members]
-        # Of a tile, at most: it spans step / group query rows, or two, and begins at a strip.
+        # The most keys of a tile: it spans step / group query rows, or two, and begins at a strip.
         seen = self.window + max(step // group, 2) + _STRIP - 2
         num_tiles = int(lens.sum()) * group // step + len(lens)  # at most
         if num_tiles * self.shape.work(rows, min(seen, int(self.seq_lens.max()))) <= most_work:
@@ -277,9 +278,9 @@ class _Step:
             yield _Pieces(members[owner[piece]], first[piece], num_rows[piece])
 
 
-def _order(step: _Step, pieces: Sequence[_Pieces]) -> mx.array | None:
-    """[T] int32, place of row t in the outputs of such dispatches; None: as it is."""
-    first = np.concatenate([step.query_start_loc[x.request] + x.first_row for x in pieces])
+def _order(batch: _Batch, pieces: Sequence[_Pieces]) -> mx.array | None:
+    """[T] int32, place of row t in the outputs of these dispatches; None: rows keep their order."""
+    first = np.concatenate([batch.query_start_loc[x.request] + x.first_row for x in pieces])
     lens = np.concatenate([x.num_rows for x in pieces])
     places = np.arange(lens.sum(), dtype=np.int32)
     written = np.repeat(first - _starts(lens), lens) + places  # batch row of each output row
@@ -291,7 +292,7 @@ def _order(step: _Step, pieces: Sequence[_Pieces]) -> mx.array | None:
 
 
 def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
-    """Runs of neighbours whose work adds up to `most` at most; one that has more is alone."""
+    """Cuts `work` into runs that add up to `most` at most; an element above `most` is alone."""
     ends, start = np.cumsum(work), 0
     while start < len(work):
         before = ends[start] - work[start]
@@ -300,12 +301,12 @@ def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
         start = stop
 
 
-def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: bool) -> Dispatch:
-    """The launch that serves `pieces`, by tiles of `rows`."""
-    shape, group, stride = step.shape, step.shape.group, step.packed_step(rows)
+def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split: bool) -> Dispatch:
+    """The dispatch that serves `pieces`, in tiles of `rows`."""
+    shape, group, stride = batch.shape, batch.shape.group, batch.packed_step(rows)
     packed = pieces.num_rows * group
     num_rows = int(pieces.num_rows.sum())
-    first_position = step.first_positions[pieces.request]
+    first_position = batch.first_positions[pieces.request]
 
     per_piece = -(-packed // stride)
     owner = np.repeat(np.arange(len(packed)), per_piece)
@@ -313,7 +314,7 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
     count = np.minimum(stride, packed[owner] - in_piece)
     begin_packed = pieces.first_row[owner] * group + in_piece
     first = first_position[owner]
-    oldest = first + begin_packed // group - step.window + 1
+    oldest = first + begin_packed // group - batch.window + 1
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
     end = first + (begin_packed + count - 1) // group + 1
 
@@ -332,17 +333,17 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
     tiles[:, 3] = split_begin
     tiles[:, 4] = np.minimum(end[tile], split_begin + length)
     tiles[:, 5] = split
-    # The longest first: what is started last then ends soonest.
+    # The longest first, so that no long one is left for the end.
     tiles = tiles[np.argsort(tiles[:, 3] - tiles[:, 4], kind="stable")]
 
-    requests = np.zeros((max(len(step.seq_lens), 2), 4), np.int32)
-    requests[pieces.request, 0] = step.query_start_loc[pieces.request]
-    # Of the request's first row, which may belong to a dispatch before: less than zero then.
+    requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
+    requests[pieces.request, 0] = batch.query_start_loc[pieces.request]
+    # The output row of the request's first row; negative where a dispatch before this one has it.
     requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
     requests[pieces.request, 2] = first_position
-    bounds = np.zeros(8, np.int32)
-    bounds[:2] = step.window, num_rows
-    splits = np.ones(max(num_rows, 8), np.int32)
+    bounds = np.zeros(MIN_ELEMENTS, np.int32)
+    bounds[:2] = batch.window, num_rows
+    splits = np.ones(max(num_rows, MIN_ELEMENTS), np.int32)
     splits[:num_rows] = np.repeat(of_piece, pieces.num_rows)
     return Dispatch(
         decode=decode,
@@ -359,7 +360,7 @@ def _dispatch(decode: bool, rows: int, step: _Step, pieces: _Pieces, may_split: 
 
 
 def _split_length(lengths: np.ndarray, num_kv_heads: int, may_split: bool) -> int:
-    """Keys of a part: the context is split only as far as threadgroups are lacking."""
+    """Keys of a part. Contexts are split only until there are threadgroups enough to fill a GPU."""
     wanted = max(1, _BUSY // (len(lengths) * num_kv_heads)) if may_split else 1
     length = -(-int(lengths.max()) // wanted)
     return max(_SHORTEST_SPLIT, -(-length // 64) * 64)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for many packed rows: prefill, long verify windows, and latent (MLA) attention.
+// Attention for many packed rows: prefill, many drafts to verify, and latent (MLA) attention.
 //
 // A threadgroup takes one tile and one K/V head, ROW_GROUPS * 8 packed rows. It stages KEYS rows of
 // K, then of V, in threadgroup memory, decoded, each row loaded once for all its query rows. A
@@ -134,7 +134,7 @@ inline void prefill(
     const Context context(
         pool_shape, kv_head, block_tables + ulong(tile.request) * uint(tables_shape[1]));
     for (int base = tile.begin; base < end; base += KEYS) {
-        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // V of before is done with
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the last V
         stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
             key_pool, key_scales, context, D, base, end, thread_index, tile_memory);
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -206,7 +206,7 @@ inline void prefill(
         }
 
         if (!LATENT) {
-            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // K is done with
+            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read K
             stage<T, C, DV, KEYS, STRIDE, THREADS, SCALED>(
                 value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
             metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -250,6 +250,6 @@ prefill<T, C, O, D, DV, ROW_GROUPS, SPLIT, KEYS, SCALED, LATENT, PARTIAL>(
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
     for (int i = 0; i < 8; i++) {
-        token[i] = after[0];
+        fence[i] = after[0];
     }
 }

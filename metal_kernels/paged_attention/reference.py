@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same in plain MLX operations: plan() once a step from the batch's shapes, run() once a layer.
+"""Paged attention in MLX's operations: plan() once a step, run() once a layer.
 
-It serves the CPU device and whatever the kernels do not, and is what they are checked against on
-the user's machine. Requests of like shape form a *bucket*; a bucket's context is gathered from the
-pool by one indexed read, this step's K/V are laid over it, and one batched attention call serves
-all of the bucket's rows. Python work per layer is O(buckets), never O(requests).
+It serves the CPU device and layers that the kernels do not, and the self-check compares the kernels
+with it on the user's machine. Requests of like shape form a *bucket*: one indexed read gathers the
+bucket's context from the pool, this step's K/V are laid over it, and one batched attention call
+serves all of the bucket's rows. Python work per layer is O(buckets), never O(requests).
 """
 
 import functools
@@ -20,9 +20,9 @@ from metal_kernels.pace import Pace
 
 _LOG2_E = math.log2(math.e)
 
-#: What one attention call may hold, so that a step's memory does not grow with the context: scores
-#: of a head, and gathered slots. Where one request needs more it gets a call of its own, with no
-#: fewer than MIN_ROWS rows: its context is gathered anew for each, at the cost of a few rows.
+#: The most scores of a head, and the most gathered slots, of one attention call: a step's memory
+#: does not grow with the context. A request that needs more gets calls of its own, of MIN_ROWS rows
+#: or more each; every call gathers the context anew, which costs as much as a few rows.
 MAX_SCORES = 2**20
 MAX_GATHERED = 2**15
 MIN_ROWS = 64
@@ -47,7 +47,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class BucketPlan:
     """How one step's rows attend, for all layers that share a block table and a window."""
 
     num_tokens: int  # T
@@ -62,7 +62,7 @@ def plan(
     slot_mapping: np.ndarray,
     block_size: int,
     window: int | None = None,
-) -> AttentionPlan:
+) -> BucketPlan:
     """Groups R requests into buckets of like shape.
 
     A bucket holds requests whose query and context lengths round up to the same power of two, so
@@ -97,7 +97,7 @@ def plan(
         base += queries.rows.size
         buckets.append(bucket)
     natural = base == num_tokens and _is_range(order, num_tokens)
-    return AttentionPlan(num_tokens, tuple(buckets), None if natural else mx.array(order))
+    return BucketPlan(num_tokens, tuple(buckets), None if natural else mx.array(order))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Writes:
 def _in_pieces(
     query_start_loc: np.ndarray, seq_lens: np.ndarray, block_tables: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Takes the rows of a request that would have more than MAX_SCORES apart, as requests."""
+    """Cuts a request whose rows would have more than MAX_SCORES into several."""
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
     context = seq_lens if window is None else np.minimum(seq_lens, window + ends - starts)
     rows = np.maximum(MAX_SCORES // context, MIN_ROWS)
@@ -148,7 +148,7 @@ def _in_pieces(
 
 
 def _alike(shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of requests of like shape, of as many as one call may hold when padded alike."""
+    """Indices of requests of like shape, in groups that one call may hold when padded alike."""
     for shape in np.unique(shapes):
         members = np.flatnonzero(shapes == shape)
         q, s = int(query_lens[members].max()), int(context[members].max())
@@ -208,7 +208,7 @@ def _bucket(
 
 
 def run(
-    plan: AttentionPlan,
+    plan: BucketPlan,
     queries: mx.array,
     keys: mx.array | None,
     values: mx.array | None,
@@ -227,18 +227,18 @@ def run(
     Args:
         plan: of this step, for this layer's block table and window.
         queries: [T, H, D].
-        keys: [T, Hkv, D], this step's, which the pool need not hold yet; None: it does.
+        keys: [T, Hkv, D], of this step; None: the pool holds them already.
         values: [T, Hkv, DV], likewise.
         key_pool: [Hkv, B, block_size, D], of the dtype of `queries`, uint8 (fp8 e4m3) or int8.
         value_pool: [Hkv, B, block_size, DV], likewise.
         scale: factor on the scores.
         sinks: [H], a learned logit per head that takes part in the softmax only.
         softcap: scores become softcap * tanh(score / softcap).
-        fused: MLX's fused attention or plain operations; None: what is faster on this device. The
-            fused one has no cap.
+        fused: whether by MLX's fused attention, which has no soft cap, or by plain operations;
+            None: whichever is faster on this device.
         key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
-        pace: ends command buffers between calls that take long; None: none does.
+        pace: ends command buffers between calls that take long; None: MLX alone ends them.
 
     Returns:
         [T, H, DV], the dtype of `queries`.
@@ -319,7 +319,7 @@ def _attend_grouped(
     sinks: mx.array | None,
     softcap: float | None,
 ) -> mx.array:
-    """The same by plain operations, all query heads of a K/V head in one matrix product.
+    """_attend_fused by plain operations: all query heads of a K/V head in one matrix product.
 
     On MLX's CPU backend four to eight times faster than the fused call: that one repeats K and V
     for every query head, and takes exp at 19 ns an element where a power of two takes 6.

@@ -4,8 +4,9 @@
     python -m metal_kernels.selfcheck < request.json
 
 Reads {"cases": [...], "done": [...]}, where `done` has the outcomes of processes before this one.
-Prints a JSON object a line: {"case": index, "running": kernel, "rows": of a tile or null} before
-each check, so that whoever has to end this process knows why, and its outcome after it.
+Prints one JSON object a line. Before each check: {"case": index, "running": kernel, "rows": of a
+tile or null}, which tells a parent that must kill this process which check hung. After it: the
+outcome.
 """
 
 import argparse
@@ -25,9 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     args = parser.parse_args()
     if args.interpret:
-        import metal_interpreter
-
-        kernel.use(metal_interpreter.metal_kernel)
+        kernel.use(kernel.interpreter())
         mx.set_default_device(mx.cpu)  # the references too, where there is a GPU
     request = json.load(sys.stdin)
     outcomes = [Outcome.from_json(fields) for fields in request["done"]]

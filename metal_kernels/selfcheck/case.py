@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked, and how it fared; both travel between processes as JSON."""
+"""Cases to check and their outcomes; both travel between processes as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from metal_kernels.paged_attention import AttentionShape
 
-#: In the order they are checked: each leans on kv_write.
+#: In the order they are checked. All others read what kv_write wrote.
 KERNELS = ("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce")
 _DTYPES = ("dtype", "cache_dtype")
 
@@ -55,7 +55,7 @@ class Case:
 
 
 class Check(NamedTuple):
-    """One kernel of a case; of those that work in tiles, one size."""
+    """One kernel of a case; for a kernel that works in tiles, one size of tile."""
 
     kernel: str  # of KERNELS
     rows: int | None = None  # packed rows of a tile; None: the kernel has none
@@ -66,7 +66,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one kernel, or one size of its tiles, fared in one case."""
+    """The result of one check of one case."""
 
     kernel: str
     case: Case
@@ -76,7 +76,7 @@ class Outcome:
     tolerance: float | None = None  # that element's; both None where nothing was computed
     seconds: float = 0.0  # compiling included
     rows: int | None = None  # packed rows of the tile that was checked; None: the kernel has none
-    log: str = ""  # all of a message whose one line `detail` is, such as a compiler's
+    log: str = ""  # an exception's whole message, of which `detail` is a line
 
     @property
     def check(self) -> Check:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to check of a case, how it fared, and what may serve after that."""
+"""Which checks a case needs, their outcomes, and which tiles may serve after them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case, Check, Outcome
 from metal_kernels.selfcheck.findings import findings
 
-#: Of one layer each; two layers make an engine's step. Sizes of a kernel's tiles share them.
+#: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.
 STEPS = 40
 _FEWEST = 12
 
@@ -24,7 +24,7 @@ def check(case: Case, num_steps: int = STEPS) -> list[Outcome]:
 
 
 def checks(case: Case) -> list[Check]:
-    """What there is to check, in order: a kernel leans on those before it."""
+    """The checks of a case in order: a kernel relies on those before it."""
     sizes = Tiles.of(case.shape, case.window)
     found = []
     for kernel in KERNELS:
@@ -38,15 +38,15 @@ def checks(case: Case) -> list[Check]:
 
 
 def in_use(case: Case) -> list[str]:
-    """Kernels that the case asks for and that attention of its shape launches at all."""
+    """The kernels of `case.kernels` that layers of its shape ever launch."""
     return list(dict.fromkeys(check.kernel for check in checks(case)))
 
 
 def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
-    """The first that has no outcome yet; None: there is no more to learn.
+    """The first check without an outcome; None: all that can be checked is.
 
-    Nothing comes after a kv_write that failed: all else would fail for its sake. `reduce` joins
-    what other kernels leave, so it waits for one that works.
+    Where kv_write failed, nothing else is checked, as it would fail for that reason. `reduce` joins
+    the results of decode or prefill, so it is checked only if one of their tiles passed.
     """
     ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
     if ours.get(Check("kv_write"), True) is False:
@@ -61,7 +61,7 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
 
 
 def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
-    """Tiles that passed; contexts may be split if `reduce` passed, too."""
+    """The tiles that passed. Contexts may be split if `reduce` passed."""
     passed = {outcome.check for outcome in outcomes if outcome.case == case and outcome.ok}
     sizes = Tiles.of(case.shape, case.window)
     return Tiles(
@@ -74,13 +74,13 @@ def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
 def check_kernel(
     case: Case, check: Check, num_steps: int = STEPS, tiles: Tiles | None = None
 ) -> Outcome:
-    """One check; kv_write is taken to be right.
+    """Runs one check. Checks of other kernels take kv_write to be right.
 
     Args:
         case: of the layer.
         check: of checks(case).
-        num_steps: how many are played.
-        tiles: that `reduce` may lean on; None: all.
+        num_steps: steps to play.
+        tiles: that passed, for `reduce` to use; None: all.
     """
     start = time.perf_counter()
     every = Tiles.of(case.shape, case.window)
@@ -94,7 +94,7 @@ def check_kernel(
         worst = max(found, key=lambda finding: finding.share)
         error, tolerance = worst.error, worst.tolerance
         detail = "" if worst.share <= 1 else worst.detail
-    except Exception as failure:  # whatever a compiler or a driver raises is this check's result
+    except Exception as failure:  # a compiler's or a driver's error is this check's outcome
         detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(

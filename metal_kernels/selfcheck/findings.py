@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays the same steps by the references and compares."""
+"""Compares what the kernels computed with what the references compute in the same steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.layout import RaggedLayout
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.paged_attention import reference as attention_reference
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.play import LAYERS, moves, play, score_scale
-from metal_kernels.selfcheck.steps import Layout, Step, contents, steps
+from metal_kernels.selfcheck.steps import Step, contents, steps
 
 _FLOAT_EPS = 2.0**-23
 _LARGEST = float(np.finfo(np.float32).max)  # for NaN and infinity, which JSON has not
@@ -28,7 +29,7 @@ _POOL_AXES = ("head", "block", "offset", "element")
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison's element that comes nearest to its tolerance, or goes furthest past it."""
+    """The element of one comparison whose error is the largest share of its tolerance."""
 
     error: float
     tolerance: float
@@ -36,21 +37,22 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Of the tolerance; above 1 is wrong."""
+        """The error as a share of the tolerance; above 1 the kernel is wrong."""
         return float(_share(np.array(self.error), np.array(self.tolerance)))
 
 
 def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator[Finding]:
+    """Plays `num_steps` steps by the kernels; yields a finding for each array compared."""
     kernel = check.kernel
     played = steps(case, kernel, num_steps)
     results, pool = play(case, check, played, tiles)
     with mx.stream(mx.cpu):  # where MLX's own arithmetic is plain float32 on every machine
-        wanted = contents(case, len(played[0].layout.blocks))
+        wanted = contents(case, len(played[0].blocks_np))
         for index, (step, found) in enumerate(zip(played, results, strict=True)):
-            slots = mx.array(step.layout.slot_mapping)
+            slots = mx.array(step.layout.slot_mapping_np)
             wanted = write_reference.write(step.keys, step.values, slots, *wanted)
             if kernel == "kv_blocks":
-                wanted = _moved(wanted, step.layout)
+                wanted = _moved(wanted, step)
             mx.eval([array for array in wanted if array is not None])
             where = f"step {index // LAYERS}, layer {index % LAYERS}: "
             if kernel == "kv_gather":
@@ -60,8 +62,8 @@ def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator
         yield from _compare_pools(case, pool, wanted)
 
 
-def _moved(pools: Pools, layout: Layout) -> Pools:
-    sources, targets, cleared = moves(layout)
+def _moved(pools: Pools, step: Step) -> Pools:
+    sources, targets, cleared = moves(step)
 
     def after(array: mx.array) -> mx.array:
         return blocks_reference.zero(blocks_reference.copy([array], sources, targets), cleared)[0]
@@ -71,10 +73,10 @@ def _moved(pools: Pools, layout: Layout) -> Pools:
 
 
 def _compare_contexts(
-    where: str, case: Case, layout: Layout, found: list[mx.array], wanted: Pools
+    where: str, case: Case, layout: RaggedLayout, found: list[mx.array], wanted: Pools
 ) -> Iterator[Finding]:
-    """Exact, but for a scale of the cache whose division was not rounded to nearest."""
-    table = mx.array(layout.block_tables)
+    """Contexts must be exact; where the cache has scales, within two float32 roundings."""
+    table = mx.array(layout.block_tables_np)
     for index, array in enumerate(found):
         pool, scales = wanted[index], wanted[2 + index]
         assert pool is not None  # found what there is
@@ -86,11 +88,11 @@ def _compare_contexts(
 def _compare_attention(
     where: str, case: Case, step: Step, found: mx.array, pools: Pools
 ) -> Finding:
-    """Tolerance: one unit in the last place of the output's dtype, and what float32 makes of it.
+    """Tolerance: one unit in the last place of the output's dtype, and float32's rounding errors.
 
-    Of the latter: a score sums D products of about 1/sqrt(D), whose roundings add up to some
-    sqrt(D) eps at worst; exp2 and the division add a few eps, tanh one for each unit of its cap.
-    That is the relative error of a weight, and so of numerator and denominator of a mean of V.
+    A score is a sum of D products of about 1/sqrt(D). Their roundings add up to some sqrt(D) eps at
+    worst; exp2 and the division add a few eps, tanh adds one for each unit of its cap. That is the
+    relative error of a weight, and so of the numerator and the denominator of a mean of V.
     """
     layout = step.layout
     keys = gather_reference.decode(pools.keys, pools.key_scales)
@@ -99,11 +101,11 @@ def _compare_attention(
     else:
         values = gather_reference.decode(pools.values, pools.value_scales)
     plan = attention_reference.plan(
-        layout.query_start_loc,
-        layout.seq_lens,
-        layout.block_tables,
-        layout.slot_mapping,
-        case.block_size,
+        layout.query_start_loc_np,
+        layout.seq_lens_np,
+        layout.block_tables_np,
+        layout.slot_mapping_np,
+        layout.block_size,
         case.window,
     )
     expected = attention_reference.run(
@@ -126,10 +128,12 @@ def _compare_attention(
 
 
 def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]:
-    """Values are exact; a code or a scale may be off by one, where a quotient is close to a tie.
+    """A pool of values must be exact. In a pool of codes, quotients close to a tie may round apart.
 
-    So may the choice of a row's scale in fp8: either value lies within half a step of the element,
-    1/16 of itself or half a subnormal, whose size a scale may be short of twice of.
+    int8: a code may differ by one and a scale by its last bit, so a value by a little over a scale.
+    fp8: kernel and reference may also choose different scales for a row. Each stores a value within
+    half a step of the element, which is 1/16 of it, or 2^-10 scales if subnormal. So the two differ
+    by 1/8 of the value or, as one scale may be almost twice the other, by 2^-8 scales.
     """
     for part, index in (("K", 0), ("V", 1)):
         elements, pool, scales = found[index], wanted[index], wanted[2 + index]

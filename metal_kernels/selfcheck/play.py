@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays steps by the kernels, each queued while the one before it runs."""
+"""Runs the kernels of an engine's steps; each step is queued while the one before it runs."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import Case, Check
-from metal_kernels.selfcheck.steps import Layout, Step, contents
+from metal_kernels.selfcheck.steps import Step, contents
 
-LAYERS = 2  # of a step; they share the pool, so that reads and writes also meet within a step
-_LOAD = 1024  # rows of the matrix product beside each step, some 1 ms of a GPU
+LAYERS = (
+    2  # of a step; they share the pool, so that reads and writes follow each other within a step
+)
+_LOAD = 1024  # rows of the matrix product that runs beside each step, some 1 ms of a GPU
 
 
 class _Pool:
-    """K/V as an engine keeps them: arrays that stay, and tokens that put their uses in order."""
+    """K/V as an engine keeps them: arrays that stay, and fences that order writes and reads."""
 
     def __init__(self, case: Case, num_blocks: int, tiles: Iterator[Tiles]) -> None:
         self.case = case
         self.tiles = tiles  # of each attention
         self.arrays = contents(case, num_blocks)
-        self.tokens: Sequence[mx.array] = ()
+        self.fences: Sequence[mx.array] = ()
 
     def write(self, step: Step) -> mx.array:
         keys, values, key_scales, value_scales = self.arrays
-        slots = mx.array(step.layout.slot_mapping)
-        token = kv_write.write(
+        slots = mx.array(step.layout.slot_mapping_np)
+        fence = kv_write.write(
             step.keys,
             step.values,
             slots,
             keys,
             values,
-            after=self.tokens,
+            after=self.fences,
             key_scales=key_scales,
             value_scales=value_scales,
         )
-        self.tokens = [token]
-        return token
+        self.fences = [fence]
+        return fence
 
 
 def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
@@ -53,28 +55,28 @@ def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def _gather(pool: _Pool, step: Step) -> list[mx.array]:
-    table, written = mx.array(step.layout.block_tables), pool.write(step)
+    table, written = mx.array(step.layout.block_tables_np), pool.write(step)
     keys, values, key_scales, value_scales = pool.arrays
     gather = functools.partial(kv_gather.gather, after=[written])
     contexts = [gather(keys, table, pool.case.dtype, scales=key_scales)]
     if values is not None:
         contexts.append(gather(values, table, pool.case.dtype, scales=value_scales))
-    pool.tokens = [token for _, token in contexts]
+    pool.fences = [fence for _, fence in contexts]
     return [context for context, _ in contexts]
 
 
 def _move_blocks(pool: _Pool, step: Step) -> list[mx.array]:
     written = pool.write(step)
     arrays = [array for array in pool.arrays if array is not None]
-    sources, targets, cleared = moves(step.layout)
+    sources, targets, cleared = moves(step)
     copied = kv_blocks.copy(arrays, sources, targets, after=[written])
-    pool.tokens = [kv_blocks.zero(arrays, cleared, after=[copied])]
+    pool.fences = [kv_blocks.zero(arrays, cleared, after=[copied])]
     return []
 
 
-def moves(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def moves(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Blocks to copy, where to, and one to clear."""
-    return layout.blocks[:2], layout.blocks[2:4], layout.blocks[4:5]
+    return step.blocks_np[:2], step.blocks_np[2:4], step.blocks_np[4:5]
 
 
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:
@@ -82,14 +84,14 @@ def _attend(pool: _Pool, step: Step) -> list[mx.array]:
     keys, values, key_scales, value_scales = pool.arrays
     layout = step.layout
     plan = paged_attention.plan(
-        layout.query_start_loc,
-        layout.seq_lens,
-        layout.block_tables,
+        layout.query_start_loc_np,
+        layout.seq_lens_np,
+        layout.block_tables_np,
         pool.case.shape,
         pool.case.window,
         next(pool.tiles),
     )
-    out, pool.tokens = paged_attention.run(
+    out, pool.fences = paged_attention.run(
         plan,
         step.queries,
         keys,
@@ -119,9 +121,9 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 
 
 def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
-    """One size at a time, so that each pipeline has its turn: the one checked, or for `reduce` all.
+    """For each attention, tiles of one size: the one checked, or for `reduce` each size in turn.
 
-    Contexts are split for `reduce` alone, so that its failure is nobody else's.
+    Contexts are split for `reduce` alone: where it fails, no other check does.
     """
     if check.kernel == "reduce":
         sizes = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
@@ -135,15 +137,15 @@ def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
 def play(
     case: Case, check: Check, played: Sequence[Step], tiles: Tiles
 ) -> tuple[list[list[mx.array]], Pools]:
-    """What each step reads, and the pool at the end. A step is queued while the last one runs."""
-    pool = _Pool(case, len(played[0].layout.blocks), _tiles(check, tiles))
+    """Arrays that each step read, and the pool after the last one."""
+    pool = _Pool(case, len(played[0].blocks_np), _tiles(check, tiles))
     load = mx.zeros((_LOAD, _LOAD) if mx.default_device() == mx.Device(mx.gpu) else (1, 1))
     results: list[list[mx.array]] = []
     waiting: list[mx.array] = []
     for first in range(0, len(played), LAYERS):
         reads = [_USES[check.kernel](pool, step) for step in played[first : first + LAYERS]]
-        load = load @ load  # keeps the device busy, so that dispatches get in each other's way
-        queued = [load, *pool.tokens, *(array for read in reads for array in read)]
+        load = load @ load  # keeps the device busy, so that dispatches overlap
+        queued = [load, *pool.fences, *(array for read in reads for array in read)]
         mx.async_eval(queued)
         mx.eval(waiting)
         waiting = queued

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of an engine that are played: which requests, which blocks, what contents."""
+"""The steps that are played: their requests, blocks and contents."""
 
 from __future__ import annotations
 
@@ -11,57 +11,52 @@ import numpy as np
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.layout import RaggedLayout
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case
 
-_LONG = 600  # positions: two parts at least where contexts are split, none shorter than 256
+_LONG = 600  # positions: split into two parts or more of 256 at least
 _SPARE_BLOCKS = 3
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where a step's R requests and T rows lie in the pool."""
-
-    query_start_loc: np.ndarray  # [R + 1] int32
-    seq_lens: np.ndarray  # [R] int32
-    block_tables: np.ndarray  # [R, W] int32
-    slot_mapping: np.ndarray  # [T] int32
-    blocks: np.ndarray  # [B] int32, all of the pool in the order they were handed out
-
-
-@dataclass(frozen=True)
 class Step:
-    """What one layer does in one step."""
+    """The inputs of one layer in one step."""
 
-    layout: Layout
+    layout: RaggedLayout
+    blocks_np: np.ndarray  # [B] int32, all of the pool in the order they were handed out
     queries: mx.array  # [T, H, D]
     keys: mx.array  # [T, Hkv, D]
     values: mx.array | None  # [T, Hkv, D]; None: the keys hold them
     sinks: mx.array | None  # [H]
 
 
-def layouts(case: Case, kernel: str, count: int) -> list[Layout]:
-    """Each step deals the pool's few blocks out anew, so it writes over what the last ones read.
+def layouts(case: Case, kernel: str, count: int) -> list[tuple[RaggedLayout, np.ndarray]]:
+    """Layouts of steps, each with the pool's blocks in the order they were handed out.
 
-    A request's newest rows are this step's; before them lies whatever earlier steps left there.
+    Each step hands the pool's few blocks out anew, so it writes over what the last ones read. The
+    context before a request's rows is what earlier steps left in those blocks.
     """
     rng = np.random.default_rng(KERNELS.index(kernel))
     batches = [_requests(case, kernel, index) for index in range(count)]
     most = max(sum(-(-length // case.block_size) for _, length in batch) for batch in batches)
-    return [_layout(case, batch, rng.permutation(most + _SPARE_BLOCKS)) for batch in batches]
+    dealt = [rng.permutation(most + _SPARE_BLOCKS).astype(np.int32) for _ in batches]
+    return [
+        (_layout(case, batch, blocks), blocks) for batch, blocks in zip(batches, dealt, strict=True)
+    ]
 
 
 def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
-    """Query rows and context of each request; tiles of every size come up within a few steps."""
+    """Query rows and context of each request; a few steps have tiles of every size."""
     group, block = case.shape.group, case.block_size
-    windows = range(1, max(1, case.shape.decode_rows // group) + 1)
+    verified = range(1, max(1, case.shape.decode_rows // group) + 1)  # rows that verify drafts
     chunks = [max(1, rows // group) for rows in (64, 8, 16, 32) if rows <= case.shape.tile_rows]
-    window, chunk = windows[(step + 1) % len(windows)], chunks[step % len(chunks)]
+    verify, chunk = verified[(step + 1) % len(verified)], chunks[step % len(chunks)]
     if kernel == "reduce":
-        # Each step plays one size of tiles (play.py), so each query is played by them all.
+        # Each step plays one size of tiles (play.py): a query length stays for as many steps.
         sizes = Tiles.of(case.shape, case.window)
-        queries = [*windows[:1], *chunks, *windows[1:]]
+        queries = [*verified[:1], *chunks, *verified[1:]]
         turn = step // (len(sizes.decode) + len(sizes.prefill))
         query = queries[turn % len(queries)]
         split = (query, _LONG + query + 7 * (step % 8))
@@ -70,12 +65,12 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
     if kernel == "prefill":
         if step % 4 == 3:  # a long chunk among decodes
             long = case.shape.tile_rows // group + 3
-            return [(1, 2 * block + 5), (long, long + block + 3), (window, 3 * block)]
+            return [(1, 2 * block + 5), (long, long + block + 3), (verify, 3 * block)]
         return [(chunk, chunk + 2 * block + step % block), (1, 2 * block + 1)]
-    return [(window, 2 * block + 2 + 3 * step % block), (1, 3 * block), (window, block + window)]
+    return [(verify, 2 * block + 2 + 3 * step % block), (1, 3 * block), (verify, block + verify)]
 
 
-def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> Layout:
+def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> RaggedLayout:
     query_lens, seq_lens = (np.array(part, np.int32) for part in zip(*requests, strict=True))
     counts = -(-seq_lens // case.block_size)
     tables = np.zeros((len(requests), counts.max()), np.int32)
@@ -86,17 +81,17 @@ def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> 
         positions = np.arange(length - query, length)
         block = tables[row, positions // case.block_size]
         slots.append(block * case.block_size + positions % case.block_size)
-    return Layout(
-        query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
-        seq_lens=seq_lens,
-        block_tables=tables,
-        slot_mapping=np.concatenate(slots).astype(np.int32),
-        blocks=blocks.astype(np.int32),
+    return RaggedLayout(
+        query_start_loc_np=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        seq_lens_np=seq_lens,
+        block_tables_np=tables,
+        slot_mapping_np=np.concatenate(slots).astype(np.int32),
+        block_size=case.block_size,
     )
 
 
 def contents(case: Case, num_blocks: int) -> Pools:
-    """A pool before the first step, which no other call shares memory with."""
+    """The pool before the first step, in memory of its own."""
     rng = np.random.default_rng(0)
     shape = (case.shape.num_kv_heads, num_blocks, case.block_size, case.shape.head_size)
     keys, key_scales = write_reference.encode(_rows(rng, shape, case, True), case.cache_dtype)
@@ -107,18 +102,19 @@ def contents(case: Case, num_blocks: int) -> Pools:
 
 
 def steps(case: Case, kernel: str, count: int) -> list[Step]:
-    """Rows are such that a cache of codes holds them exactly, but where the codes are the test."""
+    """Steps to play. A cache of codes holds their rows exactly, except when kv_write is checked."""
     rng = np.random.default_rng(1 + KERNELS.index(kernel))
     exact = kernel != "kv_write"
     played = []
-    for index, layout in enumerate(layouts(case, kernel, count)):
+    for index, (layout, blocks) in enumerate(layouts(case, kernel, count)):
         size = case.shape.head_size
-        rows = (len(layout.slot_mapping), case.shape.num_kv_heads, size)
+        rows = (len(layout.slot_mapping_np), case.shape.num_kv_heads, size)
         queries = (rows[0], case.shape.num_heads, size)
         sinks = mx.array(rng.normal(size=case.shape.num_heads).astype(np.float32))
         played.append(
             Step(
                 layout=layout,
+                blocks_np=blocks,
                 queries=mx.array(rng.normal(size=queries).astype(np.float32)).astype(case.dtype),
                 keys=_rows(rng, rows, case, exact),
                 values=None if case.shape.latent else _rows(rng, rows, case, exact),

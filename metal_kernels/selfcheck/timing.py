@@ -12,13 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.op_common import CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE
 from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5
-_CALLS = 20  # of a round, in one go to the device
+_CALLS = 20  # of a round, queued together
 
-#: Takes the token before it; returns its own, and what else it computes.
+#: Takes the fence of the call before; returns its own fence and its other outputs.
 Call = Callable[[mx.array], list[mx.array]]
 
 
@@ -26,7 +26,7 @@ Call = Callable[[mx.array], list[mx.array]]
 class Timing:
     """One kernel over one batch."""
 
-    name: str  # which, and of what
+    name: str  # kernel and batch
     seconds: float  # of a call: the median of rounds of calls, each after the one before
     moved: int  # bytes of K/V that it must read or write
 
@@ -51,17 +51,17 @@ def copy_bandwidth(size: int = 2**28) -> float:
 class Work:
     """One kernel over one batch, to be timed."""
 
-    name: str  # which, and of what
+    name: str  # kernel and batch
     call: Call
     moved: int  # bytes of K/V that it must read or write
 
     def measure(self) -> Timing:
-        """Times it; raises what a compiler or a driver raises."""
+        """Times it. A compiler's or a driver's error passes through."""
         return Timing(self.name, _of_call(self.call), self.moved)
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
-    """What there is to time over one layer's pool; not of latent attention.
+    """Calls to time over one layer's pool; none of latent attention.
 
     Args:
         case: of the layer.
@@ -100,7 +100,7 @@ class _Layer:
             mx.zeros(pool, SCALE_DTYPE) if coded else None for _ in range(2)
         )
         mx.eval(self._arrays())
-        #: Of one position's K, or V, for all heads.
+        #: Bytes of one position's K, or V, of all heads.
         self.row_bytes = shape.num_kv_heads * (
             shape.head_size * case.cache_dtype.size + (SCALE_DTYPE.size if coded else 0)
         )
@@ -111,8 +111,8 @@ class _Layer:
         slots = mx.arange(num_rows)
         keys_to, values_to = self._keys, self._values
         scales = (self._key_scales, self._value_scales)
-        return lambda token: [
-            kv_write.write(rows, rows, slots, keys_to, values_to, [token], *scales)
+        return lambda fence: [
+            kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
         ]
 
     def attend(self, requests: int, query: int, context: int) -> Call:
@@ -129,29 +129,29 @@ class _Layer:
         queries = mx.ones(rows, case.dtype)
         scale = case.shape.head_size**-0.5
 
-        def call(token: mx.array) -> list[mx.array]:
+        def call(fence: mx.array) -> list[mx.array]:
             out, (read, *_) = paged_attention.run(
                 plan,
                 queries,
                 self._keys,
                 self._values,
-                after=token,
+                after=fence,
                 scale=scale,
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
             )
-            return [read, out]  # the output comes later where contexts are split
+            return [read, out]  # where contexts are split, the output comes after the fence
 
         return call
 
     def gather(self, context: int) -> Call:
         table = mx.array(self._blocks[None, : -(-context // self._case.block_size)])
         keys, scales, dtype = self._keys, self._key_scales, self._case.dtype
-        return lambda token: [*reversed(kv_gather.gather(keys, table, dtype, [token], scales))]
+        return lambda fence: [*reversed(kv_gather.gather(keys, table, dtype, [fence], scales))]
 
     def copy(self, blocks: int) -> Call:
         sources, targets = self._blocks[:blocks], self._blocks[blocks : 2 * blocks]
-        return lambda token: [kv_blocks.copy(self._arrays(), sources, targets, [token])]
+        return lambda fence: [kv_blocks.copy(self._arrays(), sources, targets, [fence])]
 
     def _arrays(self) -> list[mx.array]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)
@@ -160,11 +160,11 @@ class _Layer:
 
 def _of_call(call: Call) -> float:
     def once() -> None:
-        token, results = mx.zeros(8, mx.uint32), []
+        fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
         for _ in range(_CALLS):
-            token, *others = call(token)
+            fence, *others = call(fence)
             results += others
-        mx.eval(token, results)
+        mx.eval(fence, results)
 
     return _median(once) / _CALLS
 

@@ -14,8 +14,8 @@ from vllm_metal.batch.rows import step_layout
 
 def make():
     requests = Requests(4, 128, BlockTables(1, 4, 9))
-    requests.add(new_request("long", list(range(100, 150)), ([5, 3, 8, 1],)))
-    short = requests.add(new_request("short", [7, 8, 9], ([2],)))
+    requests.add_request(new_request("long", list(range(100, 150)), ([5, 3, 8, 1],)))
+    short = requests.add_request(new_request("short", [7, 8, 9], ([2],)))
     return requests, short
 
 
@@ -33,7 +33,7 @@ def test_a_chunk_and_a_whole_prompt_in_one_ragged_batch():
     assert batch.num_output_tokens_np.tolist() == [0]
 
 
-def test_request_index_mapping_follows_the_block_table():
+def test_slot_mapping_follows_the_block_table():
     requests, _ = make()
     requests.num_computed_tokens_np[requests["long"].req_idx] = 16
     batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
@@ -58,7 +58,7 @@ def test_prompt_logprobs_are_complete_when_the_request_samples():
     requests, _ = make()
     data = new_request("wants", list(range(33)), ([2, 4, 6],))
     data.sampling_params = SamplingParams(prompt_logprobs=0)
-    req_idx = requests.add(data).req_idx
+    req_idx = requests.add_request(data).req_idx
     seen = []
     for computed in range(0, 33, 16):  # the last chunk is the last token alone
         requests.num_computed_tokens_np[req_idx] = computed

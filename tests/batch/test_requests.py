@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The persistent tables across a request's life."""
 
+from dataclasses import replace
+
 import numpy as np
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_metal.batch.requests import BlockTables, Requests
 
@@ -21,29 +23,34 @@ def new_request(req_id, prompt, block_ids, num_computed_tokens=0):
     )
 
 
+def word(**told):
+    """What the scheduler says of a step, nothing but `told`."""
+    return replace(SchedulerOutput.make_empty(), **told)
+
+
 def make():
     return Requests(2, 64, BlockTables(2, 2, 5))
 
 
 def test_a_request_is_added_advanced_and_removed():
     requests = make()
-    state = requests.add(new_request("a", [5, 6, 7], ([3], [9])))
+    state = requests.add_request(new_request("a", [5, 6, 7], ([3], [9])))
     req_idx = state.req_idx
     assert requests.token_ids_np[req_idx, :3].tolist() == [5, 6, 7]
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ["a"], [([4], [8])], [3]
-    requests.advance(cached, 0)
+    assert requests.apply(word(scheduled_cached_reqs=cached)) == ([], [])
     assert requests.num_computed_tokens_np[req_idx] == 3
     tables = [table[req_idx, :2].tolist() for table in requests.block_tables.tables_np]
     assert tables == [[3, 4], [9, 8]]
-    assert requests.remove("a") is state
-    assert requests.remove("a") is None
+    assert requests.remove_request("a") is state
+    assert requests.remove_request("a") is None
     assert len(requests) == 0
 
 
 def test_learnt_tokens_extend_what_the_host_knows():
     requests = make()
-    state = requests.add(new_request("a", [5, 6], ([1], [2])))
+    state = requests.add_request(new_request("a", [5, 6], ([1], [2])))
     outputs = state.output_token_ids
     requests.learn(state, [11])
     requests.learn(state, [12])
@@ -54,15 +61,15 @@ def test_learnt_tokens_extend_what_the_host_knows():
 
 def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
     requests = make()
-    old = requests.add(new_request("a", [5, 6], ([1], [2])))
-    assert requests.preempt("a") is old
-    new = requests.resume("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
+    old = requests.add_request(new_request("a", [5, 6], ([1], [2])))
+    assert requests.preempt_request("a") is old
+    new = requests.resume_request("a", [5, 6, 11], ([3], [4]), num_computed_tokens=0)
     requests.learn(old, [99])
     assert new.output_token_ids == [11]
     assert requests.num_known_np[new.req_idx] == 3
     assert requests.block_tables.tables_np[0][new.req_idx, 0] == 3
-    requests.remove("a")
-    other = requests.add(new_request("b", [1], ([5], [6])))
+    requests.remove_request("a")
+    other = requests.add_request(new_request("b", [1], ([5], [6])))
     requests.learn(new, [99])
     assert other.req_idx == new.req_idx and requests.num_known_np[other.req_idx] == 1
 
@@ -70,9 +77,9 @@ def test_a_token_learnt_after_resume_or_removal_goes_nowhere():
 def test_request_indices_are_given_again():
     requests = make()
     for name in ("a", "b"):
-        requests.add(new_request(name, [1], ([1], [1])))
-    requests.remove("a")
-    requests.add(new_request("c", [2, 3], ([7], [8])))
+        requests.add_request(new_request(name, [1], ([1], [1])))
+    requests.remove_request("a")
+    requests.add_request(new_request("c", [2, 3], ([7], [8])))
     req_indices = sorted(state.req_idx for state in requests)
     assert req_indices == [0, 1]
     assert np.count_nonzero(requests.num_tokens_np == 2) == 1
@@ -80,25 +87,28 @@ def test_request_indices_are_given_again():
 
 def test_a_preempted_request_leaves_its_request_index_to_others():
     requests = make()
-    preempted = requests.add(new_request("a", [5, 6], ([1], [1])))
+    preempted = requests.add_request(new_request("a", [5, 6], ([1], [1])))
     requests.learn(preempted, [7])
-    assert requests.preempt("a") is preempted
-    assert requests.preempt("a") is None and "a" not in requests
-    others = [requests.add(new_request(name, [1], ([2], [2]))) for name in ("b", "c")]
+    assert requests.preempt_request("a") is preempted
+    assert requests.preempt_request("a") is None and "a" not in requests
+    others = [requests.add_request(new_request(name, [1], ([2], [2]))) for name in ("b", "c")]
     assert sorted(state.req_idx for state in others) == [0, 1]
-    assert requests.remove("b") is others[0]
-    resumed = requests.resume("a", [5, 6, 7], ([3], [3]), num_computed_tokens=0)
+    assert requests.remove_request("b") is others[0]
+    resumed = requests.resume_request("a", [5, 6, 7], ([3], [3]), num_computed_tokens=0)
     assert resumed.req_idx == others[0].req_idx and resumed.output_token_ids == [7]
     assert requests.token_ids_np[resumed.req_idx, :3].tolist() == [5, 6, 7]
 
 
 def test_a_preempted_request_may_be_aborted():
     requests = make()
-    requests.add(new_request("a", [5, 6], ([1], [1])))
-    requests.preempt("a")
-    assert requests.remove("a") is None
+    requests.add_request(new_request("a", [5, 6], ([1], [1])))
+    requests.preempt_request("a")
+    assert requests.remove_request("a") is None
     assert len(requests) == 0
-    assert {requests.add(new_request(name, [1], ([2], [2]))).req_idx for name in "bc"} == {0, 1}
+    assert {requests.add_request(new_request(name, [1], ([2], [2]))).req_idx for name in "bc"} == {
+        0,
+        1,
+    }
 
 
 def test_prompt_logprobs_are_collected_again_until_the_scheduler_has_a_token():
@@ -106,8 +116,35 @@ def test_prompt_logprobs_are_collected_again_until_the_scheduler_has_a_token():
     data = new_request("a", [5, 6], ([1], [1]))
     data.sampling_params = SamplingParams(prompt_logprobs=0)
     for tokens, expected in (([5, 6], []), ([5, 6, 7], None)):
-        state = requests.add(data)
+        state = requests.add_request(data)
         state.prompt_logprobs = None  # as once they were handed over
-        requests.preempt("a")
-        assert requests.resume("a", tokens, ([3], [3]), 0).prompt_logprobs == expected
-        requests.remove("a")
+        requests.preempt_request("a")
+        assert requests.resume_request("a", tokens, ([3], [3]), 0).prompt_logprobs == expected
+        requests.remove_request("a")
+
+
+def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
+    requests = make()
+    ended = requests.add_request(new_request("ended", [1], ([1], [1])))
+    pushed_out = requests.add_request(new_request("pushed out", [2, 3], ([2], [2])))
+    new = [new_request(name, [4, 5, 6], ([3], [3]), 2) for name in ("first", "second")]
+    finished = {"ended", "never scheduled"}
+    told = word(finished_req_ids=finished, preempted_req_ids={"pushed out"}, scheduled_new_reqs=new)
+    left, entered = requests.apply(told)
+    assert left == [ended, pushed_out]
+    assert [state.req_id for state in entered] == ["first", "second"]
+    assert {state.req_idx for state in entered} == {ended.req_idx, pushed_out.req_idx}
+    assert requests.num_computed_tokens_np.tolist() == [2, 2]
+
+    back = CachedRequestData.make_empty()
+    back.req_ids, back.resumed_req_ids, back.num_computed_tokens = (
+        ["pushed out"],
+        {"pushed out"},
+        [1],
+    )
+    back.new_block_ids, back.all_token_ids = [([7], [8])], {"pushed out": [2, 3, 9]}
+    left, (resumed,) = requests.apply(word(finished_req_ids={"first"}, scheduled_cached_reqs=back))
+    assert [state.req_id for state in left] == ["first"]
+    assert resumed is not pushed_out and resumed.output_token_ids == [9]
+    assert requests.num_computed_tokens_np[resumed.req_idx] == 1
+    assert [table[resumed.req_idx, 0] for table in requests.block_tables.tables_np] == [7, 8]

@@ -11,25 +11,20 @@ import mlx.core as mx
 import pytest
 
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import Case, in_use
-from vllm_metal.attention.layers import AttentionLayer
+from metal_kernels.selfcheck import Case
 from vllm_metal.device import selfcheck
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
     for block_size in (16, 32)
 ]
+SERVING = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
 START = "import json, os, sys, time\nrequest = json.load(sys.stdin)\n"
 RUNNING = 'print(json.dumps({"case": 1, "running": "decode", "rows": 4}), flush=True)\n'
 GOOD = (
     "for case in request['cases']:\n"
     '    print(json.dumps({"kernel": "kv_write", "case": case, "ok": True}), flush=True)\n'
 )
-LAYERS = [
-    AttentionLayer("layers.0", 8, 2, 128, None),
-    AttentionLayer("layers.1", 8, 2, 128, 512),
-    AttentionLayer("layers.2", 8, 2, 128, None),
-]
 
 
 def child(*lines):
@@ -37,9 +32,14 @@ def child(*lines):
     return [sys.executable, "-c", "".join([START, *lines])]
 
 
+def failures(*wanted, **options) -> list[str]:
+    """Lines on the kernels that fail."""
+    return selfcheck.describe_failures(selfcheck.results(*wanted, **options))
+
+
 def test_kernels_are_checked_in_another_process(tmp_path: Path):
     command = [*selfcheck.COMMAND, "--interpret", "--steps", "4"]
-    assert selfcheck.failures(CASES, command, folder=tmp_path) == []
+    assert failures(CASES, command, folder=tmp_path) == []
 
 
 def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
@@ -47,7 +47,7 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
     write_pid = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
     command = child(GOOD, RUNNING, write_pid, "time.sleep(600)\n")
     start = time.monotonic()
-    (failure,) = selfcheck.failures(CASES, command, time_limit=1.0, folder=tmp_path)
+    (failure,) = failures(CASES, command, time_limit=1.0, folder=tmp_path)
     assert time.monotonic() - start < 10
     assert failure.startswith("decode of 4 rows (4/2 heads of 64, float16, float16 cache in blocks")
     assert "did not end within 1 s" in failure
@@ -60,7 +60,7 @@ def test_a_kernel_that_hangs_is_named_and_its_process_ended(tmp_path: Path):
     [("os.abort()\n", "signal 6"), ("sys.exit('no device')\n", "status 1: no device")],
 )
 def test_a_kernel_that_kills_its_process_is_named(tmp_path: Path, end: str, said: str):
-    (failure,) = selfcheck.failures(CASES, child(RUNNING, end), folder=tmp_path)
+    (failure,) = failures(CASES, child(RUNNING, end), folder=tmp_path)
     assert failure.startswith("decode of 4 rows (")
     assert said in failure
 
@@ -74,7 +74,7 @@ def test_all_that_a_dying_process_printed_is_kept_for_reports():
 
 def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path):
     command = [sys.executable, "-c", "raise SystemExit('no such module')"]
-    (failure,) = selfcheck.failures(CASES, command, folder=tmp_path)
+    (failure,) = failures(CASES, command, folder=tmp_path)
     assert "no such module" in failure
 
 
@@ -91,36 +91,28 @@ def test_results_are_kept_until_something_changes(tmp_path: Path, lines: tuple[s
     command, runs = counting(tmp_path, *lines)
     folder = tmp_path / "results"
 
-    def failures(cases: list[Case] = CASES) -> list[str]:
-        return selfcheck.failures(cases, command, folder=folder)
+    def found(cases: list[Case] = CASES) -> list[str]:
+        return failures(cases, command, folder=folder)
 
-    first = failures()
-    assert (failures(), runs()) == (first, 1)
-    failures(CASES[::-1])
+    first = found()
+    assert (found(), runs()) == (first, 1)
+    found(CASES[::-1])
     assert runs() == 2
     assert set(selfcheck.remembered(folder)) <= set(CASES)
     selfcheck.forget(folder)
     assert selfcheck.remembered(folder) == []
-    assert (failures(), runs()) == (first, 3)
+    assert (found(), runs()) == (first, 3)
     for path in folder.iterdir():
         path.write_text(path.read_text()[:50])  # cut off
-    assert (failures(), runs()) == (first, 4)
+    assert (found(), runs()) == (first, 4)
 
 
 def test_a_folder_that_cannot_be_written_only_means_another_check(tmp_path: Path):
     command, runs = counting(tmp_path, GOOD)
     (tmp_path / "file").touch()
     for _ in range(2):
-        assert selfcheck.failures(CASES, command, folder=tmp_path / "file" / "results") == []
+        assert failures(CASES, command, folder=tmp_path / "file" / "results") == []
     assert runs() == 2
-
-
-def test_a_models_layers_make_a_case_of_each_kind():
-    for pool_dtype in (mx.bfloat16, mx.uint8):
-        cases = selfcheck.cases(LAYERS, mx.bfloat16, pool_dtype, 16)
-        assert [case.window for case in cases] == [None, 512]
-        kinds = {(case.dtype, case.cache_dtype) for case in cases}
-        assert kinds == {(mx.bfloat16, pool_dtype)}
 
 
 REST = (
@@ -137,7 +129,7 @@ REST = (
 
 def test_what_a_crash_left_is_checked_in_another_process(tmp_path: Path):
     shape = AttentionShape(8, 1, 64, 64)  # its tiles: 8 rows to decode, 16, 32 and 64 to prefill
-    case = Case(shape, mx.float16, mx.float16, 16, window=100, kernels=selfcheck.SERVING)
+    case = Case(shape, mx.float16, mx.float16, 16, window=100, kernels=SERVING)
     command, runs = counting(tmp_path, REST)
     found = list(selfcheck.outcomes([case], command))
     assert [(str(outcome.check), outcome.ok) for outcome in found] == [
@@ -167,8 +159,3 @@ def test_results_of_another_format_are_not_read(tmp_path: Path):
         assert selfcheck.remembered(folder) == []
         selfcheck.results(CASES, command, folder=folder)
         assert runs() == before + 1
-
-
-def test_a_server_checks_all_that_it_launches():
-    case, _ = selfcheck.cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
-    assert in_use(case) == ["kv_write", "kv_blocks", "decode", "prefill", "reduce"]

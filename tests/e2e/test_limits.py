@@ -5,7 +5,7 @@ import psutil
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
 
-from vllm_metal.memory.budget import BudgetError
+from vllm_metal.memory.advice import BudgetError
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])

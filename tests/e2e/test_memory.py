@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from vllm import LLM
 
-from vllm_metal.memory.budget import BudgetError
+from vllm_metal.memory.advice import BudgetError
 from vllm_metal.sample import logit_chunks
 
 MIB = 2**20

@@ -10,13 +10,14 @@ import pytest
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import Case, Check, Outcome, check, checks
+from metal_kernels.selfcheck import Case, Check, Outcome, check, checks, in_use
 from tests.metal_kernels.doubles import Refusing
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 LAYERS = [
@@ -58,6 +59,19 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(choice.logger, "warning", lambda text, *values: said.append(text % values))
     return said
+
+
+def test_a_models_layers_make_a_case_of_each_kind():
+    for pool_dtype in (mx.bfloat16, mx.uint8):
+        cases = choice.needed_cases(LAYERS, mx.bfloat16, pool_dtype, 16)
+        assert [case.window for case in cases] == [None, 512]
+        kinds = {(case.dtype, case.cache_dtype) for case in cases}
+        assert kinds == {(mx.bfloat16, pool_dtype)}
+
+
+def test_a_server_checks_all_that_it_launches():
+    case, _ = choice.needed_cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
+    assert in_use(case) == ["kv_write", "kv_blocks", "decode", "prefill", "reduce"]
 
 
 def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
@@ -148,9 +162,10 @@ def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
         for kv_cache in kv_caches:
             kv_cache.begin_step()
             kv_cache.copy_blocks(np.array([0, 40]), np.array([46, 47]))
-            kv_cache.zero_blocks(np.array([44, 39]))
-            plan = kv_cache.plan(where, shape, None)
-            out = kv_cache.attend(plan, queries, *kv_cache.write(plan, keys, values), 0.1, None)
+            kv_cache.clear_blocks(np.array([44, 39]))
+            plan = kv_cache.plan(where, AttentionKind(shape, None))
+            kv_cache.write(plan, keys, values)
+            out = kv_cache.attend(plan, queries, 0.1, None)
             mx.eval(out)
             answers.append(np.array(out))
         np.testing.assert_allclose(*answers, atol=1e-5)

@@ -14,7 +14,8 @@ from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache import kernels
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import StepLayout
+from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
@@ -48,6 +49,7 @@ def layout(requests):
         tables,
         np.concatenate(slots).astype(np.int32),
         16,
+        pace=Pace(),
     )
 
 
@@ -65,10 +67,10 @@ def step(kv_cache, requests, seed, window=None):
 
 def attended(kv_cache, where, queries, keys, values, window=None):
     """[T, H, D]"""
-    plan = kv_cache.plan(where, SHAPE, window)
+    plan = kv_cache.plan(where, AttentionKind(SHAPE, window))
     kv_cache.begin_step()
-    fresh = kv_cache.write(plan, keys, values)
-    return np.array(kv_cache.attend(plan, queries, *fresh, 0.1, None))
+    kv_cache.write(plan, keys, values)
+    return np.array(kv_cache.attend(plan, queries, 0.1, None))
 
 
 STEPS = [
@@ -107,19 +109,19 @@ def test_queries_may_come_in_float32():
 
 
 def test_writes_and_reads_are_in_order_whatever_their_number():
-    """Two writes in a row, two reads of one, whole blocks between: by tokens alone."""
+    """Two writes in a row, two reads of one, whole blocks between: by fences alone."""
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
         kv_cache = make(KernelKVCache)
         for requests, reads in ((STEPS[0], 0), (STEPS[1], 2), (STEPS[2], 0), (STEPS[3], 1)):
             where = layout(requests)
-            plan = kv_cache.plan(where, SHAPE, None)
+            plan = kv_cache.plan(where, AttentionKind(SHAPE, None))
             rows = [mx.ones((len(where.slot_mapping_np), heads, 64)) for heads in (4, 2, 2)]
-            fresh = kv_cache.write(plan, *rows[1:])
+            kv_cache.write(plan, *rows[1:])
             for _ in range(reads):
-                kv_cache.attend(plan, rows[0], *fresh, 0.1, None)
+                kv_cache.attend(plan, rows[0], 0.1, None)
         kv_cache.copy_blocks(np.array([3]), np.array([4]))
-        kv_cache.zero_blocks(np.array([5]))
+        kv_cache.clear_blocks(np.array([5]))
         attended(kv_cache, where, *rows)
     assert sum(dispatch.name == "kv_write" for dispatch in logger.log) == 5
     assert prove_always(logger.log) == []
@@ -177,7 +179,7 @@ def test_blocks_are_copied_and_cleared(kv_cache_type, dtype):
     step(kv_cache, STEPS[0], 0)
     kv_cache.begin_step()
     before = [np.array(array.astype(mx.float32)) for array in kv_cache.arrays]
-    kv_cache.zero_blocks(np.array([5], np.int32))
+    kv_cache.clear_blocks(np.array([5], np.int32))
     kv_cache.copy_blocks(np.array([3, 1], np.int32), np.array([2, 4], np.int32))
     step(kv_cache, [([7], 0, 1)], 1)
     kv_cache.begin_step()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.kv_cache.layer_cache import StepLayout
+from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=2, head_size=4, value_size=4)
@@ -17,7 +18,7 @@ def plan_for(slots):
     count, slots = len(slots), np.asarray(slots, np.int32)
     starts, ones = np.arange(count + 1, dtype=np.int32), np.ones(count, np.int32)
     layout = StepLayout(starts, ones, slots[:, None] // 16, slots, 16)
-    return ScatterKVCache.plan(layout, SHAPE, None)
+    return ScatterKVCache.plan(layout, AttentionKind(SHAPE, None))
 
 
 def test_begin_step_puts_rows_into_their_slots():

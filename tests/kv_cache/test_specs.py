@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a target and its draft model, grouped and placed by vLLM's own planner."""
 
-import json
-
 import mlx.core as mx
 import pytest
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from vllm_metal.attention.layers import AttentionLayer
@@ -28,29 +25,6 @@ def layers(prefix, count, kv_heads, head_size, window=None, full_every=1):
         )
         for index in range(count)
     ]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "vocab_size": 96,
-                "max_position_embeddings": 512,
-            }
-        )
-    )
-    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=256)
-    config = args.create_engine_config()
-    config.cache_config.kv_cache_layout = "LBNHC"  # the worker's word on it
-    return config
 
 
 CASES = {

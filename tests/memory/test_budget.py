@@ -8,19 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_metal.memory.advice import BudgetError, changes, check
 from vllm_metal.memory.budget import (
     GIB,
     AskedPool,
-    BudgetError,
     Measured,
     Request,
     Settings,
-    changes,
-    check,
+    budget_of,
     fits,
     longest,
     margin,
-    plan,
     pool_bytes,
 )
 
@@ -217,7 +215,7 @@ def test_where_others_hold_the_memory_the_way_out_names_them():
 
 
 def test_zero_lines_are_left_out_of_the_table():
-    table = plan(EIGHT_GB_MAC, DEFAULTS).table()
+    table = budget_of(EIGHT_GB_MAC, DEFAULTS).table()
     assert "draft" not in table
     assert "other" not in table
     assert table.splitlines()[-1].split()[:3] == ["=", "KV", "pool"]
@@ -241,6 +239,6 @@ def test_a_pool_asked_for_too_small_names_the_size_that_would_do():
 def test_a_cpus_pool_is_bounded_unless_asked_for():
     linux = replace(EIGHT_GB_MAC, total=64 * GIB, weights=GIB)
     settings = replace(DEFAULTS, most=4 * GIB)
-    assert plan(linux, settings).left == 4 * GIB
+    assert budget_of(linux, settings).left == 4 * GIB
     with pytest.raises(BudgetError, match=r"--kv-cache-memory-bytes \d+"):
         check(linux, replace(settings, max_model_len=100_000), QWEN)

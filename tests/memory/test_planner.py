@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.specs import kv_cache_specs
-from vllm_metal.memory.budget import BudgetError
+from vllm_metal.memory.advice import BudgetError
 from vllm_metal.memory.planner import Beside, Memory, Workload
 
 GIB = 2**30

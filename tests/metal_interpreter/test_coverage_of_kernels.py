@@ -55,9 +55,9 @@ def write_and_gather(dtype, cache):
     scales = [mx.zeros((2, 2, 16), mx.bfloat16) if cache in (FP8, INT8) else None for _ in range(2)]
     rows = rows.astype(dtype)
     slots = mx.array([17, -1, 3])
-    token = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
+    fence = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
     table = mx.array([[1, 0], [0, -1]])
-    kv_gather.gather(pools[0], table, dtype, [token], scales[0])
+    kv_gather.gather(pools[0], table, dtype, [fence], scales[0])
 
 
 @pytest.fixture(scope="module")

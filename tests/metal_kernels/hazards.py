@@ -32,13 +32,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.op_common import FENCE_DTYPE, FENCE_SHAPE
+
 # By kernel, the inputs it writes through.
 WRITTEN = {
     "kv_write": ("key_pool", "value_pool", "key_scales", "value_scales"),
     "kv_blocks": ("pool",),
 }
 _CACHES = ("pool", "key_pool", "value_pool", "scales", "key_scales", "value_scales")
-_TOKEN = ((8,), mx.uint32)
+_FENCE = (FENCE_SHAPE, FENCE_DTYPE)
 
 
 @dataclass(frozen=True)
@@ -171,16 +173,16 @@ def prove_always(log: Sequence[Dispatch]) -> list[Conflict]:
 class Logger:
     """Wraps what compiles kernels, for `kernel.using(Logger(compiler).metal_kernel)`.
 
-    Takes only kernels and what MLX makes of their tokens: other operations would order more, never
+    Takes only kernels and what MLX makes of their fences: other operations would order more, never
     less. An array is known by its address, so none is freed; and by what it is computed from, so a
-    token that was evaluated since MLX made it out of others counts as new.
+    fence that was evaluated since MLX made it out of others counts as new.
     """
 
     def __init__(self, compiler: Callable[..., Callable[..., list[mx.array]]]) -> None:
         self.log: list[Dispatch] = []
         self._compiler = compiler
         self._kept: list[mx.array] = []
-        self._tokens: dict[str, mx.array] = {}  # by a name of ours
+        self._fences: dict[str, mx.array] = {}  # by a name of ours
 
     def metal_kernel(
         self, name: str, input_names: list[str], output_names: list[str], **source: Any
@@ -191,7 +193,7 @@ class Logger:
         )
 
         def call(inputs: list[mx.array], **rest: Any) -> list[mx.array]:
-            self._trace([array for array in inputs if (array.shape, array.dtype) == _TOKEN])
+            self._trace([array for array in inputs if (array.shape, array.dtype) == _FENCE])
             outputs = run(inputs=inputs, **rest)
             mx.eval(outputs)
             self._record(name, dict(zip(input_names, inputs, strict=True)), outputs)
@@ -213,22 +215,22 @@ class Logger:
             )
         )
         for array in outputs:
-            if (array.shape, array.dtype) == _TOKEN:
-                self._tokens[f"token{len(self._tokens)}"] = array
+            if (array.shape, array.dtype) == _FENCE:
+                self._fences[f"fence{len(self._fences)}"] = array
 
-    def _trace(self, tokens: list[mx.array]) -> None:
-        """Adds a dispatch for each token that operations of MLX make out of known ones."""
-        for token in tokens:
-            if any(token is known for known in self._tokens.values()):
+    def _trace(self, fences: list[mx.array]) -> None:
+        """Adds a dispatch for each fence that operations of MLX make out of known ones."""
+        for fence in fences:
+            if any(fence is known for known in self._fences.values()):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "graph"
-                mx.export_to_dot(str(file), token, **self._tokens)
-                sources = set(re.findall(r'"(token\d+)" ->', file.read_text()))
+                mx.export_to_dot(str(file), fence, **self._fences)
+                sources = set(re.findall(r'"(fence\d+)" ->', file.read_text()))
             if sources:
-                known = [self._span(self._tokens[source], True) for source in sorted(sources)]
-                self.log.append(Dispatch("mlx", tuple(known), (self._span(token, True),)))
-                self._tokens[f"token{len(self._tokens)}"] = token
+                known = [self._span(self._fences[source], True) for source in sorted(sources)]
+                self.log.append(Dispatch("mlx", tuple(known), (self._span(fence, True),)))
+                self._fences[f"fence{len(self._fences)}"] = fence
 
     def _span(self, array: mx.array, in_place: bool) -> Span:
         """Where an array lies; nowhere if MLX binds a copy of it, which `in_place` forbids."""

@@ -81,7 +81,7 @@ _FAULTS: _Faults = {
             "metal::threadgroup_barrier(metal::mem_flags::mem_device);\n        const int packed",
         ),
         ("output row of another request", "request.first_out_row + ", ""),
-        ("token written for every K/V head", " && thread_position_in_grid.y == 0", ""),
+        ("fence written for every K/V head", " && thread_position_in_grid.y == 0", ""),
     ],
     (DECODE, "decode", UNWRITTEN): [
         ("no barrier before statistics are read", f"{_BARRIER}\n    UNROLLED", "UNROLLED"),
@@ -100,7 +100,7 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "decode", WRONG): [
         ("blind to a row's own key", "key <= position[r]", "key < position[r]"),
-        ("not causal in a verify window", "key <= position[r] && ", ""),
+        ("not causal among drafts", "key <= position[r] && ", ""),
         ("positions one too far", "first_position + row;", "first_position + row + 1;"),
         ("strips loaded whole past the range", "metal::min(STRIP, end - base)", "STRIP"),
         ("one key past the range", "if (k < present)", "if (k <= present)"),
@@ -133,7 +133,7 @@ _FAULTS: _Faults = {
         ),
         ("block table row of another request", "ulong(tile.request) * uint(t", "ulong(0) * uint(t"),
         ("block table rows of the wrong width", "uint(tables_shape[1])", "uint(tables_shape[0])"),
-        ("token not written", "token[i] = after[0];", ""),
+        ("fence not written", "fence[i] = after[0];", ""),
     ],
     (DECODE, "decode, window", WRONG): [
         ("window one key too wide", "position[r] - key < window", "position[r] - key <= window"),
@@ -165,8 +165,8 @@ _FAULTS: _Faults = {
         ("output row of another split", "tile.split * bounds->out_rows + ", ""),
     ],
     (PREFILL, "prefill", RACE): [
-        ("no barrier before K is staged over V", f"{_BARRIER}  // V of before", "//"),
-        ("no barrier before V is staged over K", f"{_BARRIER}  // K is done", "//"),
+        ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
+        ("no barrier before V is staged over K", f"{_BARRIER}  // all have read K", "//"),
         ("no barrier between V staged and read", f"{_BARRIER}\n        }}\n", "}\n"),
         ("a lane's columns in the wrong half", "(quad & 2) * 2 +", "(quad & 2) +"),
         ("one row past the tile's last written", "in_tile < tile.pack", "in_tile <= tile.pack"),
@@ -200,7 +200,7 @@ _FAULTS: _Faults = {
         ("V staged from K's pool", "value_pool, value_scales, con", "key_pool, value_scales, con"),
         ("V left as K's tile", "if (!LATENT)", "if (LATENT)"),
         ("block table row of another request", "ulong(tile.request) * uint(t", "ulong(0) * uint(t"),
-        ("token not written", "token[i] = after[0];", ""),
+        ("fence not written", "fence[i] = after[0];", ""),
     ],
     (PREFILL, "prefill, window", WRONG): [
         ("window one key too wide", "position - key < window", "position - key <= window"),
@@ -290,11 +290,11 @@ _FAULTS: _Faults = {
         ("errors summed, not their squares", "(share * share)", "(metal::abs(share))"),
         ("errors in units too large", "* 0x1p14f", "* 0x1p4f"),
         ("values not written", "if (HAS_VALUES)", "if (!HAS_VALUES)"),
-        ("token not whole", "lane < 8", "lane < 7"),
+        ("fence not whole", "lane < 8", "lane < 7"),
     ],
     (WRITE, "write, fp8", RACE): [
         ("scale written by every lane", "if (lane == 0)", ""),
-        ("token written for every row", "row == 0 && lane < 8", "lane < 8"),
+        ("fence written for every row", "row == 0 && lane < 8", "lane < 8"),
     ],
     (WRITE, "write, int8", WRONG): [
         ("row of zeros divided by zero", "divisor > 0.0f ? divisor : 1.0f", "divisor"),
@@ -312,20 +312,20 @@ _FAULTS: _Faults = {
         ("requests taken for heads", "z / num_requests", "z % pool_shape[0]"),
         ("a head's blocks by the wrong stride", "(head) * num_blocks + block)", "(head) + block)"),
         ("an element of a run left out", "i < RUN", "i < RUN - 1"),
-        ("token not whole", "i < 8", "i < 7"),
+        ("fence not whole", "i < 8", "i < 7"),
     ],
     (BLOCKS, "copy", RACE): [
         ("only the first head copied", "static_cast<ulong>(head)", "static_cast<ulong>(0)"),
         ("all copied onto the first target", "targets[pair]", "targets[0]"),
         ("threads' runs overlap", "x * RUN;", "x * (RUN - 1);"),
-        ("token written for every pair", "head == 0 && pair == 0", "head == 0"),
+        ("fence written for every pair", "head == 0 && pair == 0", "head == 0"),
     ],
     (BLOCKS, "copy", WRONG): [
         ("source one block off", "sources[pair]", "sources[pair] + 1"),
     ],
     (BLOCKS, "zero", WRONG): [
         ("copied, not cleared", "COPY ? source[i]", "true ? source[i]"),
-        ("token not whole", "i < 8", "i < 7"),
+        ("fence not whole", "i < 8", "i < 7"),
     ],
 }
 

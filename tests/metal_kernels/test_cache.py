@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 def names_in_use():
     """Each X of `cache_dir() / "X"` in the sources and the tests."""
-    for folder in ("vllm_metal", "metal_kernels", "tests", "examples", "benchmarks"):
+    sources = ("vllm_metal", "metal_kernels", "interpreter", "examples", "benchmarks")
+    for folder in (*sources, "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if (

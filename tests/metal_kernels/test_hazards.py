@@ -22,12 +22,12 @@ def span(number):
     return Span((2 << 20) + 256 * number, (2 << 20) + 256 * number + 32)
 
 
-def write(token, *after):
-    return Dispatch("write", (POOL, *after), (token,), written=(POOL,))
+def write(fence, *after):
+    return Dispatch("write", (POOL, *after), (fence,), written=(POOL,))
 
 
-def read(token, *after):
-    return Dispatch("read", (POOL, *after), (token,))
+def read(fence, *after):
+    return Dispatch("read", (POOL, *after), (fence,))
 
 
 def other(output, *inputs):
@@ -38,13 +38,13 @@ def steps(count, reader_waits=True, write_waits=True, readers=1, between=3):
     """Pipelined steps of one layer: a write, operations of a model, readers."""
     numbers = iter(range(10**6))
     log: list[Dispatch] = []
-    tokens: list[Span] = []
+    fences: list[Span] = []
     for _ in range(count):
         written = span(next(numbers))
-        log.append(write(written, *(tokens if write_waits else ())))
+        log.append(write(written, *(fences if write_waits else ())))
         log += [other(span(next(numbers)), span(next(numbers))) for _ in range(between)]
-        tokens = [span(next(numbers)) for _ in range(readers)]
-        log += [read(token, *([written] if reader_waits else [])) for token in tokens]
+        fences = [span(next(numbers)) for _ in range(readers)]
+        log += [read(fence, *([written] if reader_waits else [])) for fence in fences]
     return log
 
 
@@ -53,13 +53,13 @@ def kinds(found):
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-def test_a_chain_of_tokens_is_proven_wherever_buffers_end(readers):
+def test_a_chain_of_fences_is_proven_wherever_buffers_end(readers):
     log = steps(3, readers=readers)
     assert prove_always(log) == []
     assert [prove(log, split) for split in SPLITS] == [[]] * len(SPLITS)
 
 
-def test_a_reader_without_the_writes_token_is_found():
+def test_a_reader_without_the_writes_fence_is_found():
     log = steps(1, reader_waits=False)
     for split in SPLITS:
         (found,) = prove(log, split)
@@ -68,7 +68,7 @@ def test_a_reader_without_the_writes_token_is_found():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_write_without_the_readers_token_is_found_in_one_buffer_and_across(split):
+def test_a_write_without_the_readers_fence_is_found_in_one_buffer_and_across(split):
     log = steps(2, write_waits=False)
     assert "read, write" in kinds(prove(log, split))
 
@@ -82,7 +82,7 @@ def test_a_write_must_wait_for_every_reader():
     assert prove(log, 50) == []  # by chance: the barrier for b is one for c too
 
 
-def test_an_old_token_does_not_do():
+def test_an_old_fence_does_not_do():
     a, b, c, d = map(span, range(4))
     log = [write(a), read(b, a), write(c, b), read(d, a)]
     assert kinds(prove(log, 50)) == {"write, read"}
@@ -181,25 +181,25 @@ TABLE = mx.array([[0]], mx.int32)
 
 def test_the_logger_sees_kernels_through_their_operations(logger):
     keys, values = pool(), pool()
-    tokens = [kv_write.write(rows(), rows(), SLOTS, keys, values)]
+    fences = [kv_write.write(rows(), rows(), SLOTS, keys, values)]
     for _ in range(2):
-        reads = [kv_gather.gather(part, TABLE, mx.float16, tokens)[1] for part in (keys, values)]
-        third = kv_gather.gather(keys, TABLE, mx.float16, tokens)[1]
-        tokens = [kv_write.write(rows(), rows(), SLOTS, keys, values, [*reads, third])]
-    tokens = [kv_blocks.copy([keys, values], np.array([0]), np.array([1]), tokens)]
-    kv_gather.gather(values, TABLE, mx.float16, tokens)
+        reads = [kv_gather.gather(part, TABLE, mx.float16, fences)[1] for part in (keys, values)]
+        third = kv_gather.gather(keys, TABLE, mx.float16, fences)[1]
+        fences = [kv_write.write(rows(), rows(), SLOTS, keys, values, [*reads, third])]
+    fences = [kv_blocks.copy([keys, values], np.array([0]), np.array([1]), fences)]
+    kv_gather.gather(values, TABLE, mx.float16, fences)
 
     names = [dispatch.name for dispatch in logger.log]
-    step = ["kv_gather"] * 3 + ["mlx", "kv_write"]  # mlx: two of three tokens made one
+    step = ["kv_gather"] * 3 + ["mlx", "kv_write"]  # mlx: two of three fences made one
     assert names == ["kv_write", *step, *step, "kv_blocks", "kv_blocks", "kv_gather"]
     assert prove_always(logger.log) == []
     assert [prove(logger.log, split) for split in SPLITS] == [[]] * len(SPLITS)
 
 
-def test_the_logger_finds_a_token_left_out_of_a_merge(logger):
+def test_the_logger_finds_a_fence_left_out_of_a_merge(logger):
     keys, values = pool(), pool()
-    token = kv_write.write(rows(), rows(), SLOTS, keys, values)
-    kept, _, last = (kv_gather.gather(keys, TABLE, mx.float16, [token])[1] for _ in range(3))
+    fence = kv_write.write(rows(), rows(), SLOTS, keys, values)
+    kept, _, last = (kv_gather.gather(keys, TABLE, mx.float16, [fence])[1] for _ in range(3))
     kv_write.write(rows(), rows(), SLOTS, keys, values, [kept, last])
     (found,) = prove_always(logger.log)
     assert (found.first, found.kind, found.names) == (2, "read, write", "kv_gather, kv_write")
@@ -207,8 +207,8 @@ def test_the_logger_finds_a_token_left_out_of_a_merge(logger):
 
 def test_scales_are_written_where_a_cache_has_them(logger):
     codes, scales = pool(mx.uint8), mx.zeros((2, 4, 16), mx.bfloat16)
-    token = kv_write.write(rows(), None, SLOTS, codes, None, key_scales=scales)
-    kv_gather.gather(codes, TABLE, mx.float16, [token], scales=scales)
+    fence = kv_write.write(rows(), None, SLOTS, codes, None, key_scales=scales)
+    kv_gather.gather(codes, TABLE, mx.float16, [fence], scales=scales)
     assert len(logger.log[0].written) == 3  # the pool for want of values too, and the scales
     for _ in range(2):  # layers of plain caches share an array in the scales' place
         kv_write.write(rows(), rows(), SLOTS, pool(), pool())

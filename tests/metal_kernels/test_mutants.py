@@ -32,8 +32,8 @@ NOTHING_BEFORE = mx.zeros(8, mx.uint32)
 Probe = Callable[[], None]  # raises KernelViolation, or AssertionError for a wrong result
 
 
-def check_token(token: mx.array) -> None:
-    np.testing.assert_array_equal(np.array(token), np.zeros(8, np.uint32))
+def check_fence(fence: mx.array) -> None:
+    np.testing.assert_array_equal(np.array(fence), np.zeros(8, np.uint32))
 
 
 def check_attention(
@@ -44,7 +44,7 @@ def check_attention(
     sinks: np.ndarray | None = None,
 ) -> None:
     plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape, window)
-    out, tokens = paged_attention.run(
+    out, fences = paged_attention.run(
         plan,
         batch.queries,
         batch.key_pool,
@@ -56,8 +56,8 @@ def check_attention(
         key_scales=batch.key_scales,
         value_scales=batch.value_scales,
     )
-    for token in tokens:
-        check_token(token)
+    for fence in fences:
+        check_fence(fence)
     largest = max(np.abs(values).max() for _, values in batch.contexts)
     np.testing.assert_allclose(np.array(out), wanted, atol=1e-5 * largest, rtol=0)
 
@@ -130,7 +130,7 @@ class Write:
             "value_scales": mx.full((3, 3, 16), 0.5, mx.bfloat16),
         }
         wanted = write_reference.write(**arguments)
-        check_token(kv_write.write(**arguments))
+        check_fence(kv_write.write(**arguments))
         names = ("key_pool", "value_pool", "key_scales", "value_scales")
         for name, pool in zip(names, wanted, strict=True):
             assert mx.array_equal(arguments[name], pool)
@@ -143,9 +143,9 @@ def gather() -> None:
     scales = mx.array(rng.uniform(0.5, 2.0, (3, 5, 16))).astype(mx.bfloat16)
     table = mx.array([[1, 4], [2, -1], [5, 0]], mx.int32)
     wanted = gather_reference.gather(pool, table, mx.float32, scales)
-    found, token = kv_gather.gather(pool, table, mx.float32, scales=scales)
+    found, fence = kv_gather.gather(pool, table, mx.float32, scales=scales)
     np.testing.assert_array_equal(np.array(found), np.array(wanted))
-    check_token(token)
+    check_fence(fence)
 
 
 def numbered_pool() -> mx.array:
@@ -156,14 +156,14 @@ def numbered_pool() -> mx.array:
 def copy() -> None:
     pool, sources, targets = numbered_pool(), np.array([0, 3]), np.array([5, 2])
     (wanted,) = blocks_reference.copy([pool], sources, targets)
-    check_token(kv_blocks.copy([pool], sources, targets))
+    check_fence(kv_blocks.copy([pool], sources, targets))
     np.testing.assert_array_equal(np.array(pool), np.array(wanted))
 
 
 def zero() -> None:
     pool, blocks = numbered_pool(), np.array([2, 6])
     (wanted,) = blocks_reference.zero([pool], blocks)
-    check_token(kv_blocks.zero([pool], blocks))
+    check_fence(kv_blocks.zero([pool], blocks))
     np.testing.assert_array_equal(np.array(pool), np.array(wanted))
 
 

@@ -10,7 +10,8 @@ from metal_kernels.pace import MOST_WORK, Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.doubles import Recorder
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import StepLayout
+from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_state import StepLayout
 
 SHAPE = AttentionShape(32, 8, 128, 128)
 LAYERS = 6
@@ -24,14 +25,14 @@ class Queue:
         self.in_flight = self.most_in_flight = 0
         start, wait = mx.async_eval, mx.eval
         ended: dict[int, int] = {}  # by array, how many buffers had ended with it
-        self.reads: list[mx.array] = []  # tokens of dispatches that no evaluation was asked for
-        self.writes: list[mx.array] = []  # tokens that come after all reads before them
+        self.reads: list[mx.array] = []  # fences of dispatches that no evaluation was asked for
+        self.writes: list[mx.array] = []  # fences that come after all reads before them
 
         def async_eval(*arrays: mx.array) -> None:
             start(*arrays)
-            if not any(arrays[0] is token for token in self.writes):
+            if not any(arrays[0] is fence for fence in self.writes):
                 asked = {id(array) for array in arrays}
-                assert all(id(token) in asked for token in self.reads)
+                assert all(id(fence) in asked for fence in self.reads)
             self.reads.clear()
             ended[id(arrays[0])] = len(self.buffers)
             self.buffers.append({"layers": 0, "work": 0})
@@ -59,6 +60,7 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
         np.zeros((len(requests), width), np.int32),
         np.arange(starts[-1], dtype=np.int32) % 16,
         16,
+        pace=Pace(),
     )
     recorder = Recorder()
 
@@ -83,12 +85,13 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
         return call
 
     with kernel.using(counting):
-        plan = KernelKVCache.plan(layout, SHAPE, None)
+        plan = KernelKVCache.plan(layout, AttentionKind(SHAPE, None))
         for _ in range(LAYERS):
             kv_cache = KernelKVCache(1, 16, SHAPE.num_kv_heads, SHAPE.head_size, mx.float16)
             rows = mx.zeros((starts[-1], 8, 128), mx.float16)
             queries = mx.zeros((starts[-1], 32, 128), mx.float16)
-            out = kv_cache.attend(plan, queries, *kv_cache.write(plan, rows, rows), 1.0, None)
+            kv_cache.write(plan, rows, rows)
+            out = kv_cache.attend(plan, queries, 1.0, None)
         mx.eval(out)
     return queue.buffers
 
@@ -133,12 +136,11 @@ def test_the_bound_of_work_that_is_left_to_mlx():
 def test_layers_of_all_kinds_keep_one_pace():
     """Or each kind would have its own command buffers in flight."""
     rows = np.arange(2048, dtype=np.int32)
-    layout = StepLayout(
-        np.array([0, 2048], np.int32), np.array([2048], np.int32), rows[None, :128], rows, 16
-    )
+    starts, seq_lens = np.array([0, 2048], np.int32), np.array([2048], np.int32)
+    layout = StepLayout(starts, seq_lens, rows[None, :128], rows, 16, pace=Pace())
     with kernel.using(Recorder().metal_kernel):
-        plans = [KernelKVCache.plan(layout, SHAPE, window) for window in (None, 512)]
-    assert plans[0].pace is plans[1].pace is layout.pace
+        plans = [KernelKVCache.plan(layout, AttentionKind(SHAPE, window)) for window in (None, 512)]
+    assert plans[0].pace is plans[1].pace is layout.pace is not None
 
 
 def test_pace_needs_no_more_memory():

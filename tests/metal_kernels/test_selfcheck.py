@@ -196,9 +196,9 @@ def test_a_write_before_the_read_it_must_wait_for_shows():
     def around(name, run, call):
         nonlocal reads
         if name == "kv_write":
-            token = run(**call)
+            fence = run(**call)
             finish()
-            return token
+            return fence
         reads += 1
         if reads == STEPS:  # nothing is written after it
             return run(**call)

@@ -136,7 +136,7 @@ def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
-        requests.add(_NewRequest(str(index), prompt, ids))
+        requests.add_request(_NewRequest(str(index), prompt, ids))
     found = [[] for _ in prompts]
     chunk = [7, 20, 1, 16]
     done, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]
@@ -150,7 +150,7 @@ def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
             requests.num_computed_tokens_np[requests[req_id].req_idx] = done[int(req_id)]
         batch = prepare(requests, step, mx.zeros(len(prompts), mx.int32))
         for index, logits in logits_of(run, batch, requests.block_tables):
-            found[int(batch.states[index].req_id)].append(logits)
+            found[int(batch.requests[index].req_id)].append(logits)
         for req_id, count in step.items():
             done[int(req_id)] += count
     return found

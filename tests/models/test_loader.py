@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.models import loader, parts
-from vllm_metal.spec_decode.networks import load_network
+from vllm_metal.spec_decode.registry import load_network
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

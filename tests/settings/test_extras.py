@@ -28,15 +28,29 @@ def test_the_command_is_that_of_this_interpreter():
 
 def test_an_environment_without_pip_is_uvs(monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    command = f"uv pip install --python {sys.executable} 'ziglang>=0.15'"
-    assert extras.install_advice("interpreter") == command
+    command = f"uv pip install --python {sys.executable} 'gguf>=0.19' 'filelock>=3.20.3'"
+    assert extras.install_advice("gguf") == command
+
+
+def test_the_interpreter_is_installed_from_the_clone(monkeypatch, tmp_path):
+    pip = f"{sys.executable} -m pip install"
+    folder = ROOT / "interpreter"
+    assert extras.install_advice("interpreter") == f"{pip} {folder}"
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    by_path = f"{project['name']} @ {{root:uri}}/{folder.name}"
+    assert declared["optional-dependencies"]["interpreter"] == [by_path]
+    monkeypatch.setattr(extras, "_CLONE", tmp_path)  # as for a wheel, in site-packages
+    advice = f"{pip} ./interpreter  (in a clone of the repository)"
+    assert extras.install_advice("interpreter") == advice
 
 
 def test_nothing_asks_an_index_for_our_name():
     # An index has another project's release under it.
     asked = re.compile(r"install( -\S+)* ['\"]?vllm-metal\b|['\"]vllm-metal\[")
-    folders = ("vllm_metal", "metal_kernels", "examples", "benchmarks", "docs", "scripts")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    sources = ("vllm_metal", "metal_kernels", "interpreter", "scripts")
+    folders = [ROOT / name for name in (*sources, "examples", "benchmarks", "docs")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     files += [*ROOT.glob("*.md"), ROOT / "pyproject.toml"]
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"

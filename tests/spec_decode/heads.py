@@ -26,8 +26,8 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.spec_decode.networks import load_network
 from vllm_metal.spec_decode.paged_proposer import Spans
+from vllm_metal.spec_decode.registry import load_network
 
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
 BLOCK, MAX_NUM_REQS = 16, 4
@@ -231,7 +231,7 @@ class Bench:
         self.tables.replace(req_idx, [[*shared, *own]])
         self.token_ids_np[req_idx, : len(tokens)] = tokens
         self.known[req_idx], self.computed[req_idx] = len(tokens), len(shared) * BLOCK
-        self.proposer.begin(req_idx, len(shared) * BLOCK)
+        self.proposer.begin_request(req_idx, len(shared) * BLOCK)
 
     def step(self, req_indices, limits, chunk=MAX_LEN):
         """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""

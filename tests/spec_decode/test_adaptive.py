@@ -51,7 +51,7 @@ class Machine:
             accepted = np.cumprod(good & (np.arange(K) < limits[:, None]), axis=1).sum(1)
             tokens, seconds = self.rate(limits, acceptance)
             slowness = 1 + 0.05 * abs(rng.standard_normal()) + 2 * (rng.random() < 0.01)
-            lengths.observe(req_indices, limits, accepted)
+            lengths.observe_drafts(req_indices, limits, accepted)
             lengths.observe_step(num_reqs + int(limits.sum()), seconds * slowness)
             if step >= skip:
                 all_tokens, all_seconds = all_tokens + tokens, all_seconds + seconds
@@ -100,8 +100,8 @@ def test_another_request_in_a_request_index_starts_afresh():
     machine.run(lengths, np.array([0.0, 0.95]), num_steps=200)
     req_indices = np.array([0, 1])
     unpredictable, predictable = lengths.limits(req_indices, 0)
-    lengths.forget(0)
-    lengths.forget(1)
+    lengths.forget_request(0)
+    lengths.forget_request(1)
     first, second = lengths.limits(req_indices, 0)
     assert unpredictable < first == second <= predictable
 
@@ -117,7 +117,7 @@ def test_rows_of_others_make_a_draft_cheaper_by_comparison():
 @pytest.mark.parametrize("lengths", [AdaptiveDraftLengths(K, 4), FixedDraftLengths(K)])
 def test_acceptance_counts_drafts_whose_fate_was_seen(lengths):
     for _ in range(2000):
-        lengths.observe(np.array([0, 2]), np.array([4, 2]), np.array([3, 2]))
+        lengths.observe_drafts(np.array([0, 2]), np.array([4, 2]), np.array([3, 2]))
     # Of six drafts five were accepted, one refused, none left in doubt.
     assert lengths.acceptance() == pytest.approx(5 / 6, abs=1e-6)
 
@@ -126,7 +126,7 @@ def test_fixed_lengths():
     lengths = FixedDraftLengths(3)
     assert lengths.acceptance() == 0.0
     lengths.observe_step(4, 0.1)
-    lengths.forget(0)
+    lengths.forget_request(0)
     assert lengths.limits(np.array([4, 1]), 7).tolist() == [3, 3]
 
 

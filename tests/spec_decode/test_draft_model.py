@@ -84,7 +84,7 @@ class Bench:
         self.tables.replace(req_idx, [[*shared, *own]])
         self.token_ids_np[req_idx, : len(tokens)] = tokens
         self.known[req_idx] = len(tokens)
-        self.proposer.begin(req_idx, len(shared) * BLOCK)
+        self.proposer.begin_request(req_idx, len(shared) * BLOCK)
 
     def propose(self, req_indices, limits, ends=None):
         """[R] lists of drafts; `ends` where the step still works on prompts."""
@@ -170,7 +170,7 @@ def test_a_request_index_taken_over_by_another_request():
     bench = Bench()
     bench.begin(2, bench.prompt(50))
     bench.propose([2], [4])
-    bench.proposer.forget(2)
+    bench.proposer.forget_request(2)
     bench.begin(2, bench.prompt(18))
     (drafts,) = bench.propose([2], [4])
     bench.check(2, drafts)

@@ -142,7 +142,7 @@ def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(be
         drafted += sum(bench.step(req_indices, bench.rng.integers(0, K + 1, len(req_indices))))
     assert drafted > 15
     for req_idx in range(3):
-        bench.proposer.forget(req_idx)
+        bench.proposer.forget_request(req_idx)
 
 
 def test_a_request_without_hidden_states_gets_no_drafts(bench):
@@ -152,7 +152,7 @@ def test_a_request_without_hidden_states_gets_no_drafts(bench):
     bench.begin(3, bench.token_ids_np[3, : bench.known[3]].tolist())  # preempted, resumed
     assert bench.step([3], [K]) == [0]
     assert bench.step([3], [K]) == [K]
-    bench.proposer.forget(3)
+    bench.proposer.forget_request(3)
 
 
 def test_a_call_with_nothing_new_runs_nothing_and_changes_nothing(bench):
@@ -165,4 +165,4 @@ def test_a_call_with_nothing_new_runs_nothing_and_changes_nothing(bench):
     assert not np.array(again.token_ids).any()
     repeated = bench.proposer.propose(*of_step, np.array([K], np.int32))
     np.testing.assert_array_equal(np.array(repeated.token_ids), np.array(first.token_ids))
-    bench.proposer.forget(3)
+    bench.proposer.forget_request(3)

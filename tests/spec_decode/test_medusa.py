@@ -88,4 +88,4 @@ def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
     assert bench.step([0], [1]) == [1]
     assert bench.step([0, 1], [2, 2]) == [2, 0]  # the other one sat a step out
     for req_idx in range(2):
-        bench.proposer.forget(req_idx)
+        bench.proposer.forget_request(req_idx)

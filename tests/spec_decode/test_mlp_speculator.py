@@ -25,7 +25,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.mlp_speculator import MLPSpeculator
 
 from vllm_metal.models import loader, parts
-from vllm_metal.spec_decode.networks import load_network
+from vllm_metal.spec_decode.registry import load_network
 
 INNER = 48
 
@@ -136,7 +136,7 @@ def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
         limits = bench.rng.integers(0, K + 1, 2)
         assert bench.step(bench.rng.permutation(2), limits) == np.minimum(limits, most).tolist()
     for req_idx in range(2):
-        bench.proposer.forget(req_idx)
+        bench.proposer.forget_request(req_idx)
 
 
 @pytest.mark.parametrize(

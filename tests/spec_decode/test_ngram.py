@@ -94,7 +94,7 @@ def test_index_kept_over_steps_finds_what_a_fresh_look_does(data):
         )
         for req_idx in req_indices:
             if data.draw(st.integers(0, 9)) == 0:
-                proposer.forget(req_idx)
+                proposer.forget_request(req_idx)
                 texts[req_idx] = []
             texts[req_idx] += data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
             table[req_idx] = 7
@@ -130,7 +130,7 @@ def test_forgotten_text_is_not_found_again():
         table[0, :12] = [first, 5, *range(20, 28), 6, 3]
         drafts = proposer.propose(table, np.array([0]), np.array([12]), np.array([1]))
         assert lists(drafts) == [[5] if first == 3 else []]
-        proposer.forget(0)
+        proposer.forget_request(0)
 
 
 def test_no_draft_beyond_the_longest_text():

@@ -20,7 +20,7 @@ def run_to_end(proposer, prompt, output, req_idx=0):
     """A whole request, a token a step."""
     for end in range(len(output) + 1):
         guess(proposer, prompt + output[:end], req_idx)
-    proposer.forget(req_idx)
+    proposer.forget_request(req_idx)
 
 
 def counted_path(text, places, num_tokens, min_prob):
@@ -97,7 +97,7 @@ def test_past_outputs_stay_in_their_scope():
     for scope, expected in ((None, []), ("other", []), ("tenant", [14, 15, 16, 17])):
         proposer.set_scope(1, scope)
         assert guess(proposer, [10, 11, 12, 13], req_idx=1) == expected
-        proposer.forget(1)
+        proposer.forget_request(1)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_oldest_outputs_are_dropped_across_scopes(options, max_tokens, kept):
         for start in (0, 4, 6):  # the start of the output, and towards its end
             text, follow = output[start : start + 4], output[start + 4 : start + 8]
             assert guess(proposer, text, req_idx=1) == (follow if number in kept else [])
-        proposer.forget(1)
+        proposer.forget_request(1)
 
 
 def test_only_the_newest_places_of_a_frequent_ngram_count():
@@ -139,5 +139,5 @@ def test_a_text_that_changed_hands_is_no_output():
     guess(proposer, [1, 2, 3])
     guess(proposer, [1, 2, 3, 4, 5])
     guess(proposer, list(range(40, 50)))  # without a word of the first one's end
-    proposer.forget(0)
+    proposer.forget_request(0)
     assert guess(proposer, [3, 4], req_idx=1) == guess(proposer, [43, 44], req_idx=2) == []

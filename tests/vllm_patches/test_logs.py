@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only these warnings are dropped; that they are still worded so is shown in tests/darwin."""
+"""Only these warnings are dropped; test_needed.py shows that vLLM and torch still word them so."""
 
 import logging
 

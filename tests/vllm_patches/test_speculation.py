@@ -7,7 +7,7 @@ import pytest
 from vllm.config import speculative
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_metal.platform.metal_platform import SPECULATIVE_METHODS
+from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS
 from vllm_metal.vllm_patches.speculation import refuse_missing_methods
 
 

@@ -1,47 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each attention layer of a loaded model needs of a KV cache, read off the model itself."""
+"""What each layer of a loaded model keeps between steps, read off the model itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from metal_kernels.paged_attention import AttentionShape
+from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.kv_cache.layer_state import StatefulLayer
+
+__all__ = ["PROBES", "AttentionLayer", "Probe", "attention_layers"]
 
 
-@dataclass(frozen=True)
-class AttentionLayer:
-    """One layer's share of the KV cache."""
+class Probe(ABC):
+    """Stands where the model expects a layer's cache, and notes what the layer does with it."""
 
-    name: str  # "layers.N", as vLLM's KV cache groups list it
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None  # positions a query sees, itself included; None: all before it
-    sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
+    @abstractmethod
+    def layer(self, name: str) -> StatefulLayer:
+        """What was noted, once a forward has been built.
 
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
+        Raises:
+            NotImplementedError: the layer cannot be served; the message goes on after the name of
+                the model's type.
+        """
 
 
-class _Probe(AttendingCache):
+class _AttentionProbe(AttendingCache, Probe):
     """Notes what a layer writes and whether its attention comes through the seam."""
 
-    def __init__(self) -> None:
-        self.offset = mx.zeros(1, mx.int32)
-        self.key_shape: tuple[int, ...] | None = None
-        self.value_shape: tuple[int, ...] | None = None
-        self.num_heads: int | None = None
-        self.sinks: mx.Dtype | None = None
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._key_shape: tuple[int, ...] | None = None
+        self._value_shape: tuple[int, ...] | None = None
+        self._num_heads: int | None = None
+        self._sinks: mx.Dtype | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.zeros(1, mx.int32)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.key_shape, self.value_shape = keys.shape, values.shape
+        self._key_shape, self._value_shape = keys.shape, values.shape
         return keys, values
 
     def attend(
@@ -52,53 +57,75 @@ class _Probe(AttendingCache):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        self.num_heads = queries.shape[1]
-        self.sinks = None if sinks is None else sinks.dtype
+        self._num_heads = queries.shape[1]
+        self._sinks = None if sinks is None else sinks.dtype
         return queries
 
+    def layer(self, name: str) -> AttentionLayer:
+        if self._key_shape is None or self._num_heads is None:
+            raise NotImplementedError(
+                f"computes attention in {name} by itself, so the paged path cannot serve it"
+            )
+        if self._key_shape != self._value_shape:
+            raise NotImplementedError(
+                f"writes keys {self._key_shape} and values {self._value_shape} in {name}, which "
+                "differ in shape; the paged path does not serve that"
+            )
+        _, num_kv_heads, _, head_size = self._key_shape
+        return AttentionLayer(
+            name, self._num_heads, num_kv_heads, head_size, self._window, self._sinks
+        )
 
-def attention_layers(model: nn.Module, model_type: str) -> list[AttentionLayer]:
+
+def _rotating(cache: RotatingKVCache) -> Probe:
+    if cache.keep:
+        raise NotImplementedError(
+            f"keeps its first {cache.keep} positions beside a window, which the paged path does "
+            "not serve"
+        )
+    return _AttentionProbe(int(cache.max_size))
+
+
+#: By the type of cache that mlx-lm gives a layer, what reads the layer. A new kind of layer has its
+#: line here.
+PROBES: Mapping[type, Callable[[Any], Probe]] = {
+    KVCache: lambda cache: _AttentionProbe(None),
+    RotatingKVCache: _rotating,
+}
+
+
+def attention_layers(
+    model: nn.Module, model_type: str, probes: Mapping[type, Callable[[Any], Probe]] = PROBES
+) -> list[StatefulLayer]:
     """Reads the layers by building, not running, a forward of one token.
 
+    Args:
+        model: an mlx-lm model.
+        model_type: its family, for messages.
+        probes: by type of mlx-lm's cache, see `PROBES`.
+
     Raises:
-        NotImplementedError: a layer keeps state that is not paged K/V, or does its own attention.
+        NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
     """
-    dense = make_prompt_cache(model)
-    windows = [_window(cache, model_type) for cache in dense]
-    probes = [_Probe() for _ in dense]
     try:
-        model(mx.zeros((1, 1), mx.int32), cache=probes)
+        placed = [_probe(cache, probes) for cache in make_prompt_cache(model)]
+    except NotImplementedError as error:
+        raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=placed)
     except Exception as error:
         raise NotImplementedError(
             f"model_type {model_type!r} does not run on the paged cache: {error}"
         ) from error
-    return [
-        _layer(f"layers.{index}", probe, window, model_type)
-        for index, (probe, window) in enumerate(zip(probes, windows, strict=True))
-    ]
+    try:
+        return [probe.layer(f"layers.{index}") for index, probe in enumerate(placed)]
+    except NotImplementedError as error:
+        raise NotImplementedError(f"model_type {model_type!r} {error}") from error
 
 
-def _window(cache: Any, model_type: str) -> int | None:
-    if type(cache) is KVCache:
-        return None
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return int(cache.max_size)
-    raise NotImplementedError(
-        f"model_type {model_type!r} keeps {type(cache).__name__} layers, "
-        "which the paged path does not serve"
-    )
-
-
-def _layer(name: str, probe: _Probe, window: int | None, model_type: str) -> AttentionLayer:
-    if probe.key_shape is None or probe.num_heads is None:
+def _probe(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe:
+    if type(cache) not in probes:
         raise NotImplementedError(
-            f"model_type {model_type!r} computes attention in {name} by itself, "
-            "so the paged path cannot serve it"
+            f"keeps {type(cache).__name__} layers, which the paged path does not serve"
         )
-    if probe.key_shape != probe.value_shape:
-        raise NotImplementedError(
-            f"model_type {model_type!r}: keys {probe.key_shape} and values {probe.value_shape} of "
-            f"{name} differ in shape, which the paged path does not serve"
-        )
-    _, num_kv_heads, _, head_size = probe.key_shape
-    return AttentionLayer(name, probe.num_heads, num_kv_heads, head_size, window, probe.sinks)
+    return probes[type(cache)](cache)

@@ -16,15 +16,18 @@ _dense = getattr(base, _NAME)
 
 
 class AttendingCache(ABC):
-    """A layer cache, in mlx-lm's sense, that computes attention itself.
+    """A layer's cache, in mlx-lm's sense, that computes attention itself.
 
-    mlx-lm's models use `offset`, `make_mask` and `update_and_fetch`; `_dispatch` adds `attend`.
+    mlx-lm's models call `offset`, `make_mask` and `update_and_fetch`; `_dispatch` calls `attend`.
     """
 
-    offset: mx.array  # [T] int32, position of each row
+    @property
+    @abstractmethod
+    def offset(self) -> mx.array:
+        """[T] int32, position of each row."""
 
     def make_mask(self, *args: object, **kwargs: object) -> None:
-        """No dense mask: which keys a row may see is the cache's own business."""
+        """No dense mask: the cache itself knows which keys a row may see."""
         return None
 
     @abstractmethod
@@ -50,12 +53,23 @@ def _dispatch(
     values: mx.array,
     cache: Any = None,
     scale: float = 1.0,
-    mask: mx.array | None = None,
+    mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
     if isinstance(cache, AttendingCache):
+        if isinstance(mask, mx.array):
+            raise NotImplementedError(_refusal(mask))
         return cache.attend(queries, keys, values, scale, sinks)
     return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _refusal(mask: mx.array) -> str:
+    """Why the caller's caller is not served: families of MLA add scores of positions that way."""
+    call = sys._getframe(2)
+    return (
+        f"{call.f_globals.get('__name__')}.{call.f_code.co_qualname} gives attention a mask of its "
+        f"own, {mask.shape} {mask.dtype}, which attention over the paged KV cache cannot apply"
+    )
 
 
 def install() -> None:

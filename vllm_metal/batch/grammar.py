@@ -19,16 +19,23 @@ if TYPE_CHECKING:
 def match_grammar_mask(
     batch: InputBatch, output: GrammarOutput
 ) -> tuple[GrammarMask | None, InputBatch]:
-    """Masks of the rows that have one, and the batch without drafts the grammars did not see.
+    """Finds the rows that the scheduler's grammar masks are for.
 
-    The scheduler sends a mask for each request's next token and for what follows each row reserved
-    for a draft, in the order of its own list.
+    For each request with a grammar the scheduler sends one mask for the next token and one for
+    each row it reserved for a draft, in the order of its own list of requests. It advances a
+    grammar through the drafts it knows of; rows behind other drafts have no sound mask.
+
+    Returns:
+        The masks by row, None where no row has one; and the batch, its drafts behind which no
+        mask is sound replaced by -1, which is never accepted.
     """
-    sampling = {batch.states[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())}
+    sampling = {
+        batch.requests[index].req_id: n for n, index in enumerate(batch.sampling_np.tolist())
+    }
     reserved: dict[str, int] = {}
     if batch.drafts is not None:
         counts = batch.drafts.reserved_np.tolist()
-        reserved = {state.req_id: n for state, n in zip(batch.states, counts, strict=True)}
+        reserved = {state.req_id: n for state, n in zip(batch.requests, counts, strict=True)}
     draft_spans = batch.draft_spans
     starts = np.arange(len(sampling)) if draft_spans is None else draft_spans.starts_np
     lens = np.ones(len(sampling), np.int64) if draft_spans is None else draft_spans.lens_np

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -21,18 +23,18 @@ class PromptRows:
     state: RequestState
     start: int  # first of them in the batch
     target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
-    last: bool  # the request samples in this step: vLLM takes them with its first token only
+    last: bool  # the request samples in this step; vLLM takes them with the first token
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputBatch(Rows):
     """A step's rows, and which of them sample.
 
-    The last rows of a request with drafts hold them, one each; the row before the first of them and
-    these rows are its span: each samples what follows it.
+    A request's drafts are its last rows, one each. These rows and the one before them are the
+    request's draft span: each row of it samples the token that follows.
     """
 
-    states: list[RequestState]  # [R]
+    requests: list[RequestState]  # [R]
     sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     num_output_tokens_np: np.ndarray  # [S] int32, generated before that row, drafts included
@@ -56,32 +58,30 @@ def prepare(
             whose token the host does not know yet takes it from there.
         drafts: of the scheduled requests, in their order. Then the host knows all sampled tokens.
     """
-    states = [requests[req_id] for req_id in num_scheduled_tokens]
-    req_indices = np.fromiter((state.req_idx for state in states), np.int32, len(states))
-    scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(states))
-    num_drafts = np.zeros(len(states), np.int32)
+    scheduled_requests = [requests[req_id] for req_id in num_scheduled_tokens]
+    req_indices = np.fromiter(
+        (state.req_idx for state in scheduled_requests), np.int32, len(scheduled_requests)
+    )
+    scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(scheduled_requests))
+    num_drafts = np.zeros(len(scheduled_requests), np.int32)
     if drafts is not None:
         num_drafts = drafts.counts_np
         scheduled += num_drafts - drafts.reserved_np
     computed = requests.num_computed_tokens_np[req_indices]
     seq_lens = computed + scheduled
-    query_start_loc = np.zeros(len(states) + 1, np.int32)
+    query_start_loc = np.zeros(len(scheduled_requests) + 1, np.int32)
     np.cumsum(scheduled, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
 
     row_req_indices = np.repeat(req_indices, scheduled)
     offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
     positions = np.repeat(computed, scheduled) + offsets
-    last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
-    host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
-    unknown = positions >= requests.num_known_np[row_req_indices]
-    input_ids = host_ids
-    if unknown.any():
-        newest = last_token_ids[mx.array(row_req_indices)]
-        if drafts is not None:
-            owner = np.repeat(np.arange(len(states)), scheduled)
-            newest = _draft_of(drafts, owner, positions - requests.num_known_np[row_req_indices])
-        input_ids = mx.where(mx.array(unknown), newest, host_ids)
+    if drafts is None:
+        beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    else:
+        owner = np.repeat(np.arange(len(scheduled_requests)), scheduled)
+        beyond = partial(_draft_of, drafts, owner)
+    input_ids = _input_ids(requests, row_req_indices, positions, beyond)
 
     num_tokens_before = requests.num_tokens_np[req_indices]
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
@@ -92,16 +92,18 @@ def prepare(
     sample_rows = (query_start_loc[sampling + 1] - span_lens)[span] + in_span
     draft_spans = None
     if drafts is not None and num_drafts.any():
-        guesses = _draft_of(drafts, sampling[span], in_span)
-        final = mx.array(in_span == span_lens[span] - 1)
+        verified = _draft_of(drafts, sampling[span], in_span)
+        last_of_span = mx.array(in_span == span_lens[span] - 1)
         draft_spans = DraftSpans(
-            starts.astype(np.int32), span_lens.astype(np.int32), mx.where(final, -1, guesses)
+            starts.astype(np.int32),
+            span_lens.astype(np.int32),
+            mx.where(last_of_span, -1, verified),
         )
     sample_req_indices = req_indices[sampling][span]
     num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
     everything = len(sample_rows) == num_tokens
     return InputBatch(
-        states=states,
+        requests=scheduled_requests,
         req_indices_np=req_indices,
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
@@ -113,9 +115,36 @@ def prepare(
         num_output_tokens_np=(num_outputs + in_span).astype(np.int32),
         draft_spans=draft_spans,
         drafts=drafts,
-        prompt_rows=_prompt_rows(requests, states, computed, query_start_loc, sampling),
+        prompt_rows=_prompt_rows(requests, scheduled_requests, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
     )
+
+
+def _input_ids(
+    requests: Requests,
+    row_req_indices: np.ndarray,
+    positions: np.ndarray,
+    beyond: Callable[[np.ndarray], mx.array],
+) -> mx.array:
+    """[T] int32 tokens of the rows: the host's, and `beyond` the last of those.
+
+    Args:
+        requests: whose tokens the host knows.
+        row_req_indices: [T] each row's request.
+        positions: [T] each row's position in it.
+        beyond: gives [T] int32, for how far each row lies beyond the last token the host knows.
+    """
+    last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
+    host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
+    places = positions - requests.num_known_np[row_req_indices]
+    if (places < 0).all():
+        return host_ids
+    return mx.where(mx.array(places >= 0), beyond(places), host_ids)
+
+
+def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray, _: np.ndarray) -> mx.array:
+    """[T] int32: the token last sampled of each row's request."""
+    return last_token_ids[mx.array(row_req_indices)]
 
 
 def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:

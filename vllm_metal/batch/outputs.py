@@ -18,7 +18,7 @@ from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 
 class StepOutput(AsyncOutput):
-    """The tokens of one step, still on the device; vLLM asks for them a step later."""
+    """The results of one step, still on the device; vLLM asks for them a step later."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class StepOutput(AsyncOutput):
         """
         Args:
             batch: the step's inputs.
-            sampled: None where no request of the step has come to a token.
-            prompt_logprobs: of requests whose prompt is now complete, chunk by chunk.
+            sampled: None where no request of the step sampled a token.
+            prompt_logprobs: by request id the chunks of those whose prompt is now complete.
             requests: told of each token when the host learns it.
         """
         self.batch = batch
@@ -48,13 +48,13 @@ class StepOutput(AsyncOutput):
     def token_ids(self) -> list[list[int]]:
         """Sampled tokens of each request that are kept; the first call waits for the device."""
         if self._token_ids is None:
-            self._token_ids = [[] for _ in self.batch.states]
+            self._token_ids = [[] for _ in self.batch.requests]
             if self.sampled is not None:
                 sampled = np.array(self.sampled.token_ids).tolist()
                 rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), strict=True)
                 for index, start, stop in rows:
                     self._token_ids[index] = sampled[start:stop]
-                    self._requests.learn(self.batch.states[index], sampled[start:stop])
+                    self._requests.learn(self.batch.requests[index], sampled[start:stop])
         return self._token_ids
 
     def num_accepted(self) -> np.ndarray:
@@ -72,19 +72,19 @@ class StepOutput(AsyncOutput):
         return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
 
     def _failures(self) -> dict[str, str]:
-        """Requests without a sound token, and why."""
+        """By request id why its token is not sound."""
         if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
             return {}
         of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])
         return {
-            self.batch.states[index].req_id: NOT_A_NUMBER
+            self.batch.requests[index].req_id: NOT_A_NUMBER
             for index in self.batch.sampling_np[of_request].tolist()
         }
 
     def get_output(self) -> StepResult:
         """The step's results as vLLM wants them; waits for the device."""
         token_ids = self.token_ids()
-        req_ids = [state.req_id for state in self.batch.states]
+        req_ids = [state.req_id for state in self.batch.requests]
         logprobs = None
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = self.sampled.logprobs.to_lists()

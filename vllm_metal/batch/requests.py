@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
     from vllm_metal.sample import Logprobs
 
@@ -27,7 +27,7 @@ def remember_salt(params: SamplingParams, salt: str | None) -> None:
 
 @dataclass
 class RequestState:
-    """One request from its first scheduling to its end; a preempted one is made anew on resume.
+    """One request while it has a req_idx; a preempted one gets a new state when it resumes.
 
     Owner: Requests. `output_token_ids` grows as the host learns tokens, a step or more after they
     were sampled; custom logits processors hold the same list.
@@ -46,12 +46,12 @@ class RequestState:
 
     @property
     def cache_salt(self) -> str | None:
-        """Whose texts the request may share speed with; None: everybody's who gave none."""
+        """The request's cache_salt. Requests of one salt may share cached text; None is a salt."""
         return (self.sampling_params.extra_args or {}).get(_SALT)
 
 
 class BlockTables:
-    """Pool blocks of every request, one table a KV cache group."""
+    """The pool's blocks of every request, one table a KV cache group."""
 
     def __init__(self, num_groups: int, max_num_reqs: int, max_blocks: int) -> None:
         # [G][max_num_reqs, max_blocks] int32
@@ -59,13 +59,13 @@ class BlockTables:
         self._lengths = [[0] * max_num_reqs for _ in range(num_groups)]
 
     def replace(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Makes `block_ids`, one list a group, the whole of the req_idx's tables."""
+        """Makes `block_ids`, one list a group, the whole of a request's tables."""
         for lengths in self._lengths:
             lengths[req_idx] = 0
         self.append(req_idx, block_ids)
 
     def append(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Adds newly allocated blocks at the end of the req_idx's tables."""
+        """Adds newly allocated blocks at the end of a request's tables."""
         for table, lengths, ids in zip(self.tables_np, self._lengths, block_ids, strict=True):
             start = lengths[req_idx]
             table[req_idx, start : start + len(ids)] = ids
@@ -84,7 +84,7 @@ class Requests:
         self.num_prompt_tokens_np = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)
         self._states: dict[str, RequestState] = {}
-        self._preempted: dict[str, RequestState] = {}  # whose req_indices are others' to take
+        self._preempted: dict[str, RequestState] = {}  # their req_idx is free
         self._free = list(range(max_num_reqs - 1, -1, -1))
 
     def __getitem__(self, req_id: str) -> RequestState:
@@ -99,7 +99,31 @@ class Requests:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def add(self, data: NewRequestData) -> RequestState:
+    def apply(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[list[RequestState], list[RequestState]]:
+        """Takes the scheduler's word of which requests came, went, resumed or got on.
+
+        Returns:
+            The requests that gave up their req_idx, finished or preempted, and those that were
+            given one, new or resumed. One of the latter may have the req_idx of one of the former.
+        """
+        left = [self.remove_request(req_id) for req_id in scheduler_output.finished_req_ids]
+        left += [self.preempt_request(x) for x in scheduler_output.preempted_req_ids or ()]
+        entered = [self.add_request(data) for data in scheduler_output.scheduled_new_reqs]
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            if req_id not in cached.resumed_req_ids:
+                self._advance(cached, index)
+                continue
+            block_ids = cached.new_block_ids[index]
+            assert block_ids is not None  # a resumed request starts from new blocks
+            num_computed = cached.num_computed_tokens[index]
+            tokens = cached.all_token_ids[req_id]
+            entered.append(self.resume_request(req_id, tokens, block_ids, num_computed))
+        return [state for state in left if state is not None], entered
+
+    def add_request(self, data: NewRequestData) -> RequestState:
         """Takes in a request at its first scheduling."""
         assert data.prompt_token_ids is not None and data.sampling_params is not None
         state = RequestState(
@@ -113,21 +137,22 @@ class Requests:
         self._enter(state, data.block_ids, data.num_computed_tokens)
         return state
 
-    def resume(
+    def resume_request(
         self,
         req_id: str,
         all_token_ids: list[int],
         block_ids: Sequence[Sequence[int]],
         num_computed_tokens: int,
     ) -> RequestState:
-        """Starts a preempted request again from the scheduler's word of its tokens.
+        """Starts a preempted request again, with the tokens that the scheduler has of it.
 
-        The state is new, so that a token of a step from before the preemption, learnt late,
-        goes nowhere.
+        The state is a new one. A token that was sampled before the preemption may reach the host
+        after it; `learn` drops it, for it comes with the old state.
         """
         old = self._preempted.pop(req_id)
         output_token_ids = all_token_ids[old.num_prompt_tokens :]
-        # The scheduler has them if it has the first token; a step that it dropped is repeated.
+        # With its first token the scheduler has a request's prompt logprobs. Without, the step
+        # that made them was dropped, and they are computed again.
         missing = old.sampling_params.prompt_logprobs is not None and not output_token_ids
         state = RequestState(
             req_id,
@@ -151,23 +176,25 @@ class Requests:
         self.num_computed_tokens_np[req_idx] = num_computed_tokens
         self.block_tables.replace(req_idx, block_ids)
 
-    def advance(self, data: CachedRequestData, index: int) -> None:
-        """Takes the scheduler's news of a running request: its progress and new blocks."""
+    def _advance(self, data: CachedRequestData, index: int) -> None:
+        """Notes how far a running request is, and its new blocks."""
         req_idx = self._states[data.req_ids[index]].req_idx
         self.num_computed_tokens_np[req_idx] = data.num_computed_tokens[index]
         if (block_ids := data.new_block_ids[index]) is not None:
             self.block_tables.append(req_idx, block_ids)
 
-    def preempt(self, req_id: str) -> RequestState | None:
-        """Takes a request's req_idx from it until it resumes, for with priorities or after a reset
-        others may run before it does; None if it has none."""
+    def preempt_request(self, req_id: str) -> RequestState | None:
+        """Frees a request's req_idx until it resumes; None if it has none.
+
+        Other requests may run before it does, by priority or after a reset of the prefix cache.
+        """
         if req_id not in self._states:
             return None
         state = self._preempted[req_id] = self._states.pop(req_id)
         self._free.append(state.req_idx)
         return state
 
-    def remove(self, req_id: str) -> RequestState | None:
+    def remove_request(self, req_id: str) -> RequestState | None:
         """Forgets a request; None if it has no req_idx: preempted, or never scheduled."""
         self._preempted.pop(req_id, None)
         state = self._states.pop(req_id, None)
@@ -175,8 +202,12 @@ class Requests:
             self._free.append(state.req_idx)
         return state
 
+    def note_sampled(self, req_indices_np: np.ndarray) -> None:
+        """Counts one more token of each of [N] requests; the host need not know it yet."""
+        self.num_tokens_np[req_indices_np] += 1
+
     def learn(self, state: RequestState, token_ids: list[int]) -> None:
-        """Takes sampled tokens that have reached the host, unless their request is gone or anew."""
+        """Takes sampled tokens that reached the host; drops those of a state that is gone."""
         if self._states.get(state.req_id) is not state:
             return
         state.output_token_ids.extend(token_ids)
@@ -188,10 +219,10 @@ class Requests:
         self.num_tokens_np[req_idx] = max(self.num_tokens_np[req_idx], self.num_known_np[req_idx])
 
     def roll_back(self) -> None:
-        """Forgets what the scheduler counts as computed but verification rejected.
+        """Takes back what the scheduler counts as computed but verification rejected.
 
-        It counts every draft of a step whose outcome it has not seen. Here that is known, so a
-        request past its prompt has computed all its tokens but the newest.
+        The scheduler counts every draft of a step whose outcome it has not seen. The host knows
+        that outcome here: a request past its prompt has computed all its tokens but the newest.
         """
         np.minimum(
             self.num_computed_tokens_np, self.num_tokens_np - 1, out=self.num_computed_tokens_np

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.pace import Pace
-from vllm_metal.kv_cache.layer_cache import StepLayout
+from vllm_metal.kv_cache.layer_state import StepLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +23,19 @@ class Rows:
     positions: mx.array  # [T] int32
     input_ids: mx.array  # [T] int32, on the device
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
+    num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
 
 
-def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int, pace: Pace) -> StepLayout:
+def step_layout(
+    rows: Rows, block_table_np: np.ndarray, block_size: int, pace: Pace | None
+) -> StepLayout:
     """Where the rows lie in one KV cache group's blocks.
 
     Args:
         rows: the batch.
         block_table_np: [max_num_reqs, max_blocks] int32, the group's table by req_idx.
         block_size: tokens of a block.
-        pace: of the network.
+        pace: of the network; None: MLX ends command buffers.
     """
     # Narrowed to the longest context, so that a step's cost follows what it really holds.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
@@ -45,5 +48,7 @@ def step_layout(rows: Rows, block_table_np: np.ndarray, block_size: int, pace: P
         block_tables_np=tables,
         slot_mapping_np=blocks * block_size + rows.positions_np % block_size,
         block_size=block_size,
+        req_indices_np=rows.req_indices_np,
+        num_drafts_np=rows.num_drafts_np,
         pace=pace,
     )

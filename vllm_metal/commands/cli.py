@@ -40,8 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
-    _add_fit(commands.add_parser("fit", help="say what a model needs, and whether it fits a Mac"))
-    _add_doctor(commands.add_parser("doctor", help="try the engine and every kernel here"))
+    _add_fit(
+        commands.add_parser("fit", help="say how much memory a model needs, and whether it fits")
+    )
+    _add_doctor(
+        commands.add_parser("doctor", help="check this machine, the engine and every kernel")
+    )
     return parser
 
 
@@ -59,7 +63,13 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         help="Q2_K to Q6_K matrices: store them dense, or quantise them anew at --bits "
         "(smaller, with a second rounding); default: %(default)s",
     )
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="for requantize")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        default=4,
+        help="width for --kquants requantize; default: %(default)s",
+    )
     parser.add_argument(
         "--blocks",
         choices=("keep", "dequantize"),
@@ -70,16 +80,16 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float16", "bfloat16", "float32"),
-        help="dense weights and scales; default: the file's own type, or for a quantised file "
+        help="type of dense weights and scales; default: the file's own, or for a quantised file "
         "float16 (gemma3: bfloat16, which rounds the scales of kept blocks)",
     )
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="copy the tokenizer from this model directory, not from the GGUF",
+        help="copy the tokenizer from this model directory instead of making it from the GGUF",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.set_defaults(run=_convert)
 
 
@@ -99,28 +109,31 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say what a model needs and what there is room for, from its config.json and the headers "
-        "of its weight files; nothing is loaded. The exit status is 0 if the requests fit and 1 "
-        "if they do not."
+        "Say how much memory a model needs and how many requests fit beside it. Only config.json "
+        "and the headers of the weight files are read. The exit status is 0 if the requests fit "
+        "and 1 if they do not."
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"
+    )
     parser.add_argument(
         "--memory",
         type=units.memory,
         metavar="SIZE",
-        help="of the Mac to serve on, as 24GB; default: this machine, as it is now",
+        help="memory of the Mac to serve on, such as 24GB; default: what this machine has now",
     )
     parser.add_argument(
         "--context",
         type=units.tokens,
         metavar="TOKENS",
-        help="of a request, prompt and answer, as 32k; default: the most the model is made for",
+        help="longest request, prompt and answer together, such as 32k; default: the longest the "
+        "model is made for",
     )
     parser.add_argument(
         "--requests",
         type=units.count,
         metavar="N",
-        help="that are to fit at once, each of --context tokens; default: 1",
+        help="requests that must fit at once, each of --context tokens; default: 1",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
     served = parser.add_argument_group("options of `vllm serve`, with its defaults")
@@ -135,12 +148,13 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Try what users do, the quick things first: versions, macOS, memory; which platform vLLM "
-        "chooses; an engine that gives ten tokens and shuts down, then the same as a server; and "
-        "every Metal kernel against its reference, over all dtypes, head sizes, block sizes and "
-        "caches (some minutes), with their times. Says what to do about what it finds, and writes "
-        "it to a file that tells nothing of the user. The exit status is 1 if anything fails. "
-        "Without a Metal device the kernels are interpreted, for a few shapes."
+        "Check what serving needs, quick checks first: versions, macOS and memory; which platform "
+        "vLLM chooses; an engine that generates ten tokens and shuts down, then a server that does "
+        "the same; and every Metal kernel against its reference, for all dtypes, head sizes, block "
+        "sizes and caches (some minutes), with times. Each problem is printed with advice, and "
+        "everything is written to a file, without the names of the user, the home folder and the "
+        "machine. The exit status is 1 if a check fails. Without a Metal device, an interpreter "
+        "runs the kernels for a few shapes."
     )
     parser.add_argument(
         "--report",
@@ -150,18 +164,20 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         help="JSON file to write; default: %(default)s",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a small KV cache, and a few shapes for the kernels"
+        "--quick",
+        action="store_true",
+        help="use a small KV cache, and check the kernels for a few shapes",
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="folder or hub name of the model to try; default: the embedded one where it is "
-        "installed, else a tiny one made on the spot",
+        help="folder or hub name of the model to try; default: the embedded model if it is "
+        "installed, else a tiny one with random weights",
     )
     parser.add_argument(
         "--only",
         choices=("machine", "engine", "kernels"),
-        help="the machine and this part; default: all",
+        help="check the machine and this part; default: all parts",
     )
     parser.set_defaults(run=_doctor)
 
@@ -190,7 +206,9 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # nothing of its start matters here
+    os.environ.setdefault(
+        "VLLM_LOGGING_LEVEL", "ERROR"
+    )  # vLLM logs its start, which is no part of the answer
     from vllm_metal.commands.fit import command
 
     return command.run(args)

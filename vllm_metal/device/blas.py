@@ -12,16 +12,17 @@ from pathlib import Path
 
 @cache
 def load() -> str | None:
-    """Makes a fast BLAS answer for MLX's; call it before ``mlx.core`` is first imported.
+    """Loads a fast BLAS for MLX to use; call it before ``mlx.core`` is first imported.
 
-    Called later it can only warn; called again it does nothing.
+    Called later it only warns; called again it does nothing.
 
-    MLX's Linux wheel carries the reference BLAS (~3 GFLOP/s). Symbols loaded globally beforehand
-    win over it: PyTorch's library brings MKL's or OpenBLAS's ``sgemm_`` (measured 60x faster than
-    the reference, 6x faster than Debian's OpenBLAS on AVX-512), then a system OpenBLAS is tried.
+    MLX's Linux wheel carries the reference BLAS (~3 GFLOP/s). The loader prefers symbols that were
+    loaded globally before it. PyTorch's library has MKL's or OpenBLAS's ``sgemm_`` (measured 60x
+    faster than the reference, 6x faster than Debian's OpenBLAS on AVX-512); without PyTorch, a
+    system's OpenBLAS is tried.
 
     Returns:
-        The library that now answers, or None where none was found or needed (macOS).
+        Name of the library that MLX now uses; None where none was found or needed (macOS).
     """
     if sys.platform != "linux":
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one MLX device of this process and its memory figures."""
+"""The MLX device of this process and its memory figures."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ class MemoryFigures:
     """A device's memory at one moment; every field in bytes."""
 
     total: int  # what the device may use at all: Metal's recommended working set, or RAM
-    available: int  # what is free for us now, beyond what MLX already holds
+    available: int  # what this process may take beyond what MLX holds already
     active: int  # held by live MLX arrays
 
 
-#: MLX ends a command buffer once the arrays bound in it hold this many Mi elements, 40 or 50 by
-#: default. A KV pool counts whole, so that each layer would end two; the limit on the number of
-#: dispatches stays, and steps of much work end theirs themselves (metal_kernels/pace.py). MLX reads
-#: the variable when it first uses the GPU.
+#: MLX ends a command buffer once the arrays bound in it hold this many Mi elements, by default 40
+#: or 50. It counts a KV pool whole, so each layer would end two command buffers. MLX's limit on the
+#: number of dispatches stays, and steps of much work end command buffers by themselves
+#: (metal_kernels/pace.py). MLX reads the variable when it first uses the GPU.
 _BOUND_PER_COMMAND_BUFFER = ("MLX_MAX_MB_PER_BUFFER", str(2**20))
 
 
@@ -69,8 +69,8 @@ def memory(device: Device) -> MemoryFigures:
 
 
 def give_back() -> None:
-    """Returns to the system what no object refers to any more."""
-    # vLLM hides what exists after start-up from the collector, models and their cycles included.
+    """Frees memory that no object refers to any more, MLX's spare buffers included."""
+    # vLLM freezes all objects after start-up: the collector skips models and their cycles.
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()

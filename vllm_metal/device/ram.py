@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of this machine's memory is to be had.
+"""How much of this machine's memory a process can get.
 
-Linux tells it: psutil's `available` is MemAvailable. On macOS psutil adds the free pages and the
-inactive ones. But macOS leaves hardly a page free and compresses what programs do not use, so a Mac
-with a browser open shows little of either and still has room. Its kernel counts (xnu 11417, the
-names of `osfmk/vm` in brackets; each is a `sysctl`):
+On Linux psutil's `available` says it: it is MemAvailable. On macOS psutil adds the free pages and
+the inactive ones. But macOS leaves hardly a page free and compresses what programs do not use, so a
+Mac with a browser open has little of either and still has room. Its kernel counts more (xnu 11417,
+the names of `osfmk/vm` in brackets; each is a `sysctl`):
 
 - vm.page_free_count [vm_page_free_count]: free pages. `vm_stat` and psutil add the speculative
   ones, files read ahead; this does not.
@@ -15,10 +15,11 @@ names of `osfmk/vm` in brackets; each is a `sysctl`):
 - kern.memorystatus_level [AVAILABLE_NON_COMPRESSED_MEMORY, `vm_pressure_response`]: free,
   speculative, active and inactive pages in percent of RAM: all but wired and compressed ones.
 
-The first three are given away without loss; of the fourth they are a part. The rest of it holds
-what programs work with. macOS compresses that as it needs room, to a half by the algorithm's own
-figures (WKdm: Wilson, Kaplan and Smaragdakis, "The Case for Compressed Caching in Virtual Memory
-Systems", USENIX 1999), and only then swaps. So half of the rest is to be had without swapping.
+macOS gives the pages of the first three away without loss. They are a part of the fourth, whose
+rest is what programs work with. macOS compresses that rest when it needs room, to a half by the
+algorithm's own figures (WKdm: Wilson, Kaplan and Smaragdakis, "The Case for Compressed Caching in
+Virtual Memory Systems", USENIX 1999), and only then swaps. So a process can get half of the rest
+without swapping.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ FIGURES = (
     "kern.memorystatus_level",
     "hw.memsize",
 )
-#: What compressing a page gives back of it.
+#: The part of a page that compressing it frees.
 COMPRESSED_AWAY = 1 / 2
 
 
 def available(own: int) -> int:
-    """Bytes to be had beyond what this process holds.
+    """Bytes that this process can get beyond what it holds.
 
     Args:
         own: bytes that MLX holds. They are in use whether macOS counts them as wired or as pages it
-            could compress, so nothing is expected of them.
+            could compress, so none of them count as available.
     """
     known = psutil.virtual_memory().available
     given = _given_by_macos(own) if sys.platform == "darwin" else None
@@ -55,7 +56,7 @@ def available(own: int) -> int:
 
 
 def _given_by_macos(own: int) -> int | None:
-    """See above; None where the kernel does not tell all of it."""
+    """Bytes by the kernel's counts above; None where it does not tell all of them."""
     figures = [number for name in FIGURES if (number := sysctl.read(name)) is not None]
     if len(figures) < len(FIGURES):
         return None

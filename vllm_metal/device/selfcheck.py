@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import mlx.core as mx
 
@@ -25,11 +25,6 @@ from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
 from vllm_metal.device import mlx_device
 from vllm_metal.settings import envs
 
-if TYPE_CHECKING:
-    from vllm_metal.attention.layers import AttentionLayer
-
-#: The kernels a server launches.
-SERVING = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
 #: Seconds for one check. It compiles a few variants, of well under a second each, and then runs for
 #: less; only a hang takes this long.
@@ -42,32 +37,21 @@ _FORMAT = 2
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
-def cases(
-    layers: Sequence[AttentionLayer], dtype: mx.Dtype, pool_dtype: mx.Dtype, block_size: int
-) -> list[Case]:
-    """What a model's layers ask of the kernels; `dtype` is that of their queries."""
-    kinds = dict.fromkeys((layer.shape, layer.window) for layer in layers)
-    return [
-        Case(shape, dtype, pool_dtype, block_size, window, sinks=True, kernels=SERVING)
-        for shape, window in kinds
-    ]
-
-
 def results(
     wanted: Sequence[Case],
     command: Sequence[str] = COMMAND,
     time_limit: float = TIME_LIMIT,
     folder: Path | None = None,
 ) -> list[Outcome]:
-    """How the cases' kernels fare; checked once a machine and state of the kernels.
+    """Which kernels of the cases work, checked once for each machine and version of the kernels.
 
-    What has no outcome could not be checked, and must not be used.
+    A kernel without an outcome could not be checked, and must not be used.
 
     Args:
         wanted: what to check.
         command: of the checking process; it reads cases and prints as metal_kernels.selfcheck does.
         time_limit: seconds for each check.
-        folder: where results are kept; default: of the user's cache folder.
+        folder: where results are kept; None: in the user's cache folder.
     """
     folder = folder or results_folder()
     path = folder / f"{_key(wanted)}.json"
@@ -78,23 +62,13 @@ def results(
     return found
 
 
-def failures(
-    wanted: Sequence[Case],
-    command: Sequence[str] = COMMAND,
-    time_limit: float = TIME_LIMIT,
-    folder: Path | None = None,
-) -> list[str]:
-    """A line for each way in which kernels fail; else as `results`."""
-    return said_of(results(wanted, command, time_limit, folder))
-
-
-def said_of(found: Sequence[Outcome]) -> list[str]:
-    """A line for each way in which kernels fail: which, in the first case of it, and how."""
+def describe_failures(found: Sequence[Outcome]) -> list[str]:
+    """A line for each way in which kernels fail: the kernels, the first such case, the error."""
     failed: dict[Check, Outcome] = {}
     for outcome in found:
         if not outcome.ok:
             failed.setdefault(outcome.check, outcome)
-    reasons: dict[str, list[Outcome]] = {}  # a text that does not compile fails all that need it
+    reasons: dict[str, list[Outcome]] = {}  # one error may fail several kernels
     for outcome in failed.values():
         reasons.setdefault(outcome.detail, []).append(outcome)
     return [
@@ -106,10 +80,10 @@ def said_of(found: Sequence[Outcome]) -> list[str]:
 def outcomes(
     wanted: Sequence[Case], command: Sequence[str] = COMMAND, time_limit: float = TIME_LIMIT
 ) -> Iterator[Outcome]:
-    """Checks the cases in a process of its own, and in another one what a hang or crash left.
+    """Checks the cases in a child process, and in further ones what is left after a hang or crash.
 
-    Whatever hung or killed its process has failed. A process that fails outside a check is put
-    down to the first kernel, and no other is started.
+    A check that hangs or kills its process has failed. If a process fails before its first check,
+    the first kernel has failed, and no other process is started.
     """
     found: list[Outcome] = []
     for _ in range(_PROCESSES):
@@ -134,10 +108,10 @@ class _Child:
     """A checking process.
 
     Attributes:
-        began: whether it came as far as a check.
-        blamed: what it was at when it hung or died; None: it ended well.
-        end: how it ended then.
-        said: the last lines it printed, without outcomes.
+        began: whether it started a check.
+        blamed: the case and check it was running when it hung or died; None: it ended well.
+        end: how it hung or died, in words.
+        said: the last lines it printed besides outcomes.
     """
 
     def __init__(
@@ -168,7 +142,7 @@ class _Child:
         _send(self._process.stdin, json.dumps(request))
 
     def outcomes(self, time_limit: float) -> Iterator[Outcome]:
-        """As they come, each within `time_limit` seconds; ends the process."""
+        """Outcomes as they come, each within `time_limit` seconds; then the process is ended."""
         try:
             while (line := self._lines.get(timeout=time_limit)) is not None:
                 message = _parsed(line)
@@ -195,19 +169,19 @@ def results_folder() -> Path:
 
 
 def remembered(folder: Path | None = None) -> list[Case]:
-    """The cases of all results on disk: what was served on this machine."""
+    """The cases of all results on disk: those of models that this machine has served."""
     paths = sorted((folder or results_folder()).glob("*.json"))
     return list(dict.fromkeys(outcome.case for path in paths for outcome in _read(path) or ()))
 
 
 def forget(folder: Path | None = None) -> None:
-    """Makes every next start check anew."""
+    """Deletes all results, so that the next start checks again."""
     for path in (folder or results_folder()).glob("*.json"):
         path.unlink(missing_ok=True)
 
 
 def _python_path() -> str:
-    """Finds metal_kernels where this process found it."""
+    """PYTHONPATH with which a child imports the metal_kernels of this process."""
     inherited = os.environ.get("PYTHONPATH")
     root = str(_KERNELS_FOLDER.parent)
     return f"{root}{os.pathsep}{inherited}" if inherited else root
@@ -224,11 +198,11 @@ def _send(stream: IO[str], text: str) -> None:
         stream.write(text)
         stream.close()
     except BrokenPipeError:
-        pass  # it has died already, and its status says so
+        pass  # the child has died already; its exit status says so
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """A line of the protocol; None for one that something else printed."""
+    """A message of the checking process; None for a line that is none."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -237,11 +211,11 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 def _key(wanted: Sequence[Case]) -> str:
-    """Changes with all that could change a result."""
+    """A digest of all that could change a result."""
     sources = hashlib.sha256()
     for path in sorted(_KERNELS_FOLDER.rglob("*")):
         name = path.relative_to(_KERNELS_FOLDER)
-        if path.suffix in (".metal", ".py") and name.parts[0] != "interpreter":
+        if path.suffix in (".metal", ".py"):
             sources.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     facts = {
         "format": _FORMAT,
@@ -255,7 +229,7 @@ def _key(wanted: Sequence[Case]) -> str:
 
 
 def _read(path: Path) -> list[Outcome] | None:
-    """None where there is no file, or one that is cut off or of another version."""
+    """Results of a file; None if there is none, or it is cut off or of another format."""
     try:
         kept = json.loads(path.read_text())
         if kept["format"] != _FORMAT:
@@ -266,7 +240,7 @@ def _read(path: Path) -> list[Outcome] | None:
 
 
 def _write(path: Path, found: Sequence[Outcome]) -> None:
-    """Whole or not at all; without it the next start checks again."""
+    """Writes results whole or not at all; if it cannot, the next start checks again."""
     kept = {"format": _FORMAT, "outcomes": [outcome.to_json() for outcome in found]}
     text = json.dumps(kept, indent=1)
     try:

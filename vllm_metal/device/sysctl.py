@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that macOS's kernel tells by name."""
+"""Reads numbers of macOS's kernel by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import ctypes
 
 
 def read(name: str) -> int | None:
-    """A number such as ``vm.page_free_count``; None: the kernel tells none of that name.
+    """The kernel's number of that name, such as ``vm.page_free_count``; None: it has none.
 
-    macOS only. The kernel's numbers have 32 or 64 bits, none of those asked for a sign; a Mac with
-    Apple silicon has the low ones first, so that a buffer of zeros holds either.
+    macOS only. Numbers have 32 or 64 bits; the ones read here are never negative. Apple silicon is
+    little-endian, so a 64-bit zero holds either after the call.
     """
     value = ctypes.c_uint64(0)
     size = ctypes.c_size_t(ctypes.sizeof(value))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json and generation_config.json from GGUF metadata, in Hugging Face's names."""
+"""Makes config.json and generation_config.json from GGUF metadata."""
 
 import math
 from typing import Any
@@ -21,8 +21,8 @@ _LLAMA3_ROPE = {
 _GEMMA3_LOCAL_THETA = 10_000.0  # Gemma 3 report, section 2: 10k on local layers, 1M on global ones
 _GEMMA3_PATTERN = 6  # same: five local layers to one global
 _GEMMA3_27B_LAYERS = 62  # only this size scales queries by hidden_size / heads, not by head_dim
-# Names that end a turn or a text in the released chat models. A chat file often names only one
-# of them as its end token, and the others would then run on into a made-up next turn.
+# Tokens that end a turn or a text in released chat models. A GGUF file often declares only one of
+# them as its end token; after the others, generation would go on with an invented next turn.
 _END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -76,7 +76,7 @@ def model_config(source: GGUFSource, family: Family, dtype: str) -> dict[str, An
 
 
 def generation_config(source: GGUFSource) -> dict[str, Any]:
-    """generation_config.json: the begin and padding token and every token that ends an answer."""
+    """generation_config.json: begin token, padding token, and all tokens that end an answer."""
     tokens = source.require("tokenizer.ggml.tokens")
     types = source.get("tokenizer.ggml.token_type", [1] * len(tokens))
     special = {token: i for i, token in enumerate(tokens) if types[i] == _CONTROL}
@@ -136,8 +136,8 @@ def _llama3_rope(
 ) -> dict[str, Any] | None:
     """The Llama 3.1 settings that give these frequency divisors, (head_dim / 2,).
 
-    The slowest frequencies are divided by the rule's full factor, so it is the largest divisor;
-    the rule is then run forward to make sure the whole tensor is what it gives.
+    The rule divides the lowest frequencies by its full factor, so that is the largest divisor. We
+    then compute all divisors by the rule and compare them with the file's.
     """
     factor = round(float(factors.max()), 4)
     if factor == 1.0:
@@ -159,7 +159,7 @@ def _gemma3(source: GGUFSource, hidden_size: int, heads: int, head_dim: int) -> 
     layers = source.require_arch("block_count")
     pattern = source.arch("attention.sliding_window_pattern", _GEMMA3_PATTERN)
     if not isinstance(pattern, int):
-        # One flag a layer: true is local. mlx-lm wants the period, so there must be one.
+        # One flag a layer: true is local. mlx-lm takes a period, so the flags must have one.
         flags = [bool(flag) for flag in pattern]
         pattern = flags.index(False) + 1 if False in flags else layers + 1
         if flags != [(i + 1) % pattern != 0 for i in range(layers)]:

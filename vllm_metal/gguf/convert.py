@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GGUF file to a model directory that mlx-lm and vLLM load."""
+"""Converts a GGUF file to a model directory that mlx-lm and vLLM load."""
 
 import errno
 import json
@@ -22,24 +22,25 @@ from .tokenizer import copy_tokenizer, write_tokenizer
 from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
 
 CONVERTER_VERSION = 1
-"""Raised when the same file would convert to something else, so that caches are made anew."""
+"""Increased when a file would convert to something else; caches of converted models have it in
+their names."""
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Size at which weights go on in a further file, as in directories made by mlx-lm."""
+"""Largest size of a weight file; mlx-lm splits its own at the same size."""
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What a caller may choose. The defaults keep the file's numbers as they are."""
+    """Options of a conversion. By default it keeps the file's numbers exactly."""
 
     dtype: DType | None = None
     """Element type of dense weights and of scales; None: the file's own, or the family's."""
     blocks: Literal["keep", "dequantize"] = "keep"
-    """What becomes of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0."""
+    """How matrices of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are stored."""
     kquants: Literal["dequantize", "requantize"] = "dequantize"
-    """What becomes of Q2_K ... Q6_K."""
+    """How matrices of Q2_K to Q6_K are stored."""
     bits: Literal[4, 8] = 4
-    """Width of requantised K-quants."""
+    """Bits of a weight where K-quants are requantised."""
     tokenizer: Path | None = None
     """Directory to copy the tokenizer from in place of building it from the file."""
     force: bool = False
@@ -50,9 +51,12 @@ class ConvertOptions:
 def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Path:
     """Convert the model file `gguf` into the directory `out` and return `out`.
 
-    Everything is written to a hidden sibling of `out` that takes its name at the end, so a
-    conversion that stops half-way leaves nothing. Raises ConversionError for a file or a setting
-    that cannot be converted, FileExistsError where `out` is in use and `force` is not set.
+    Everything is written to a hidden directory beside `out`, which is renamed at the end: a
+    conversion that fails leaves nothing behind.
+
+    Raises:
+        ConversionError: the file cannot be converted, or not with these options.
+        FileExistsError: `out` exists, and `force` is not set.
     """
     options = options or ConvertOptions()
     out = out.absolute()
@@ -83,7 +87,7 @@ def convert(gguf: Path, out: Path, options: ConvertOptions | None = None) -> Pat
 
 @contextmanager
 def _full_disk_named(out: Path, plan: list[Weight]) -> Iterator[None]:
-    """Says which disk is full: the system's own error names no file where a write fails."""
+    """Raises an error that names the disk if it is full; the system's error names no file."""
     try:
         yield
     except OSError as error:
@@ -91,14 +95,14 @@ def _full_disk_named(out: Path, plan: list[Weight]) -> Iterator[None]:
             raise
         size = sum(tensor.num_bytes for weight in plan for tensor in weight.stored)
         raise ConversionError(
-            f"{out}: its disk is full; the model takes {size / 1e9:.2f} GB there, so free some "
+            f"{out}: the disk is full; the model needs {size / 1e9:.2f} GB there, so free some "
             "space or choose another folder"
         ) from error
 
 
 @contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
-    """A fresh directory that becomes `out` if the block ends well, and otherwise goes."""
+    """A new directory, renamed to `out` if the block ends without an error, else deleted."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     old = out.parent / f".{out.name}.old-{os.getpid()}"
@@ -122,7 +126,7 @@ def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
     shards = _shards(plan, max_shard_bytes)
     total = sum(weight.source.data.nbytes for weight in plan)
     place: dict[str, str] = {}
-    # tqdm draws on stderr: `vllm-metal model` prints a path on stdout for a shell to take.
+    # tqdm draws on stderr: shells read the path that `vllm-metal model` prints on stdout.
     with tqdm(total=total, desc="Converting", unit="B", unit_scale=True, leave=False) as bar:
         for i, shard in enumerate(shards, start=1):
             file = "model.safetensors"
@@ -143,7 +147,7 @@ def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
 
 
 def _shards(plan: list[Weight], max_bytes: int) -> list[list[Weight]]:
-    """`plan` cut where a file would pass `max_bytes`; a weight stays whole with its scales."""
+    """`plan` in files of up to `max_bytes`; a weight and its scales are in the same file."""
     shards: list[list[Weight]] = [[]]
     size = 0
     for weight in plan:

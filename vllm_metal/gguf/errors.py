@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error a conversion reports to its caller."""
+"""The error that a conversion raises."""
 
 
 class ConversionError(ValueError):
-    """A GGUF file (or a setting) that cannot be converted; the message says what to do."""
+    """A GGUF file cannot be converted, or not with these options; the message says what to do."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families that convert: GGUF tensor names to mlx-lm's (which are Hugging Face's)."""
+"""The model families that can be converted, with mlx-lm's name for each GGUF tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _COMMON = {
     "ffn_down": "mlp.down_proj",
 }
 _QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-# Gemma 3 has a norm on both sides of each half of a layer, so GGUF's ffn_norm is another one here.
+# Gemma 3 has a norm before and after each half of a layer, so ffn_norm means another norm here.
 _GEMMA3 = {
     **_COMMON,
     **_QK_NORM,
@@ -28,13 +28,13 @@ _GEMMA3 = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _ATTENTION_INPUTS = ("attn_q", "attn_k", "attn_v")
-# Read by config.py: it becomes rope_scaling, not a weight.
+# config.py reads it: it becomes rope_scaling and no weight.
 ROPE_FREQS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between one GGUF architecture and the next."""
+    """How one GGUF architecture differs from others."""
 
     model_type: str
     """`model_type` of config.json; also the module of mlx_lm.models that runs it."""
@@ -43,20 +43,20 @@ class Family:
     layer_names: Mapping[str, str]
     """Stem under `blk.N.` in GGUF -> module under `model.layers.N.`."""
     biased: tuple[str, ...] = ()
-    """Stems that always carry a bias."""
+    """Stems of tensors that always have a bias."""
     interleaved_rope: bool = False
     """GGUF holds rows of q and k in the order of the interleaved form of RoPE."""
     norm_offset: float = 0.0
-    """GGUF stores each RMSNorm weight plus this; the model adds it again when it runs."""
+    """GGUF stores RMSNorm weights with this added; mlx-lm's model adds it when it runs."""
     default_dtype: str = "float16"
-    """Element type where the file's own weights do not settle it."""
+    """Element type where all matrices of the file are quantised."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", _COMMON, interleaved_rope=True),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", _COMMON, biased=_ATTENTION_INPUTS),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", {**_COMMON, **_QK_NORM}),
-    # Gemma 3's activations pass float16's range; vLLM refuses float16 for it for that reason.
+    # Gemma 3's activations exceed float16's range; vLLM refuses float16 for it, too.
     "gemma3": Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -68,7 +68,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(source: GGUFSource) -> Family:
-    """The family of `source`. Raises ConversionError, listing the families, for any other."""
+    """The family of `source`.
+
+    Raises:
+        ConversionError: the architecture is none of FAMILIES; the message lists them.
+    """
     family = FAMILIES.get(source.architecture)
     if family is None:
         raise ConversionError(
@@ -84,7 +88,7 @@ def family_of(source: GGUFSource) -> Family:
 
 
 def has_attention_bias(source: GGUFSource) -> bool:
-    """Whether the attention projections carry biases."""
+    """Whether the attention projections have biases."""
     return "blk.0.attn_q.bias" in source.tensors
 
 
@@ -96,8 +100,9 @@ def is_tied(source: GGUFSource) -> bool:
 def tensor_names(family: Family, source: GGUFSource) -> dict[str, str]:
     """GGUF name -> parameter name, for all tensors of the model, in file order.
 
-    Raises ConversionError where the file lacks one the family needs, or holds one that has no
-    place in it: either would give a model that runs and answers wrongly.
+    Raises:
+        ConversionError: the file lacks a tensor of the family, or has one that the family does not
+            have: either would give a model that runs and answers wrongly.
     """
     names = {"token_embd.weight": "model.embed_tokens.weight"}
     names["output_norm.weight"] = "model.norm.weight"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF's 32-wide quantised blocks as MLX affine groups, without changing a value.
+"""Repacks GGUF's blocks of 32 values as MLX's affine groups, without changing a value.
 
 MLX holds w = scale * q + bias with unsigned q of 4, 5 or 8 bits packed little-endian into uint32,
 one scale and bias a group. A GGUF block is one scale (and for the _1 types one minimum) over 32
@@ -49,7 +49,7 @@ KQUANTS = frozenset(
         GGMLQuantizationType.Q6_K,
     }
 )
-"""Types with two levels of scales, which MLX has no form for."""
+"""Types with two levels of scales, which MLX has no format for."""
 
 FLOATS = {
     GGMLQuantizationType.F32: "float32",
@@ -59,7 +59,7 @@ FLOATS = {
 """Types that are not quantised, with MLX's name of each."""
 
 SUPPORTED = (*FLOATS, *EXACT, *sorted(KQUANTS))
-"""Every tensor type that converts, in the order an error lists them."""
+"""Every tensor type that can be converted, in the order in which errors list them."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files written piece by piece, so that no tensor is ever whole in memory.
+"""Writes safetensors files piece by piece, so that no tensor is ever whole in memory.
 
 Format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -38,7 +38,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """A file laid out in full from the start and filled in any order, rows at a time."""
+    """A file whose header and size are written first, and whose rows then come in any order."""
 
     def __init__(self, path: Path, tensors: Sequence[StoredTensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GGUF file opened for reading: metadata by key, tensors memory-mapped.
+"""Reads GGUF files: metadata by key, tensors memory-mapped.
 
-The header is read here and not by `gguf.GGUFReader`, which makes a numpy view of every string of
-the vocabulary: 14 s for Gemma 3's 262,144 tokens on one core, against 0.2 s this way. Types, block
-sizes and decoding are the `gguf` package's. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+We read the header ourselves: `gguf.GGUFReader` makes a numpy view of every string of the
+vocabulary, which takes 14 s for Gemma 3's 262,144 tokens on one core, against 0.2 s here. Types,
+block sizes and decoding come from the `gguf` package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import struct
@@ -37,7 +37,7 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor, not yet read from the disk."""
+    """One tensor, which is read from the disk when it is used."""
 
     name: str
     kind: GGMLQuantizationType
@@ -51,7 +51,11 @@ class GGUFSource:
     """One GGUF file. `tensors` holds its tensors by GGUF name, in file order."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`. Raises ConversionError for a missing, damaged or split file."""
+        """Opens `path`.
+
+        Raises:
+            ConversionError: the file is missing, damaged or one part of several.
+        """
         if not path.is_file():
             raise ConversionError(f"{path}: no such file")
         self.path = path
@@ -71,17 +75,21 @@ class GGUFSource:
         return self._metadata.get(key, default)
 
     def require(self, key: str) -> Any:
-        """Value of metadata `key`. Raises ConversionError where the file lacks it."""
+        """Value of metadata `key`.
+
+        Raises:
+            ConversionError: the file has no such key.
+        """
         if key not in self._metadata:
             raise ConversionError(f"{self.path}: the metadata has no {key}")
         return self._metadata[key]
 
     def arch(self, key: str, default: Any = None) -> Any:
-        """`get` of a hyper-parameter, which GGUF keeps under the architecture's own prefix."""
+        """`get` for a hyper-parameter, whose key begins with the architecture's name."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def require_arch(self, key: str) -> Any:
-        """`require` of a hyper-parameter, which GGUF keeps under the architecture's own prefix."""
+        """`require` for a hyper-parameter, whose key begins with the architecture's name."""
         return self.require(f"{self.architecture}.{key}")
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tokenizer.json and tokenizer_config.json from the vocabulary in GGUF metadata.
+"""Makes tokenizer.json and tokenizer_config.json from the vocabulary in GGUF metadata.
 
-GGUF stores the vocabulary whole, but only the *name* of how text is cut before merging
-(`tokenizer.ggml.pre`). The patterns behind the names are those of each model's own released
-tokenizer.json; a name that is not known here is refused, since a near miss would encode
-most text rightly and some wrongly.
+GGUF stores the whole vocabulary, but only the *name* of the pattern that splits text before merges
+(`tokenizer.ggml.pre`). Our patterns are those of each model's own released tokenizer.json. A name
+that we do not know is refused: a similar pattern would encode most text rightly and some wrongly.
 """
 
 import json
@@ -27,7 +26,7 @@ from tokenizers import (
 from .errors import ConversionError
 from .source import GGUFSource
 
-# Token types of GGUF (`tokenizer.ggml.token_type`). UNUSED and NORMAL need no care.
+# Token types of GGUF (`tokenizer.ggml.token_type`) that are treated unlike NORMAL.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _SPACE = "\u2581"  # how SentencePiece spells a space
 
@@ -74,7 +73,8 @@ _TOKENIZER_FILES = (
 def write_tokenizer(source: GGUFSource, out: Path) -> None:
     """Write the tokenizer of `source` into the directory `out`.
 
-    Raises ConversionError for a vocabulary of a kind or a splitting rule not known here.
+    Raises:
+        ConversionError: the kind of vocabulary, or the splitting pattern, is not known.
     """
     tokens: list[str] = source.require("tokenizer.ggml.tokens")
     tokenizer = build_tokenizer(source, tokens)
@@ -117,7 +117,7 @@ def build_tokenizer(source: GGUFSource, tokens: list[str]) -> Tokenizer:
 
 
 def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether its texts begin with the begin token by default."""
+    """Byte-level BPE, and whether a text gets a begin token by default."""
     pre = source.get("tokenizer.ggml.pre", "default")
     if pre not in _PATTERNS:
         raise ConversionError(
@@ -148,9 +148,9 @@ def _byte_level(source: GGUFSource, tokens: list[str]) -> tuple[Tokenizer, bool]
 def _sentencepiece(source: GGUFSource, tokens: list[str], types: list[int]) -> Tokenizer:
     """SentencePiece BPE with bytes for what the vocabulary lacks.
 
-    SentencePiece joins the adjacent pair whose whole has the best score, whichever pair makes it,
-    so each piece is listed with every way to cut it in two, best score first. Where a text gets a
-    space in front, so does what follows a special token, as in llama.cpp and Llama 2's own files.
+    SentencePiece joins the adjacent pair whose union has the best score, so the merges of each
+    piece are all ways to cut it in two, best score first. Where a text gets a space in front, text
+    after a special token gets one, too, as in llama.cpp and Llama 2's own files.
     """
     scores: list[float] = source.require("tokenizer.ggml.scores")
     plain = {
@@ -216,7 +216,7 @@ def _add_template(tokenizer: Tokenizer, source: GGUFSource, tokens: list[str], b
 
 def _tokenizer_config(source: GGUFSource, tokens: list[str]) -> dict[str, Any]:
     config: dict[str, Any] = {
-        # Says "take tokenizer.json as it is"; a class of one model would rebuild parts of it.
+        # This class loads tokenizer.json as it is; those of single models rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": source.require_arch("context_length"),
         "clean_up_tokenization_spaces": False,

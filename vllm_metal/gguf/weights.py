@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each GGUF tensor is stored in MLX's form: dense, the same blocks, or quantised anew."""
+"""Decides how each GGUF tensor is stored: dense, in the same blocks, or quantised again."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Rows = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Weight:
-    """One GGUF tensor and what it becomes."""
+    """One GGUF tensor, and how it is stored."""
 
     source: GGUFTensor
     module: str
@@ -75,11 +75,17 @@ def plan_weights(
     keep_blocks: bool,
     kquant_bits: int | None,
 ) -> list[Weight]:
-    """What becomes of every tensor of `source`, in file order. Reads no data.
+    """How every tensor of `source` is stored, in file order. Reads no data.
 
-    `keep_blocks` leaves the 32-wide blocks quantised; `kquant_bits` is the width at which K-quant
-    matrices are quantised anew, or None to store them dense. `dtype` is the element type of dense
-    tensors and of scales. Raises ConversionError for a tensor type that is not supported.
+    Args:
+        source: the file.
+        family: of `source`.
+        dtype: element type of dense tensors and of scales.
+        keep_blocks: whether blocks of 32 values stay quantised.
+        kquant_bits: bits at which K-quant matrices are quantised again; None: they are dense.
+
+    Raises:
+        ConversionError: a tensor has a type that is not supported.
     """
     heads = source.require_arch("attention.head_count")
     kv_heads = source.arch("attention.head_count_kv", heads)
@@ -98,7 +104,7 @@ def plan_weights(
 
 
 def natural_dtype(source: GGUFSource, family: Family) -> DType:
-    """The element type most of the file's unquantised matrices have, or else the family's own."""
+    """The element type of most unquantised matrices; the family's, if any tensor is quantised."""
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         if tensor.kind in FLOATS and len(tensor.shape) > 1 and tensor.name != ROPE_FREQS:
@@ -110,7 +116,7 @@ def natural_dtype(source: GGUFSource, family: Family) -> DType:
 
 
 def quantization_config(plan: list[Weight]) -> dict[str, Any] | None:
-    """mlx-lm's "quantization" entry: the commonest width, and a line for every other module."""
+    """mlx-lm's "quantization" entry: the most frequent width, and the modules that differ."""
     widths = {w.module: w.bits for w in plan if w.bits is not None}
     if not widths:
         return None
@@ -201,7 +207,7 @@ def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
 def _half_split_order(rows: int, heads: int) -> npt.NDArray[np.intp]:
     """Rows of a llama q or k in the order of Hugging Face's RoPE, (rows,).
 
-    A head's rows pair up for rotation. GGUF has each pair side by side (0, 1), (2, 3) ...; the
-    models here pair the two halves of the head: row i with row i + head_dim / 2.
+    RoPE rotates pairs of a head's rows. In GGUF a pair is two neighbours, (0, 1), (2, 3) ...; in
+    mlx-lm's models it is row i of the head and row i + head_dim / 2.
     """
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

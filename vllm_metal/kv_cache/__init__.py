@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache: what layers need, the pool arrays, the memory budget."""
+"""KV cache: what layers keep between steps, and the pool of blocks that holds it."""

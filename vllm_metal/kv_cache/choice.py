@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of kv_cache serves a model: the kernels', or MLX's."""
+"""Who computes on the K/V of a model: our kernels, or MLX's own operations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from vllm.logger import init_logger
 
-from metal_kernels import kernel, paged_attention
+from metal_kernels import kernel
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck import Case, Outcome, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
-    from vllm_metal.attention.layers import AttentionLayer
+    from vllm_metal.kv_cache.layer_state import StatefulLayer
 
 logger = init_logger(__name__)
 
@@ -28,12 +28,12 @@ _ADVICE = "`vllm-metal doctor` checks anew and writes a report to attach to a bu
 
 def kv_cache_type(
     device: envs.Device,
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[StatefulLayer],
     dtype: mx.Dtype,
     pool_dtype: mx.Dtype,
     block_size: int,
 ) -> type[LayerKVCache]:
-    """Follows VLLM_METAL_KERNELS; with `auto`, whatever is right and quickest on this machine.
+    """What VLLM_METAL_KERNELS asks for; with `auto`, what is right and quickest on this machine.
 
     Args:
         device: to serve on.
@@ -52,8 +52,7 @@ def kv_cache_type(
         raise ValueError("VLLM_METAL_KERNELS=metal needs a Metal device; on a CPU: mlx, interpret")
     if wanted == "interpret" and device == "metal":
         raise ValueError("VLLM_METAL_KERNELS=interpret needs VLLM_METAL_DEVICE=cpu")
-    shapes = {layer.shape for layer in layers}
-    reasons = {paged_attention.unsupported(shape, dtype, block_size) for shape in shapes} - {None}
+    reasons = {layer.unsupported(dtype, block_size) for layer in layers} - {None}
     if wanted == "interpret":
         # An extra of its own: it brings a compiler.
         from metal_interpreter import metal_kernel
@@ -61,11 +60,11 @@ def kv_cache_type(
         kernel.use(metal_kernel)
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
-        cases = selfcheck.cases(layers, dtype, pool_dtype, block_size)
+        cases = needed_cases(layers, dtype, pool_dtype, block_size)
         logger.info("Checking the Metal kernels; the result is kept for the next start")
         found = selfcheck.results(cases)
         chosen = _of_what_works(cases, found)
-        failed = selfcheck.said_of(found)
+        failed = selfcheck.describe_failures(found)
         if chosen is not None:
             if failed:
                 logger.warning(
@@ -82,14 +81,32 @@ def kv_cache_type(
     return ScatterKVCache
 
 
+def needed_cases(
+    layers: Sequence[StatefulLayer], dtype: mx.Dtype, pool_dtype: mx.Dtype, block_size: int
+) -> list[Case]:
+    """What the layers ask of the kernels, each case once.
+
+    Args:
+        layers: all that the pool is for.
+        dtype: of their queries.
+        pool_dtype: of the pool's elements.
+        block_size: tokens of a block.
+    """
+    all_cases = (layer.cases(dtype, pool_dtype, block_size) for layer in layers)
+    return list(dict.fromkeys(case for cases in all_cases for case in cases))
+
+
 def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelKVCache] | None:
-    """Layer caches that use what passed its check; None where a layer cannot be written or attend.
+    """A KernelKVCache that uses only what passed its check.
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
     contexts are not split, and without `kv_blocks` MLX moves blocks.
+
+    Returns:
+        None where the K/V of some layer cannot be written, or not attended to.
     """
     passed = {(outcome.case, outcome.kernel) for outcome in found if outcome.ok}
-    tiles = {(case.shape, case.window): usable(case, found) for case in cases}
+    tiles = {AttentionKind(case.shape, case.window): usable(case, found) for case in cases}
     if not all((case, "kv_write") in passed for case in cases):
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):

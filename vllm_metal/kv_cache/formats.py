@@ -1,20 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --kv-cache-dtype may say, and the elements of a pool that each name stands for."""
+"""What --kv-cache-dtype may say, and the dtypes of models and pools, as MLX and torch have them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import mlx.core as mx
 import torch
 
 #: For messages: what serves every model. A model's own dtype may also be given by its name.
 OFFERED = ("auto", "fp8", "int8")
-#: vLLM's names of our two formats of codes: one scale for each head of each token.
-_CODES = {"fp8_per_token_head": mx.uint8, "int8_per_token_head": mx.int8}
 _ALIASES = {
     "fp8": "fp8_per_token_head",
     "fp8_e4m3": "fp8_per_token_head",
     "int8": "int8_per_token_head",
 }
+
+
+@dataclass(frozen=True)
+class PoolFormat:
+    """Elements of a pool."""
+
+    elements: mx.Dtype
+    torch_dtype: torch.dtype  # of vLLM's specs
+    cache_dtype: str | None = None  # vLLM's name of codes with a scale for each head of each token
+
+    @property
+    def quant_mode(self) -> str:
+        """Name in vLLM's KVQuantMode."""
+        return "NONE" if self.cache_dtype is None else self.cache_dtype.upper()
+
+
+#: The one table of dtypes: those of values, which models come in, and of codes.
+_FORMATS = (
+    PoolFormat(mx.float32, torch.float32),
+    PoolFormat(mx.float16, torch.float16),
+    PoolFormat(mx.bfloat16, torch.bfloat16),
+    PoolFormat(mx.uint8, torch.float8_e4m3fn, "fp8_per_token_head"),
+    PoolFormat(mx.int8, torch.int8, "int8_per_token_head"),
+)
+#: Dtypes of models, by torch's.
+MLX_DTYPES = {each.torch_dtype: each.elements for each in _FORMATS if each.cache_dtype is None}
+_CODES = {each.cache_dtype: each.elements for each in _FORMATS if each.cache_dtype is not None}
+_BY_ELEMENTS = {each.elements: each for each in _FORMATS}
 
 
 def canonical(cache_dtype: str) -> str:
@@ -45,3 +73,8 @@ def pool_dtype(cache_dtype: str, model_dtype: mx.Dtype) -> mx.Dtype:
         model_dtype: of the model's queries.
     """
     return _CODES.get(canonical(cache_dtype), model_dtype)
+
+
+def pool_format(elements: mx.Dtype) -> PoolFormat:
+    """Of a pool with such elements, as `pool_dtype` gives them."""
+    return _BY_ELEMENTS[elements]

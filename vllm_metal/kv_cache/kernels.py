@@ -12,16 +12,14 @@ import numpy as np
 
 from metal_kernels import kv_blocks, kv_write, paged_attention
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionPlan, AttentionShape, Tiles
-from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
-
-#: A kind of layer: its shape and window.
-Kind = tuple[AttentionShape, int | None]
+from metal_kernels.paged_attention import AttentionPlan, Tiles
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_state import StepLayout
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """A step of one group, shape and window."""
+    """A step of one group and kind of layer."""
 
     slot_mapping: mx.array  # [max(T, 8)] int32
     attention: AttentionPlan
@@ -37,23 +35,26 @@ class KernelPlan:
         return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
 
 
-class KernelKVCache(LayerKVCache):
+class KernelKVCache(LayerKVCache[KernelPlan]):
     """The pool arrays are inputs of every kernel, also of the one that writes through them.
 
-    So MLX never copies them, and orders nothing by them either: tokens do. A write returns one that
-    the reads after it take as an input; the reads return theirs, which the next write takes, in
-    this step or the next. Two steps may thus be queued at once.
+    So MLX never copies them. It sees no dependency through the pool; explicit fences order writes
+    and reads. A write returns a fence that the reads after it take as an input. The reads return
+    theirs, which the next write takes, in this step or the next. So two steps may be queued at
+    once.
     """
 
     pipelined = True
     gathers = False
     #: Tiles that attention may use, by kind of layer; all, for one that is not here.
-    tiles: ClassVar[Mapping[Kind, Tiles]] = {}
+    tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
     #: Whether whole blocks are moved by the kernel; else by MLX's operations.
     moves_blocks: ClassVar[bool] = True
 
     @classmethod
-    def limited(cls, tiles: Mapping[Kind, Tiles], moves_blocks: bool) -> type[KernelKVCache]:
+    def limited(
+        cls, tiles: Mapping[AttentionKind, Tiles], moves_blocks: bool
+    ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine."""
         return type(cls.__name__, (cls,), {"tiles": tiles, "moves_blocks": moves_blocks})
 
@@ -61,50 +62,54 @@ class KernelKVCache(LayerKVCache):
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
-        self._written: mx.array | None = None  # token of the last write
-        self._since: list[mx.array] = []  # tokens of what the next write must come after
+        self._written: mx.array | None = None  # fence of the last write
+        self._since: list[mx.array] = []  # fences of what the next write must come after
+        self._row_dtype = dtype  # of the rows last written
 
     @classmethod
-    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> KernelPlan:
+    def plan(cls, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
         attention = paged_attention.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
             layout.block_tables_np,
-            shape,
-            window,
-            cls._tiles_of(shape, window),
+            kind.shape,
+            kind.window,
+            cls._tiles_of(kind),
         )
-        pace = pace_of(layout.pace, attention.num_tokens, attention.work)
+        pace = layout.pace
+        if pace is not None:
+            pace = pace_of(pace, attention.num_tokens, attention.work)
         return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
 
     @classmethod
-    def trials(cls, shape: AttentionShape, window: int | None) -> Iterator[KernelPlan]:
-        for trial in paged_attention.trials(shape, window, cls._tiles_of(shape, window)):
+    def trials(cls, kind: AttentionKind) -> Iterator[KernelPlan]:
+        for trial in paged_attention.trials(*kind, cls._tiles_of(kind)):
             yield KernelPlan(_padded(np.arange(trial.num_tokens, dtype=np.int32)), trial, None)
 
     @classmethod
-    def _tiles_of(cls, shape: AttentionShape, window: int | None) -> Tiles:
-        return cls.tiles.get((shape, window)) or Tiles.of(shape, window)
+    def _tiles_of(cls, kind: AttentionKind) -> Tiles:
+        return cls.tiles.get(kind) or Tiles.of(*kind)
 
-    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        if self.moves_blocks:
-            self._since = [kv_blocks.copy(self.arrays, sources, targets, after=self._since)]
-            return
+    def settle(self) -> None:
         mx.eval(self._since)  # MLX knows nothing of kernels in flight
-        super().copy_blocks(sources, targets)
-        mx.eval(self.arrays)  # nor kernels of it
 
-    def zero_blocks(self, blocks: np.ndarray) -> None:
+    def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
         if self.moves_blocks:
-            self._since = [kv_blocks.zero(self.arrays, blocks, after=self._since)]
+            self._since = [kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._since)]
             return
-        mx.eval(self._since)
-        super().zero_blocks(blocks)
+        super().copy_blocks(sources_np, targets_np)
+        mx.eval(self.arrays)  # kernels know nothing of MLX's operations in flight
+
+    def clear_blocks(self, blocks_np: np.ndarray) -> None:
+        if self.moves_blocks:
+            self._since = [kv_blocks.zero(self.arrays, blocks_np, after=self._since)]
+            return
+        self.settle()
+        super().clear_blocks(blocks_np)
         mx.eval(self.arrays)
 
-    def write(
-        self, plan: KernelPlan, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
+        self._row_dtype = values.dtype
         self._written = kv_write.write(
             keys,
             values,
@@ -116,16 +121,9 @@ class KernelKVCache(LayerKVCache):
             value_scales=self.values.scales,
         )
         self._since = [self._written]
-        return keys, values
 
     def attend(
-        self,
-        plan: KernelPlan,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
+        self, plan: KernelPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
         written = self._written
         assert written is not None  # a layer writes its K/V before it attends
@@ -134,7 +132,7 @@ class KernelKVCache(LayerKVCache):
         out, read = paged_attention.run(
             plan.attention,
             # Some models hand queries over in float32, lest products overflow: the kernels' do not.
-            queries.astype(values.dtype),
+            queries.astype(self._row_dtype),
             self.keys.elements,
             self.values.elements,
             written,
@@ -145,10 +143,10 @@ class KernelKVCache(LayerKVCache):
             pace=plan.pace,
         )
         # A reader comes after the write, and stands for it; several readers stand side by side.
-        self._since = [*(token for token in self._since if token is not written), *read]
+        self._since = [*(fence for fence in self._since if fence is not written), *read]
         return out.astype(queries.dtype)
 
 
 def _padded(slots: np.ndarray) -> mx.array:
-    """Once a step: a kernel takes fewer than eight by another signature."""
+    """At least eight slots: for fewer elements a kernel would need another signature."""
     return mx.array(np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1))

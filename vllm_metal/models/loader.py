@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads an mlx-lm model from a local folder or the hub, in the dtype vLLM settled on."""
+"""Loads mlx-lm models from a folder or the hub, in the dtype that vLLM chose."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 
 from vllm_metal.attention import seam
+from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-MLX_DTYPES = {
-    torch.float32: mx.float32,
-    torch.float16: mx.float16,
-    torch.bfloat16: mx.bfloat16,
-}
-#: What a model folder must hold for mlx-lm; the tokenizer is vLLM's to fetch.
+#: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
-#: The same for a head on the target's hidden states.
+#: Files of a draft head on the target's hidden states.
 _HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 _LONGEST_REASON = 400  # characters of another package's message
 
@@ -38,10 +34,11 @@ _LONGEST_REASON = 400  # characters of another package's message
 def load(config: VllmConfig) -> nn.Module:
     """The model of `config`, its floating-point weights cast to the configured dtype.
 
-    Quantised weights stay packed, their scales and biases are cast.
+    Quantised weights stay packed; their scales and biases are cast.
 
     Raises:
-        ModelLoadError: the folder is missing, incomplete, unreadable, or of no mlx-lm family.
+        ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not know the
+            model's family.
     """
     return _load(config.model_config, config)
 
@@ -64,7 +61,7 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
 
 
 def lazy_model(path: Path, dtype: mx.Dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The model of a folder as `load` gives it, but that its weights are read when they are used.
+    """The model of a folder as `load` returns it, except that weights are read when they are used.
 
     Raises:
         ModelLoadError: see `load`.
@@ -74,11 +71,11 @@ def lazy_model(path: Path, dtype: mx.Dtype, trust_remote_code: bool = False) -> 
     try:
         model, _ = load_mlx_model(path, lazy=True, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists what is missing line by line
+        reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
-    seam.install()  # the family's module was imported just now
+    seam.install()  # again: mlx-lm has just imported the family's module
     floating = (mx.float16, mx.bfloat16, mx.float32)
-    # Some families keep a few parameters as they are, such as the biases that choose experts.
+    # Some families keep the dtype of a few parameters, such as the biases that choose experts.
     may_cast = getattr(model, "cast_predicate", lambda name: True)
     model.update(
         tree_map_with_path(
@@ -95,16 +92,16 @@ def load_weights(
 ) -> dict[str, mx.array]:
     """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
 
-    Those are often published as torch's files only, of which nothing but tensors is read. Nothing
-    is read of arrays in safetensors until they are used.
+    Arrays of safetensors files are read when they are used. Draft heads are often published as
+    torch's files only; of these, only tensors are unpickled.
 
     Args:
-        model_config: whose folder it is.
+        model_config: names the checkpoint's folder.
         config: vLLM's.
-        wanted: says by name which arrays to give; None: all.
+        wanted: whether to return the array of a name; None: return all.
 
     Raises:
-        ModelLoadError: the folder is missing, holds no weights, or they are unreadable.
+        ModelLoadError: the folder is missing or has no weights, or they are unreadable.
     """
     folder = _model_folder(model_config, config, _HEAD_PATTERNS)
     found: dict[str, mx.array] = {}
@@ -159,12 +156,12 @@ def _folder(
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ModelLoadError(
-            f"no folder {model!r}, and the hub has no such model: {error}"
+            f"there is no folder {model!r}, and the hub has no such model: {error}"
         ) from error
 
 
 def _materialise(model: nn.Module, path: Path) -> None:
-    """Reads the weights, which load lazily, with a progress bar in bytes."""
+    """Reads the weights, which mlx-lm loads lazily, and shows a progress bar in bytes."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     arrays = [array for _, array in parameters]
     total = sum(array.nbytes for array in arrays)
@@ -178,7 +175,7 @@ def _materialise(model: nn.Module, path: Path) -> None:
 
 
 def torch_dtype(config: VllmConfig) -> torch.dtype:
-    """The dtype vLLM settled on for weights and KV cache."""
+    """The dtype that vLLM chose for weights and activations."""
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
     return dtype
@@ -188,7 +185,7 @@ def mlx_dtype(config: VllmConfig) -> mx.Dtype:
     """The same as MLX's dtype.
 
     Raises:
-        ModelLoadError: MLX models do not come in it.
+        ModelLoadError: no MLX model can have it.
     """
     dtype = torch_dtype(config)
     if dtype not in MLX_DTYPES:
@@ -197,15 +194,15 @@ def mlx_dtype(config: VllmConfig) -> mx.Dtype:
 
 
 def model_type(config: VllmConfig) -> str:
-    """The family's name for messages, as config.json gives it."""
+    """`model_type` of config.json, for messages."""
     return str(config.model_config.hf_config.model_type)
 
 
 def check_draft_vocabulary(config: VllmConfig) -> None:
-    """Sees to it that a token means the same to the target and to the draft model.
+    """Checks that each token id means the same to the target and to the draft model.
 
-    vLLM compares the sizes of the two vocabularies; this compares what is in them, where both
-    folders tell.
+    vLLM compares the sizes of the two vocabularies. This compares their tokens, where both folders
+    have a tokenizer.json.
 
     Raises:
         ModelLoadError: an id stands for two different tokens.
@@ -224,7 +221,7 @@ def check_draft_vocabulary(config: VllmConfig) -> None:
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """Tokens by id, of tokenizer.json; empty where the folder has none."""
+    """Tokens of tokenizer.json by id; empty where the folder has none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model folder's weight files are there and whole, before anything reads them.
+"""Checks that a model folder's weight files exist and are complete, before they are read.
 
 Format of safetensors: https://huggingface.co/docs/safetensors/index#format
 """
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 _INDEX = "model.safetensors.index.json"
-_AGAIN = "fetch it again, or convert the model again"
+_AGAIN = "download it again, or convert the model again"
 
 
 class ModelLoadError(RuntimeError):
@@ -18,10 +18,10 @@ class ModelLoadError(RuntimeError):
 
 
 def check_weight_files(folder: Path) -> None:
-    """Looks at the header and the size of each file that mlx-lm would read.
+    """Checks the header and the size of each file that mlx-lm will read.
 
     Raises:
-        ModelLoadError: a file is missing, cut off or no safetensors; the message names it.
+        ModelLoadError: a file is missing, truncated or no safetensors file; the message names it.
     """
     paths = sorted(folder.glob("model*.safetensors"))
     index = folder / _INDEX
@@ -30,7 +30,9 @@ def check_weight_files(folder: Path) -> None:
             if not (folder / name).is_file():
                 raise ModelLoadError(f"{folder / name} is missing: {_INDEX} names it; {_AGAIN}")
     elif not paths:
-        raise ModelLoadError(f"{folder / 'model.safetensors'} is missing: no weights are there")
+        raise ModelLoadError(
+            f"{folder / 'model.safetensors'} is missing: the folder has no weights"
+        )
     for path in paths:
         _check(path)
 

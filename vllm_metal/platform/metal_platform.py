@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of a platform, and every check of the configuration, in one place."""
+"""What vLLM asks of a platform: the device, defaults, and a check of the configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vllm_metal.settings import envs
 from vllm_metal.vllm_patches import releases
 
 releases.require_tested_vllm()
-# vLLM's worker contract has two dialects; the plugin speaks the one that runs without Triton and
-# carries user-written logits processors.
+# vLLM has two interfaces to workers; this plugin implements the first, which runs without Triton
+# and supports user-written logits processors.
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-# Requests whose logits are not numbers always fail; this has vLLM count them.
+# vLLM then counts the requests that fail because their logits are not numbers.
 os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
 _DEVICE = envs.requested_device() or "metal"
 if _DEVICE == "cpu":
@@ -28,7 +28,8 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.spec_decode import checkpoint  # noqa: E402
+from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
+from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     logs,
@@ -52,7 +53,7 @@ torch_accelerator.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
-# vLLM sets its own loggers up and no plugin's: without this, nothing below a warning is shown.
+# vLLM configures no plugin's loggers: without this, nothing below a warning would be shown.
 logging.getLogger("vllm_metal").parent = logging.getLogger("vllm")
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
@@ -61,19 +62,6 @@ BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
 MAX_NUM_BATCHED_TOKENS = {"metal": 2048, "cpu": 512}
-SPECULATIVE_METHODS = (
-    "ngram",
-    "ngram_gpu",
-    "suffix",
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "medusa",
-    "mlp_speculator",
-    "mtp",
-)
-#: Whose MTP layers are served, as vLLM names them; the same as spec_decode.mtp.FAMILIES.
-MTP_ARCHITECTURES = ("MiMoMTPModel", "Glm4MoeMTPModel", "ExaoneMoeMTP")
 MAX_NUM_SEQS = 256  # default of --max-num-seqs, vLLM's own for GPUs of this size
 
 
@@ -89,7 +77,7 @@ class MetalPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes ``--dtype auto`` may pick, first the fallback.
+        """Dtypes that ``--dtype auto`` may pick; the first is the fallback.
 
         MLX's CPU backend has fast float32 matrix products only, so there auto means float32; an
         explicit ``--dtype`` is honoured on both devices.
@@ -114,7 +102,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.types.Device) -> None:
-        return  # a process has one; vLLM sets it in the thread that sends a worker's results
+        return  # there is one device; vLLM calls this in the thread that sends a worker's results
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -148,7 +136,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """Checks vLLM's environment variables, among which this plugin's are known ones."""
+        """Checks that variables named ``VLLM_*`` are known; this plugin's are."""
         from vllm import envs as vllm_envs
 
         for name in envs.NAMES:
@@ -157,7 +145,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Puts this platform's defaults in place of vLLM's, before any engine is made."""
+        """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
@@ -183,15 +171,12 @@ class MetalPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        _refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER
         parallel.disable_custom_all_reduce = True
-        speculation = vllm_config.speculative_config
-        if speculation is not None and speculation.method == "ngram":
-            # The engine's own process checks once more whether vLLM plans ahead with the method.
-            speculation.method = "ngram_gpu"
+        speculation.schedule_ahead_with_ngram(vllm_config.speculative_config)
         cache = vllm_config.cache_config
         cache.cache_dtype = cast("CacheDType", formats.canonical(cache.cache_dtype))
         if not cache.user_specified_block_size:
@@ -213,74 +198,3 @@ class MetalPlatform(Platform):
         if isinstance(params, SamplingParams):
             validate(params)
             remember_salt(params, processed_inputs.get("cache_salt"))
-
-
-def _refuse_unsupported(config: VllmConfig) -> None:
-    """Raises one ValueError that names every setting this plugin cannot honour."""
-    parallel, cache = config.parallel_config, config.cache_config
-    model = config.model_config
-    refusals = {
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size": parallel.data_parallel_size > 1,
-        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
-        "--enable-lora": config.lora_config is not None,
-        "--kv-transfer-config": config.kv_transfer_config is not None,
-        "--kv-cache-dtype-skip-layers": bool(cache.kv_cache_dtype_skip_layers),
-        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
-    }
-    if model is not None:
-        assert isinstance(model.dtype, torch.dtype)  # names are resolved by now
-        offered = f"choose one of {', '.join(formats.OFFERED)}, or {model.dtype} as the model is"
-        refusals |= {
-            f"--kv-cache-dtype {cache.cache_dtype} ({offered})": not formats.offered(
-                cache.cache_dtype, model.dtype
-            ),
-            f"--runner {model.runner_type}": model.runner_type != "generate",
-            "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
-                model.multimodal_config is not None
-                and not model.multimodal_config.language_model_only
-            ),
-            "--enable-prompt-embeds": model.enable_prompt_embeds,
-            "encoder-decoder models": model.is_encoder_decoder,
-        }
-    refusals |= _speculation_refusals(config)
-    refused = [setting for setting, asked in refusals.items() if asked]
-    if refused:
-        raise ValueError("vllm-metal does not support " + ", ".join(refused))
-
-
-def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
-    """What of --speculative-config cannot be honoured, by name."""
-    speculation, model = config.speculative_config, config.model_config
-    if speculation is None:
-        return {}
-    offered = ", ".join(SPECULATIVE_METHODS)
-    option = "--speculative-config "
-    (family, *_) = getattr(speculation.draft_model_config, "architectures", None) or ("",)
-    return checkpoint.refusals(config) | {
-        f"{option}method {speculation.method!r} (choose one of {offered})": (
-            speculation.method not in SPECULATIVE_METHODS
-        ),
-        f"{option}method 'mtp' with {family} (served are {', '.join(MTP_ARCHITECTURES)})": (
-            speculation.method == "mtp" and family not in MTP_ARCHITECTURES
-        ),
-        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} with several MTP "
-        "layers (only the first is served: 1)": speculation.use_multi_module_mtp(),
-        f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
-        "lossless 'standard')": speculation.rejection_sample_method != "standard",
-        f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "
-        "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
-        f"{option}kv_cache_dtype {speculation.kv_cache_dtype!r} (drafts share the model's cache)": (
-            formats.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
-            != formats.canonical(config.cache_config.cache_dtype)
-        ),
-        f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
-        f"{option}parallel_drafting": speculation.parallel_drafting,
-        f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,
-        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "
-        f"for a token within --max-model-len {model.max_model_len})": (
-            speculation.num_speculative_tokens + 2 > model.max_model_len
-        ),
-        "--logits-processors together with --speculative-config": bool(model.logits_processors),
-    }

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from vllm import SamplingParams
 
-from vllm_metal.sample.state import Feature, Step
+from vllm_metal.sample.stage import SamplingStage, Step
 from vllm_metal.sample.transforms import NEG_INF, add_at
 
 _ANY = -1
@@ -34,10 +35,13 @@ class _Words:
         )
 
 
-class BadWords:
-    """Keeps `_recent`, int32 [max_num_reqs, L]: the last L output tokens of each req_idx, newest at
-    the right, on the device. L is the longest prefix seen; it grows and never shrinks, and stays 0
-    as long as every bad word is a single token, which then needs no device state."""
+class BadWords(SamplingStage):
+    """Removes the token that would complete one of bad_words.
+
+    `_recent` is int32 [max_num_reqs, L] on the device: the last L output tokens of each req_idx,
+    newest at the right. L is the length of the longest prefix seen. It grows and never shrinks. It
+    stays 0 as long as every bad word is a single token, which needs no device state.
+    """
 
     def __init__(self, vocab_size: int, max_num_reqs: int) -> None:
         self._vocab_size = vocab_size
@@ -45,8 +49,14 @@ class BadWords:
         self._recent = mx.full((max_num_reqs, 0), _NOTHING, dtype=mx.int32)
         self._unwritten: dict[int, np.ndarray] = {}
 
-    def add(self, req_idx: int, words: list[list[int]], output: Sequence[int]) -> None:
-        # A word the model cannot produce needs no rule, and its id would be out of bounds.
+    def add_request(
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> bool:
+        words = params.bad_words_token_ids
+        if not words:
+            return False
+        # The model cannot produce a word that ends outside the vocabulary; on the device its id
+        # would be out of bounds.
         words = [word for word in words if 0 <= word[-1] < self._vocab_size]
         self._widen(max((len(word) - 1 for word in words), default=0))
         prefixes = np.full((len(words), self._width), _ANY, dtype=np.int32)
@@ -55,15 +65,15 @@ class BadWords:
         last = np.array([word[-1] for word in words], dtype=np.int32)
         self._words[req_idx] = _Words(prefixes, last)
         self._unwritten[req_idx] = _right_aligned(output, self._width, _NOTHING)
+        return True
 
-    def remove(self, req_idx: int) -> None:
+    def remove_request(self, req_idx: int) -> None:
         self._words.pop(req_idx, None)
         self._unwritten.pop(req_idx, None)
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
-        """float32 [N, V] -> float32 [N, V] without the tokens that would complete a bad word."""
         self._write()
-        rows = step.rows_using(Feature.BAD_WORDS)
+        rows = step.rows_using(self)
         words = [self._words[req_idx] for req_idx in step.req_indices[rows].tolist()]
         word_rows = np.repeat(rows, [len(w.last) for w in words])
         last = np.concatenate([w.last for w in words])
@@ -75,13 +85,10 @@ class BadWords:
         return add_at(logits, word_rows, last, mx.where(matched, NEG_INF, 0.0))
 
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
-        """Appends the tokens just sampled, int32 [N], to their requests' contexts.
-
-        accepted: int32 [R], drafts of each span that were; None without draft_spans.
-        """
+        """Appends the tokens just sampled to `_recent`."""
         if self._width == 0:
             return
-        rows = step.rows_using(Feature.BAD_WORDS)
+        rows = step.rows_using(self)
         if step.draft_spans is None or accepted is None:
             req_indices = mx.array(step.req_indices[rows])
             newest = token_ids[mx.array(rows)][:, None]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """User-written logits processors (vLLM's v1 interface), which run in torch on the host.
 
-They are the one part of the sampler that waits for the device: every step their input logits are
-evaluated and copied to the host, and the result is copied back. They also read each request's
-output tokens, so those of the previous step must be known before `Sampler.sample` is called; see
-`Sampler.needs_host_tokens`.
+They are the one part of the sampler that waits for the device: in every step the logits they are
+given are evaluated and copied to the host, and their result is copied back. Processors also read
+each request's output tokens, so the runner must append those of the previous step before it calls
+`Sampler.sample`; see `Sampler.needs_host_tokens`.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from vllm.v1.sample.logits_processor import (
     cached_load_custom_logitsprocs,
 )
 
-from vllm_metal.sample.state import Step
+from vllm_metal.sample.stage import SamplingStage, Step
 
 
 class CompactBatch:
-    """The view of the requests that processors expect: indices 0..B-1 without holes.
+    """Numbers the requests as processors expect them: 0..B-1 without holes.
 
-    Changes are collected between steps and reported together: a new request takes the lowest index
-    that a removed one left, else the next at the end; then the last requests move into the holes
-    that remain.
+    It collects the changes between two steps and reports them together. A new request takes the
+    lowest index that a removed one left, else the next at the end; then the last requests move into
+    the holes that remain.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class CompactBatch:
             self._builder.removed_append(index)
 
     def notify(self, processors: LogitsProcessors) -> None:
-        """Settles the changes and tells every processor, as is due before each step."""
+        """Numbers new requests and tells every processor what changed; due before each step."""
         for req_idx, (params, prompt, output) in self._waiting.items():
             index = self._builder.pop_removed()
             if index is None:
@@ -100,9 +100,9 @@ class CompactBatch:
 class CustomProcessors:
     """The processors named by --logits-processors or installed as `vllm.logits_processors` plugins.
 
-    vLLM's builtin ones (min_p, logit_bias, min_tokens) are not among them: the sampler does those
-    itself. A processor's rows are all requests added to the sampler, also those that do not sample
-    this step; the logits of the latter are zeros, and what becomes of them is discarded.
+    vLLM's builtin ones (min_p, logit_bias, min_tokens) are not among them: stages of ours serve
+    those parameters. A processor gets one row for every request in the sampler, also for those that
+    do not sample in this step; the logits of such a row are zeros, and its result is discarded.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -123,18 +123,18 @@ class CustomProcessors:
 
     @property
     def change_argmax(self) -> bool:
-        """Some processors apply to greedy rows too, before the penalties."""
+        """Whether some processors may change the most likely token."""
         return bool(self._processors.non_argmax_invariant)
 
     @property
     def keep_argmax(self) -> bool:
-        """Some processors apply only when rows are drawn at random, after min_p."""
+        """Whether some processors never change the most likely token."""
         return bool(self._processors.argmax_invariant)
 
     def add(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> None:
-        """`output` is kept by reference: the owner appends to it, processors read it."""
+        """Keeps `output` by reference: its owner appends to it, and processors read it."""
         self._outputs[req_idx] = output
         self._batch.add(req_idx, params, prompt, output)
 
@@ -143,8 +143,11 @@ class CustomProcessors:
         self._batch.remove(req_idx)
 
     def begin_step(self, step: Step) -> None:
-        """Reports batch changes. Raises RuntimeError if a request's output list is behind, and
-        ValueError if there are drafts to verify, which processors have no way to see."""
+        """Tells the processors which requests came and went.
+
+        Raises RuntimeError if a request's output list lacks tokens, and ValueError if there are
+        drafts to verify, which processors have no way to see.
+        """
         if step.draft_spans is not None and (step.draft_spans.lens_np > 1).any():
             names = ", ".join(type(processor).__name__ for processor in self._processors.all)
             raise ValueError(
@@ -176,3 +179,50 @@ class CustomProcessors:
         for processor in processors:
             batch = processor.apply(batch)
         return mx.array(batch[indices].to(torch.float32).numpy())
+
+
+class ChangingProcessors(SamplingStage):
+    """Runs the custom processors that may change the most likely token.
+
+    Every request is handed to all processors here, and this stage runs in every step, so that all
+    processors learn of every change to the batch.
+    """
+
+    def __init__(self, custom: CustomProcessors) -> None:
+        self._custom = custom
+
+    def add_request(
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> bool:
+        self._custom.add(req_idx, params, prompt, output)
+        return True
+
+    def remove_request(self, req_idx: int) -> None:
+        self._custom.remove(req_idx)
+
+    def apply(self, logits: mx.array, step: Step) -> mx.array:
+        self._custom.begin_step(step)
+        if not self._custom.change_argmax:
+            return logits
+        return self._custom.apply_changing_argmax(logits, step)
+
+
+class KeepingProcessors(SamplingStage):
+    """Runs the custom processors that keep the most likely token. `ChangingProcessors`, which runs
+    before, tells them of the requests."""
+
+    keeps_argmax = True
+
+    def __init__(self, custom: CustomProcessors) -> None:
+        self._custom = custom
+
+    def add_request(
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> bool:
+        return self._custom.keep_argmax
+
+    def remove_request(self, req_idx: int) -> None:
+        """Keeps nothing of a request."""
+
+    def apply(self, logits: mx.array, step: Step) -> mx.array:
+        return self._custom.apply_keeping_argmax(logits, step)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of chosen and most likely tokens, as lazy device arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_metal.sample.state import Feature, Step
+from vllm_metal.sample.stage import RequestParameters, Step
 from vllm_metal.sample.transforms import NEG_INF
 
 
@@ -26,12 +27,12 @@ class Logprobs:
     ranks: mx.array
 
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """For the caller to evaluate, together with whatever else is due."""
+        """All three, for the caller to evaluate."""
         return self.token_ids, self.logprobs, self.ranks
 
     @staticmethod
     def joined(parts: "Sequence[Logprobs]") -> "Logprobs":
-        """Those of rows that follow one another; of the same K."""
+        """Concatenates the logprobs of consecutive rows, all of the same K."""
         return Logprobs(
             mx.concatenate([part.token_ids for part in parts]),
             mx.concatenate([part.logprobs for part in parts]),
@@ -93,36 +94,67 @@ def gather_logprobs(
     return Logprobs(token_ids, values, ranks)
 
 
-def prompt_logprobs(
-    logits: mx.array, target_ids: mx.array | np.ndarray, num_logprobs: int
-) -> Logprobs:
-    """Logprobs of prompt tokens.
+class RequestedLogprobs(RequestParameters):
+    """Reports the logprobs of sampled tokens. It keeps what the requests asked for.
 
-    logits: any float [n, V], the rows that predict the targets. target_ids: int [n].
-    num_logprobs: as in SamplingParams.prompt_logprobs, -1 for the whole vocabulary.
+    normalise: report log-probabilities rather than logits.
     """
-    vocab_size = logits.shape[1]
-    width = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
-    return gather_logprobs(logits, mx.array(target_ids), width)
 
+    def __init__(self, vocab_size: int, max_num_reqs: int, normalise: bool) -> None:
+        self._vocab_size = vocab_size
+        self._normalise = normalise
+        self._num_logprobs = np.zeros(max_num_reqs, dtype=np.int32)
+        self._names_tokens = np.zeros(max_num_reqs, dtype=np.bool_)  # by logprob_token_ids
+        self._token_ids: dict[int, np.ndarray] = {}
 
-def token_id_rows(
-    step: Step, lists: Mapping[int, np.ndarray], width: int, vocab_size: int
-) -> TokenIdRows | None:
-    """The rows that asked for given tokens, from `lists` by req_idx; None when there are none."""
-    if not step.uses(Feature.LOGPROB_TOKEN_IDS):
-        return None
-    num_rows = len(step.req_indices)
-    rows = np.zeros((num_rows, 1), dtype=np.bool_)
-    token_ids = np.zeros((num_rows, width), dtype=np.int32)
-    valid = np.zeros((num_rows, width), dtype=np.bool_)
-    for row in step.rows_using(Feature.LOGPROB_TOKEN_IDS).tolist():
-        wanted = lists[int(step.req_indices[row])][:width]
-        known = (wanted >= 0) & (wanted < vocab_size)
-        rows[row] = True
-        token_ids[row, : len(wanted)] = np.where(known, wanted, 0)
-        valid[row, : len(wanted)] = known
-    return TokenIdRows(rows, token_ids, valid)
+    def add_request(
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> bool:
+        wanted = params.num_logprobs
+        if wanted is None:
+            return False
+        whole = wanted < 0 or wanted > self._vocab_size
+        self._num_logprobs[req_idx] = self._vocab_size if whole else wanted
+        if params.logprob_token_ids:
+            self._names_tokens[req_idx] = True
+            self._token_ids[req_idx] = np.asarray(params.logprob_token_ids, dtype=np.int64)
+        return True
+
+    def remove_request(self, req_idx: int) -> None:
+        self._num_logprobs[req_idx] = 0
+        self._names_tokens[req_idx] = False
+        self._token_ids.pop(req_idx, None)
+
+    def width(self, step: Step) -> int | None:
+        """The most logprobs that any row's request asks for; None where none asks for any."""
+        if not step.uses(self):
+            return None
+        return int(self._num_logprobs[step.req_indices].max())
+
+    def gather(self, scores: mx.array, token_ids: mx.array, step: Step, width: int) -> Logprobs:
+        """Logprobs of a step's rows. Rows whose request asks for none or fewer get `width` too.
+
+        scores: logits, any float [N, V]. token_ids: int32 [N], what was sampled.
+        """
+        instead = self._token_id_rows(step, width)
+        return gather_logprobs(scores, token_ids, width, normalise=self._normalise, instead=instead)
+
+    def _token_id_rows(self, step: Step, width: int) -> TokenIdRows | None:
+        """The rows whose request names the tokens to report; None when there are none."""
+        naming = np.flatnonzero(self._names_tokens[step.req_indices])
+        if len(naming) == 0:
+            return None
+        num_rows = len(step.req_indices)
+        rows = np.zeros((num_rows, 1), dtype=np.bool_)
+        token_ids = np.zeros((num_rows, width), dtype=np.int32)
+        valid = np.zeros((num_rows, width), dtype=np.bool_)
+        rows[naming] = True
+        for row in naming.tolist():
+            wanted = self._token_ids[int(step.req_indices[row])][:width]
+            known = (wanted >= 0) & (wanted < self._vocab_size)
+            token_ids[row, : len(wanted)] = np.where(known, wanted, 0)
+            valid[row, : len(wanted)] = known
+        return TokenIdRows(rows, token_ids, valid)
 
 
 def _best(scores: mx.array, count: int) -> mx.array:

@@ -1,34 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random draws with one key per row, so that a row's noise depends on nothing but its key."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
+from vllm import SamplingParams
 
-from vllm_metal.sample.state import Feature, Step
+from vllm_metal.sample.stage import RequestParameters, Step, is_random
 
+_ALL_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _SMALLEST_UNIFORM = 2.0**-33
-"""mx.random.uniform is a multiple of about 2^-32; an exact zero is moved to half a step, where the
-Gumbel noise is 22.9 instead of +inf (which would win whatever the logits are)."""
+"""mx.random.uniform returns multiples of about 2^-32. An exact zero is moved to half a step: there
+the Gumbel noise is 22.9 instead of +inf, which would win whatever the logits are."""
 
 
-class RowKeys:
-    """Keys for the rows of a step: uint32 [N, 2].
+class RandomSampling(RequestParameters):
+    """Draws the tokens of random requests. It keeps the requests' seeds.
 
     A seeded request's key is a function of (seed, number of output tokens) only: it draws the same
-    tokens alone, in any batch, and after preemption. Other rows draw from the engine's generator.
+    tokens alone, in any batch, and after preemption. The keys of other rows come from the engine's
+    generator. seed: of that generator.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._generator = np.random.default_rng(seed & 0xFFFF_FFFF_FFFF_FFFF)
+    def __init__(self, max_num_reqs: int, seed: int) -> None:
+        self._generator = np.random.default_rng(seed & _ALL_64_BITS)
+        self._seeds = np.zeros(max_num_reqs, dtype=np.uint64)
+        self._seeded = np.zeros(max_num_reqs, dtype=np.bool_)
 
-    def keys(self, step: Step) -> np.ndarray:
+    def add_request(
+        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
+    ) -> bool:
+        """Returns whether the request is random."""
+        random = is_random(params)
+        self._seeded[req_idx] = random and params.seed is not None
+        self._seeds[req_idx] = (params.seed or 0) & _ALL_64_BITS
+        return random
+
+    def remove_request(self, req_idx: int) -> None:
+        self._seeded[req_idx] = False
+
+    def heaviest(self) -> dict[str, Any]:
+        return {"seed": 0}
+
+    def sample(self, logits: mx.array, step: Step) -> mx.array:
+        """int32 [N]: draws for the rows of random requests, the most likely token for the others.
+
+        logits: float32 [N, V].
+        """
+        random = step.mask_using(self)
+        scale = None if random.all() else random.astype(np.float32)[:, None]
+        return draw(logits, self._keys(step), scale)
+
+    def _keys(self, step: Step) -> np.ndarray:
+        """uint32 [N, 2], the key of each row."""
         num_rows = len(step.req_indices)
-        if not step.uses(Feature.SEEDED):
+        seeded = self._seeded[step.req_indices]
+        if not seeded.any():
             return self._unseeded(num_rows)
-        keys = _seeded(step.rows["seed"], step.num_output_tokens)
-        unseeded = (step.rows["features"] & np.uint32(Feature.SEEDED)) == 0
-        if unseeded.any():
-            keys[unseeded] = self._unseeded(int(unseeded.sum()))
+        keys = _seeded(self._seeds[step.req_indices], step.num_output_tokens)
+        if not seeded.all():
+            keys[~seeded] = self._unseeded(num_rows - int(seeded.sum()))
         return keys
 
     def _unseeded(self, num_rows: int) -> np.ndarray:

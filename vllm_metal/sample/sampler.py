@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: a fixed sequence of transforms from logits to tokens, all lazy on the device.
+"""The sampler: stages in a fixed order from logits to tokens, all lazy on the device.
 
 Nothing here waits for the device or reads a sampled value, so a step can be submitted before the
 tokens of the previous one are known. Custom processors are the exception (custom.py).
@@ -7,7 +7,7 @@ tokens of the previous one are known. Custom processors are the exception (custo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -15,15 +15,38 @@ from vllm import SamplingParams
 from vllm.config.model import LogprobsMode
 
 from vllm_metal.sample.bad_words import BadWords
-from vllm_metal.sample.constraints import Constraints
-from vllm_metal.sample.custom import CustomProcessors
+from vllm_metal.sample.constraints import AllowedTokens, LogitBias, MinTokens
+from vllm_metal.sample.custom import ChangingProcessors, CustomProcessors, KeepingProcessors
+from vllm_metal.sample.distribution import MinP, Temperature, TopKTopP
 from vllm_metal.sample.draft_spans import DraftSpans, num_accepted
 from vllm_metal.sample.logit_chunks import logit_chunks, rows_at_once
-from vllm_metal.sample.logprobs import Logprobs, gather_logprobs, token_id_rows
+from vllm_metal.sample.logprobs import Logprobs, RequestedLogprobs
 from vllm_metal.sample.penalties import Penalties
-from vllm_metal.sample.random import RowKeys, draw
-from vllm_metal.sample.state import NO_LOGPROBS, Feature, ParameterTable, Step
-from vllm_metal.sample.transforms import apply_bitmask, keep_min_p, keep_top_k_top_p
+from vllm_metal.sample.random import RandomSampling
+from vllm_metal.sample.stage import RequestBits, SamplingStage, Step, is_random
+from vllm_metal.sample.transforms import apply_bitmask
+
+
+def stages(
+    vocab_size: int, max_num_reqs: int, custom: CustomProcessors | None
+) -> tuple[SamplingStage, ...]:
+    """All stages, in the order in which they change the logits, after the grammar's mask.
+
+    The order is vLLM's. A new stage goes in its place here.
+    """
+    in_order = (
+        AllowedTokens(vocab_size),
+        BadWords(vocab_size, max_num_reqs),
+        MinTokens(vocab_size, max_num_reqs),
+        LogitBias(vocab_size),
+        ChangingProcessors(custom) if custom else None,
+        Penalties(vocab_size, max_num_reqs),
+        Temperature(max_num_reqs),
+        MinP(max_num_reqs),
+        KeepingProcessors(custom) if custom else None,
+        TopKTopP(vocab_size, max_num_reqs),
+    )
+    return tuple(stage for stage in in_order if stage is not None)
 
 
 @dataclass(frozen=True)
@@ -83,9 +106,9 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples one token per row, for requests kept in req_indices.
+    """Samples one token per row, for requests that are known by their req_idx.
 
-    vocab_size: V, the width of the logits. max_num_reqs: req_indices are in [0, max_num_reqs).
+    vocab_size: V, the width of the logits. max_num_reqs: every req_idx is in [0, max_num_reqs).
     logprobs_mode: vLLM's engine setting; raw modes report the model's logits (after the grammar
     mask), processed ones what the token was drawn from. seed: of the engine's own generator, which
     serves requests without one. custom: user-written processors, if any.
@@ -104,22 +127,22 @@ class Sampler:
             raise ValueError(f"logprobs_mode is {logprobs_mode!r}; use one of {', '.join(modes)}")
         self._vocab_size = vocab_size
         self._processed_logprobs = logprobs_mode.startswith("processed")
-        self._normalise_logprobs = logprobs_mode.endswith("logprobs")
-        self._parameters = ParameterTable(vocab_size, max_num_reqs)
         self._occupied: set[int] = set()
-        self._constraints = Constraints(vocab_size)
-        self._penalties = Penalties(vocab_size, max_num_reqs)
-        self._bad_words = BadWords(vocab_size, max_num_reqs)
-        self._logprob_token_ids: dict[int, np.ndarray] = {}
-        self._keys = RowKeys(seed)
-        self._custom = custom if custom else None
+        self._stages = stages(vocab_size, max_num_reqs, custom)
+        self._random = RandomSampling(max_num_reqs, seed)
+        self._logprobs = RequestedLogprobs(
+            vocab_size, max_num_reqs, normalise=logprobs_mode.endswith("logprobs")
+        )
+        self._parts = (*self._stages, self._random, self._logprobs)
+        self._request_bits = RequestBits(self._parts, max_num_reqs)
+        self._has_custom = bool(custom)
         self.rows_at_once = rows_at_once(vocab_size)
 
     @property
     def needs_host_tokens(self) -> bool:
-        """Whether the tokens of earlier steps must be in the `output_token_ids` lists before
-        `sample` is called: only with custom processors. It rules out overlapping steps."""
-        return self._custom is not None
+        """Whether the caller must append earlier steps' tokens to `output_token_ids` before it
+        calls `sample`: only with custom processors. Steps cannot overlap then."""
+        return self._has_custom
 
     def add(
         self,
@@ -137,26 +160,28 @@ class Sampler:
         if req_idx in self._occupied:
             raise ValueError(f"req_idx {req_idx} already holds a request; remove it first")
         self._occupied.add(req_idx)
-        features = self._parameters.add(req_idx, params)
-        self._constraints.add(req_idx, params, features)
-        if Feature.PENALTIES in features:
-            self._penalties.add(req_idx, prompt_token_ids, output_token_ids)
-        if Feature.BAD_WORDS in features:
-            self._bad_words.add(req_idx, params.bad_words_token_ids or [], output_token_ids)
-        if Feature.LOGPROB_TOKEN_IDS in features:
-            self._logprob_token_ids[req_idx] = np.asarray(params.logprob_token_ids, dtype=np.int64)
-        if self._custom is not None:
-            self._custom.add(req_idx, params, prompt_token_ids, output_token_ids)
+        random = is_random(params)
+        offered = [stage for stage in self._stages if random or not stage.keeps_argmax]
+        self._request_bits.set_request(
+            req_idx,
+            [
+                part
+                for part in (*offered, self._random, self._logprobs)
+                if part.add_request(req_idx, params, prompt_token_ids, output_token_ids)
+            ],
+        )
 
     def remove(self, req_idx: int) -> None:
         """Empties a req_idx (finished or preempted request); an empty req_idx stays empty."""
         self._occupied.discard(req_idx)
-        self._constraints.remove(req_idx)
-        self._penalties.remove(req_idx)
-        self._bad_words.remove(req_idx)
-        self._logprob_token_ids.pop(req_idx, None)
-        if self._custom is not None:
-            self._custom.remove(req_idx)
+        for part in self._parts:
+            part.remove_request(req_idx)
+
+    def heaviest(self) -> dict[str, Any]:
+        """Keyword arguments of `SamplingParams` for a request that needs the most memory to sample,
+        except for the number of logprobs, which the engine limits."""
+        asked = [part.heaviest() for part in self._parts]
+        return {name: value for params in asked for name, value in params.items()}
 
     def sample(
         self,
@@ -188,92 +213,49 @@ class Sampler:
             none = mx.zeros((0,), dtype=mx.int32)
             empty = none.astype(mx.bool_)
             return SamplerOutput(none, empty, None, none, None if draft_spans is None else none)
-        step = self._parameters.step(req_indices, num_output_tokens, draft_spans)
+        step = self._request_bits.step(req_indices, num_output_tokens, draft_spans)
+        width = self._logprobs.width(step)
         # Custom processors take a step as a whole.
-        if len(req_indices) <= self.rows_at_once or self._custom is not None:
-            return self._sample_chunk(logits, step, grammar, step.num_logprobs)
+        if len(req_indices) <= self.rows_at_once or self._has_custom:
+            return self._sample_chunk(logits, step, grammar, width)
         done: list[SamplerOutput] = []
         for rows, of_rows in logit_chunks(len(req_indices), draft_spans, self.rows_at_once):
             chunk = logits[rows]
-            if done:  # all of the chunk before, or what is left of it would hold its copies
+            if done:  # All outputs of the chunk before: any left for later would hold its copies.
                 chunk = mx.depends(chunk, list(done[-1].arrays()))
             mask = None if grammar is None else grammar.of_rows(rows)
-            of_chunk = self._parameters.step(req_indices[rows], num_output_tokens[rows], of_rows)
-            done.append(self._sample_chunk(chunk, of_chunk, mask, step.num_logprobs))
+            of_chunk = self._request_bits.step(req_indices[rows], num_output_tokens[rows], of_rows)
+            done.append(self._sample_chunk(chunk, of_chunk, mask, width))
         return SamplerOutput.joined(done)
 
     def _sample_chunk(
-        self, logits: mx.array, step: Step, grammar: GrammarMask | None, num_logprobs: int
+        self,
+        logits: mx.array,
+        step: Step,
+        grammar: GrammarMask | None,
+        logprobs_width: int | None,
     ) -> SamplerOutput:
-        """See `sample`; num_logprobs: the most that any row of the whole step asked for."""
-        draft_spans = step.draft_spans
+        """See `sample`. logprobs_width: the most logprobs that any row of the whole step asks for;
+        None if none does."""
         broken = mx.isnan(logits.astype(mx.float32).sum(axis=-1))
         if grammar is not None and len(grammar.rows):
             logits = apply_bitmask(logits, grammar.rows, grammar.bitmask)
-        processed = self._constrain(logits, step)
-        if step.uses(Feature.PENALTIES):
-            processed = self._penalties.apply(processed.astype(mx.float32), step)
-        if step.uses(Feature.RANDOM):
-            processed = self._shape_distribution(processed.astype(mx.float32), step)
-            token_ids = draw(processed, self._keys.keys(step), _noise_scale(step))
+        used = [stage for stage in self._stages if step.uses(stage)]
+        processed = logits
+        for stage in used:
+            processed = stage.apply(processed.astype(mx.float32), step)
+        if step.uses(self._random):
+            token_ids = self._random.sample(processed, step)
         else:
             token_ids = mx.argmax(processed, axis=-1).astype(mx.int32)
         last_token_ids, accepted = token_ids, None
-        if draft_spans is not None:
-            accepted = num_accepted(token_ids, draft_spans)
-            last_token_ids = token_ids[mx.array(draft_spans.starts_np) + accepted]
-        self._record(token_ids, step, accepted)
-        scores = processed if self._processed_logprobs else logits
-        logprobs = self._logprobs(scores, token_ids, step, num_logprobs)
+        if step.draft_spans is not None:
+            accepted = num_accepted(token_ids, step.draft_spans)
+            last_token_ids = token_ids[mx.array(step.draft_spans.starts_np) + accepted]
+        for stage in used:
+            stage.record(token_ids, step, accepted)
+        logprobs = None
+        if logprobs_width is not None:
+            scores = processed if self._processed_logprobs else logits
+            logprobs = self._logprobs.gather(scores, token_ids, step, logprobs_width)
         return SamplerOutput(token_ids, broken, logprobs, last_token_ids, accepted)
-
-    def _constrain(self, logits: mx.array, step: Step) -> mx.array:
-        """What may change the most likely token, except penalties; any float in, and out where
-        nothing was done."""
-        if step.uses(Feature.ALLOWED_TOKENS):
-            logits = self._constraints.apply_allowed(logits, step)
-        if step.uses(Feature.BAD_WORDS):
-            logits = self._bad_words.apply(logits.astype(mx.float32), step)
-        if step.uses(Feature.MIN_TOKENS):
-            logits = self._constraints.apply_min_tokens(logits.astype(mx.float32), step)
-        if step.uses(Feature.LOGIT_BIAS):
-            logits = self._constraints.apply_logit_bias(logits.astype(mx.float32), step)
-        if self._custom is not None:
-            self._custom.begin_step(step)
-            if self._custom.change_argmax:
-                logits = self._custom.apply_changing_argmax(logits.astype(mx.float32), step)
-        return logits
-
-    def _shape_distribution(self, logits: mx.array, step: Step) -> mx.array:
-        """Temperature, min_p, top_k, top_p; neutral on greedy rows, whose argmax they keep."""
-        logits = logits / mx.array(step.column("temperature"))
-        if step.uses(Feature.MIN_P):
-            logits = keep_min_p(logits, mx.array(step.column("min_p")))
-        if self._custom is not None and self._custom.keep_argmax:
-            logits = self._custom.apply_keeping_argmax(logits, step)
-        if step.uses(Feature.TOP_K | Feature.TOP_P):
-            top_p = step.column("top_p") if step.uses(Feature.TOP_P) else None
-            logits = keep_top_k_top_p(logits, step.column("top_k"), top_p)
-        return logits
-
-    def _record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
-        if step.uses(Feature.PENALTIES):
-            self._penalties.record(token_ids, step, accepted)
-        if step.uses(Feature.BAD_WORDS):
-            self._bad_words.record(token_ids, step, accepted)
-
-    def _logprobs(
-        self, scores: mx.array, token_ids: mx.array, step: Step, width: int
-    ) -> Logprobs | None:
-        if width == NO_LOGPROBS:
-            return None
-        instead = token_id_rows(step, self._logprob_token_ids, width, self._vocab_size)
-        return gather_logprobs(
-            scores, token_ids, width, normalise=self._normalise_logprobs, instead=instead
-        )
-
-
-def _noise_scale(step: Step) -> np.ndarray | None:
-    """float32 [N, 1]: 1 on random rows, 0 on greedy ones; None if every row is random."""
-    random = (step.rows["features"] & np.uint32(Feature.RANDOM)) != 0
-    return None if random.all() else random.astype(np.float32)[:, None]

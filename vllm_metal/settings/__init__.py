@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user sets: environment variables, options, and what is to be installed."""
+"""What a user sets: environment variables and options; how optional parts are installed."""

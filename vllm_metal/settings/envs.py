@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables; read here, and for the cache folder in metal_kernels."""
+"""The plugin's environment variables, all but VLLM_METAL_CACHE, which metal_kernels reads."""
 
 import os
 import platform
@@ -48,7 +48,7 @@ def requested_device() -> Device | None:
 
 
 def kernels() -> Kernels:
-    """Who computes attention and writes the KV pool: ``VLLM_METAL_KERNELS``.
+    """What computes attention and writes the KV pool: ``VLLM_METAL_KERNELS``.
 
     ``auto``: our Metal kernels on a Mac's GPU where they pass their self-check, else MLX;
     ``metal``: the kernels, or an error where they do not pass; ``mlx``: MLX's own operations;

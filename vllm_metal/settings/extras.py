@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a user gets what an optional part needs.
+"""The commands that install what optional parts of the plugin need.
 
-Advice names packages, never ``vllm-metal[...]``: a package index has another project's release
-under that name, and an installer might take it in place of this one.
+Advice names packages of other projects, or a folder of the clone. It never names
+``vllm-metal[...]`` or ``vllm-metal-interpreter``: an installer would ask a package index for them,
+and take what somebody else has released there under that name.
 """
 
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 #: Packages of the extras that messages advise, as pyproject.toml declares them.
-PACKAGES = {
-    "gguf": ("gguf>=0.19", "filelock>=3.20.3"),
-    "interpreter": ("ziglang>=0.15",),
-}
+PACKAGES = {"gguf": ("gguf>=0.19", "filelock>=3.20.3")}
+#: Extras that are folders of the clone, and no part of the wheel.
+FOLDERS = {"interpreter": "interpreter"}
+
+_CLONE = Path(__file__).parents[2]  # or site-packages, which holds no such folder
 
 
 def install_advice(extra: str) -> str:
-    """The command that installs an extra's packages beside this interpreter.
+    """The command that installs what an extra stands for beside this interpreter.
 
     Raises:
-        KeyError: it is no extra of `PACKAGES`.
+        KeyError: it is in neither `PACKAGES` nor `FOLDERS`.
     """
-    return pip_install(*PACKAGES[extra])
+    if extra not in FOLDERS:
+        return pip_install(*PACKAGES[extra])
+    folder = _CLONE / FOLDERS[extra]
+    if (folder / "pyproject.toml").is_file():
+        return pip_install(str(folder))
+    return f"{pip_install(f'./{FOLDERS[extra]}')}  (in a clone of the repository)"
 
 
 def pip_install(*arguments: str) -> str:

@@ -9,26 +9,26 @@ from typing import Protocol
 import numpy as np
 
 # Chosen by simulation: machines, batches and acceptances of tests/spec_decode/test_adaptive.py.
-PROBE_INTERVAL = 8  # at least so many steps between drafts that test a request which gets none
+PROBE_INTERVAL = 8  # least steps between drafts that probe a request which gets none
 PROBE_COST = 0.01  # most of a step's time that those may take; makes them rarer in large batches
 MEMORY = 0.97  # of a request's acceptance, per draft: the last 30 or so count
 IDLE_MEMORY = 0.98  # of the same, per step in which the request gets no draft
 OVERALL_MEMORY = 0.98  # of all requests' acceptance, per draft
 PRIOR_DRAFTS = 8.0  # how many drafts the acceptance of all requests counts for in each
 STEP_MEMORY = 0.95  # of a step's time, per step
-SLOPE_MEMORY = 0.99  # of how time grows with rows, per step that tells something of it
+SLOPE_MEMORY = 0.99  # of how time grows with rows, per step of an unusual number of rows
 FIXED_ROWS = 32.0  # rows that cost as much as a step does without any, until it is measured
 GUESS_WEIGHT = 64.0  # what that guess counts for, as a sum of squared differences in rows
 
 
 class DraftLengthPolicy(Protocol):
-    """Says how many drafts requests get, and hears how they fared."""
+    """Limits the drafts of each request, and learns from the outcome and time of steps."""
 
     def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
         """Most drafts for each of R requests that sample a token in the next step.
 
         Args:
-            req_indices_np: [R] the requests' req_indices.
+            req_indices_np: [R] rows of the requests.
             num_rows_other: the step's rows apart from those R and their drafts.
 
         Returns:
@@ -36,25 +36,27 @@ class DraftLengthPolicy(Protocol):
         """
         ...
 
-    def observe(
+    def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
-        """Takes a step's outcome: of each of R requests, drafts verified and accepted, both [R]."""
+        """Records a step's outcome: of R requests, [R] drafts verified and [R] of them accepted."""
         ...
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
-        """Takes what a finished step of decoding requests took, of all its rows, drafts included.
+        """Records how long a step took whose requests all decode.
 
-        Not for steps that also compiled, loaded or worked on prompts.
+        Args:
+            num_rows: of the step, drafts included.
+            seconds: from the end of the step before; without compiling or loading.
         """
         ...
 
-    def forget(self, req_idx: int) -> None:
-        """The req_idx's request is gone."""
+    def forget_request(self, req_idx: int) -> None:
+        """The request is gone; another one may take its row."""
         ...
 
     def acceptance(self) -> float:
-        """Share of drafts accepted lately, of those first or behind an accepted one."""
+        """Share of drafts accepted lately; those behind a rejected draft do not count."""
         ...
 
 
@@ -68,7 +70,7 @@ class FixedDraftLengths:
     def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
         return np.full(len(req_indices_np), self._num_drafts, np.int32)
 
-    def observe(
+    def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         self._accepted += float(accepted_np.sum())
@@ -77,7 +79,7 @@ class FixedDraftLengths:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         pass
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         pass
 
     def acceptance(self) -> float:
@@ -131,13 +133,13 @@ class AdaptiveDraftLengths:
         idle = self._idle_np[req_indices_np]
         due = np.flatnonzero(none & (idle >= interval))
         due = due[np.argsort(-idle[due], kind="stable")][: math.ceil(num_none / interval)]
-        # One whose probe was accepted is tried again at once: it paid for itself.
+        # A request whose probe was accepted is probed again at once: the probe paid for itself.
         due = np.concatenate([due, np.flatnonzero(none & self._promising_np[req_indices_np])])
         limits[due] = 1
         self._idle_np[req_indices_np[due]] = 0
         self._promising_np[req_indices_np] = False
 
-    def observe(
+    def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         trials = accepted_np + (accepted_np < drafted_np)
@@ -153,7 +155,7 @@ class AdaptiveDraftLengths:
     def observe_step(self, num_rows: int, seconds: float) -> None:
         self._time.observe(num_rows, seconds)
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._trials_np[req_idx] = self._hits_np[req_idx] = 0.0
         self._idle_np[req_idx] = PROBE_INTERVAL
         self._promising_np[req_idx] = False
@@ -165,8 +167,8 @@ class AdaptiveDraftLengths:
 class _StepTime:
     """Seconds of a step as a line over its rows, fitted to a stream of noisy steps.
 
-    Means over the last steps, and the slope of deviations from them. The slope is forgotten only
-    by steps that tell something of it, those with more or fewer rows than usual.
+    Keeps means over the last steps, and the slope of the deviations from them. Only steps with more
+    or fewer rows than usual change the slope: others say nothing about it.
     """
 
     def __init__(self) -> None:
@@ -180,7 +182,7 @@ class _StepTime:
         if not self._num_steps:
             return 1.0 / (1.0 + FIXED_ROWS)
         guess = self._seconds / (self._rows + FIXED_ROWS)
-        # The guess counts as some evidence, so that the first steps make no slope of noise.
+        # The guess counts as evidence, so that noise in the first steps makes no slope.
         slope = (self._covariance + GUESS_WEIGHT * guess) / (self._variance + GUESS_WEIGHT)
         return min(max(slope, 0.01 * guess), self._seconds / self._rows)
 
@@ -192,7 +194,7 @@ class _StepTime:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         if not self._num_steps or seconds < 0.4 * self.of(num_rows):
-            # Far faster than thought possible: what came before was an interruption.
+            # Far faster than the line allows: something held up the steps before.
             self._num_steps, self._rows, self._seconds = 1, float(num_rows), seconds
             self._variance = self._covariance = 0.0
             self._spread = 0.05 * seconds
@@ -201,8 +203,8 @@ class _StepTime:
         weight = max(1.0 - STEP_MEMORY, 1.0 / self._num_steps)
         expected = self.of(num_rows)
         more_rows = num_rows - self._rows
-        # A step that was held up counts as if it had been held up less. The further off the rows,
-        # the more of an error may be the line's own.
+        # Clips the error of a step that was held up. The limit grows with the distance from the
+        # mean rows, where the line itself may be wrong.
         most = 3.0 * self._spread + self.row() * abs(more_rows)
         error = min(max(seconds - expected, -most), most)
         more_seconds = expected + error - self._seconds

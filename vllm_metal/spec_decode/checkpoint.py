@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a draft checkpoint can often be told before anything is loaded."""
+"""Draft checkpoints that cannot serve, as far as that shows before any weights are loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_metal.spec_decode.registry import method_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,12 +16,15 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def refusals(config: VllmConfig) -> dict[str, bool]:
-    """What of the checkpoint that --speculative-config names cannot be: why, and whether it is so.
+    """Faults of the checkpoint that --speculative-config names: a message, and whether it holds.
 
-    Looks at local folders and at config.json; what only the weights tell is left to loading.
+    Looks into a local folder and config.json. A checkpoint may still fail to load.
+
+    Raises:
+        ValueError: the method is not served.
     """
-    speculation = config.speculative_config
-    if speculation is None or speculation.draft_model_config is None:
+    speculation, method = config.speculative_config, method_of(config)
+    if speculation is None or method is None or speculation.draft_model_config is None:
         return {}
     draft = speculation.draft_model_config
     if draft.model is None or draft.model == config.model_config.model:
@@ -30,9 +35,9 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         f"{named} (the folder holds no weights, {', '.join(WEIGHTS)}: fetch them, or name another "
         "folder)": folder.is_dir() and not any(any(folder.glob(kind)) for kind in WEIGHTS)
     }
-    if speculation.method in ("eagle", "eagle3"):
+    if method.hidden_size_keys:
         given = draft.hf_config.to_dict()
-        size = given.get("target_hidden_size") or given.get("hidden_size")
+        size = next((given[key] for key in method.hidden_size_keys if given.get(key)), None)
         wanted = config.model_config.get_hidden_size()
         found[
             f"{named} (made for hidden states of {size}, those of {config.model_config.model!r} "

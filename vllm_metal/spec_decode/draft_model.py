@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A smaller model of the same vocabulary as the proposer."""
+"""Drafts by a smaller model that shares the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
@@ -28,23 +30,24 @@ from vllm_metal.spec_decode.proposer import Drafts, Proposer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Tokens a request may be behind while nobody wants drafts: then one pass serves as many steps. A
-#: pass with so few rows still takes little longer than one with a single row.
+#: New tokens a request may gather without a pass while nobody wants drafts, so that one pass takes
+#: in many steps' tokens. With so few rows it takes little longer than with a single one.
 MAX_BEHIND = 16
 
 
 class DraftModel(DraftNetwork):
-    """Any model that the paged path serves, loaded beside the target."""
+    """Any model that this plugin serves, loaded beside the target."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, target: nn.Module, selected: parts.SelectedRows) -> None:
         """Loads it.
 
         Args:
             config: whose speculative_config names the model.
+            target, selected: not used, a draft model reads nothing but tokens.
 
         Raises:
             loader.ModelLoadError: it cannot be loaded, or does not share the target's vocabulary.
-            NotImplementedError: the paged path does not serve its layers.
+            NotImplementedError: this plugin does not serve its layers.
         """
         speculation = config.speculative_config
         assert speculation is not None
@@ -65,7 +68,7 @@ class DraftModel(DraftNetwork):
 
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
@@ -79,7 +82,7 @@ class DraftModel(DraftNetwork):
 
 
 class DraftModelProposer(PagedProposer):
-    """Drafts as the model would generate, one token a pass."""
+    """Drafts what the model would generate greedily, one token a pass."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class DraftModelProposer(PagedProposer):
         Args:
             executor: of the draft model, over the shared pool.
             block_tables: the requests' blocks.
-            max_num_reqs: number of req_indices.
+            max_num_reqs: rows of a per-request table.
             num_drafts: K, the most drafts of a request.
             max_len: tokens the model is made for; longer requests get no drafts.
         """
@@ -101,11 +104,11 @@ class DraftModelProposer(PagedProposer):
         self._executor = executor
         self._block_tables = block_tables
         self._max_len = max_len
-        # By req_idx, positions whose K/V are written; those of drafts count until the next call, by
-        # when a wrong one is at or behind the newest token.
+        # By req_idx, how many positions have K/V. Drafts count until the next call of `propose`,
+        # when rejected ones lie at or behind the newest token.
         self._written_np = np.zeros(max_num_reqs, np.int32)
 
-    def begin(self, req_idx: int, num_computed: int) -> None:
+    def begin_request(self, req_idx: int, num_computed: int) -> None:
         self._written_np[req_idx] = num_computed
 
     def propose(
@@ -117,8 +120,8 @@ class DraftModelProposer(PagedProposer):
     ) -> Drafts:
         max_len = min(self._max_len, token_ids_np.shape[1])
         limits = np.clip(np.minimum(limits_np, max_len - num_tokens_np), 0, self._num_drafts)
-        # The newest token is never written yet: at its position stood a draft that was refused, if
-        # any. Before it, what was drafted was accepted.
+        # The newest token has no K/V yet: at most a rejected draft was written at its position.
+        # The drafts before it were accepted.
         starts = np.minimum(self._written_np[req_indices_np], num_tokens_np - 1)
         ends = np.minimum(num_tokens_np, max_len)
         self._written_np[req_indices_np] = starts

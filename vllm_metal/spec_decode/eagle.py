@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE and EAGLE-3 as proposers: a head of a layer or so on the target's hidden states."""
+"""Loads EAGLE and EAGLE-3 heads for a target whose hidden states they read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.models import loader, parts
+from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
@@ -17,11 +18,10 @@ from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: Architectures, as vLLM names them, with layers like Llama's.
-HEADS: dict[str, type[EagleHead] | type[Eagle3Head]] = {
-    "EagleLlamaForCausalLM": EagleHead,
-    "Eagle3LlamaForCausalLM": Eagle3Head,
-    "LlamaForCausalLMEagle3": Eagle3Head,
+#: A head's module by its family's generation.
+MODULES: dict[str, type[EagleHead] | type[Eagle3Head]] = {
+    "eagle": EagleHead,
+    "eagle3": Eagle3Head,
 }
 
 
@@ -38,30 +38,26 @@ class Eagle(HeadNetwork):
 
         Raises:
             loader.ModelLoadError: the checkpoint cannot be loaded, or is of another target.
-            NotImplementedError: the head is of a family that is not served, or the target does not
-                show what the head needs.
+            NotImplementedError: the target does not show the hidden states that the head reads.
         """
         speculation = config.speculative_config
         assert speculation is not None
         model_config = speculation.draft_model_config
-        (family, *_) = model_config.architectures
-        if family not in HEADS:
-            raise NotImplementedError(
-                f"--speculative-config: heads of {family} are not supported (choose one of "
-                f"{', '.join(HEADS)})"
-            )
+        (architecture, *_) = model_config.architectures
+        family = EAGLE_FAMILIES[architecture]  # the platform has refused all others
         shape = HeadConfig.of(model_config.hf_config.to_dict())
         weights = {
-            name.replace("midlayer.", "layers.0."): array
+            own: array
             for name, array in loader.load_weights(model_config, config).items()
-            # Masks of the reduced vocabulary and tables of angles say nothing new.
-            if name != "t2d" and "rotary_emb" not in name
+            if (own := family.own_name(name)) is not None
         }
-        head = HEADS[family](shape, set(weights))
+        head = MODULES[family.generation](shape, set(weights))
         try:
             head.load_weights(list(weights.items()))
         except ValueError as error:
-            raise loader.ModelLoadError(f"{model_config.model} is no {family}: {error}") from error
+            raise loader.ModelLoadError(
+                f"{model_config.model} is no {architecture}: {error}"
+            ) from error
         if "embed_tokens" not in head:
             head.embed_tokens = parts.input_embedding(target)
         if "lm_head" not in head:

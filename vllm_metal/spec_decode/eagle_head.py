@@ -18,8 +18,8 @@ from mlx_lm.models import llama
 
 from vllm_metal.attention.seam import AttendingCache
 
-#: Whose hidden states EAGLE-3 reads unless config.json says so, from the number of layers; L
-#: stands for what the L-th passes on. Those of its authors.
+#: Layers of the target whose output EAGLE-3 reads where config.json names none, counted from 1, as
+#: functions of the target's number of layers; the choice of EAGLE-3's authors.
 DEFAULT_LAYERS: tuple[Callable[[int], int], ...] = (
     lambda count: 2,
     lambda count: count // 2,

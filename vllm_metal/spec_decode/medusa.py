@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa as a proposer: heads that each guess one token further from one hidden state.
+"""Medusa heads: from one hidden state, each guesses one token further than the head before it.
 
 Cai et al. 2024, arXiv:2401.10774; the likeliest token of each head, not their tree.
 """

@@ -6,106 +6,22 @@ DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out 
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import exaone_moe, glm4_moe, mimo
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.models import loader, parts
+from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a family's checkpoints keep their first MTP layer, and what it computes."""
-
-    model_type: str  # the target's
-    prefix: str  # of the layer's arrays; {} stands for the target's number of layers
-    #: Theirs to ours, None for copies of the target's ends; all else is the decoder layer's.
-    names: Mapping[str, str | None]
-    #: From mlx-lm's arguments and config.json: the decoder layer, and how far it looks back.
-    block: Callable[[Any, Mapping[str, Any]], tuple[nn.Module, int | None]]
-    hidden_first: bool = False  # how state and embedding lie side by side
-    reads_normed: bool = True  # the target's states: behind its last norm, or before
-    feeds_normed: bool = True  # the same for its own states, in the pass after
-    masks_first: bool = True  # the token at position 1 counts as zero
-
-    def own_name(self, name: str, num_layers: int) -> str | None:
-        """An array of the checkpoint as MTPHead names it; None: it is not one of the layer's."""
-        prefix = self.prefix.format(num_layers)
-        if not name.startswith(prefix) or "rotary_emb" in name:
-            return None
-        rest = name.removeprefix(prefix)
-        for theirs, own in self.names.items():
-            if rest.startswith(f"{theirs}."):
-                return own and own + rest.removeprefix(theirs)
-        return f"block.{rest}"
-
-
-def _exaone_block(
-    args: exaone_moe.ModelArgs, config: Mapping[str, Any]
-) -> tuple[nn.Module, int | None]:
-    (kind, *_) = config.get("mtp_layer_types") or args.layer_types
-    (window, *_) = config.get("mtp_sliding_windows") or [args.sliding_window]
-    # Always dense, always with rotary positions, which mlx-lm gives to windowed layers only.
-    args = dataclasses.replace(args, layer_types=["sliding_attention"], is_moe_layer=[False])
-    return exaone_moe.DecoderLayer(args, 0), None if kind == "full_attention" else window
-
-
-#: By architecture of the layer, as vLLM names it; the same as platform.MTP_ARCHITECTURES.
-FAMILIES = {
-    "MiMoMTPModel": Family(
-        "mimo",
-        "model.mtp_layers.0.",
-        {
-            "token_layernorm": "embedding_norm",
-            "hidden_layernorm": "hidden_norm",
-            "input_proj": "fc",
-            "final_layernorm": "norm",
-        },
-        lambda args, _: (mimo.TransformerBlock(args), None),
-        hidden_first=True,
-        reads_normed=False,
-    ),
-    "Glm4MoeMTPModel": Family(
-        "glm4_moe",
-        "model.layers.{}.",
-        {
-            "enorm": "embedding_norm",
-            "hnorm": "hidden_norm",
-            "eh_proj": "fc",
-            "shared_head.norm": "norm",
-            "shared_head.head": None,
-            "embed_tokens": None,
-        },
-        lambda args, _: (glm4_moe.DecoderLayer(args, args.num_hidden_layers), None),
-        feeds_normed=False,
-    ),
-    "ExaoneMoeMTP": Family(
-        "exaone_moe",
-        "mtp.",
-        {
-            "pre_fc_norm_embedding": "embedding_norm",
-            "pre_fc_norm_hidden": "hidden_norm",
-            "fc": "fc",
-            "norm": "norm",
-            "layers.0": "block",
-        },
-        _exaone_block,
-        masks_first=False,
-    ),
-}
 
 
 class MTPHead(nn.Module):
@@ -114,7 +30,7 @@ class MTPHead(nn.Module):
     `embed_tokens` and `lm_head` are the target's.
     """
 
-    def __init__(self, family: Family, args: Any, block: nn.Module) -> None:
+    def __init__(self, family: MTPFamily, args: Any, block: nn.Module) -> None:
         """
         Args:
             family: of the target.
@@ -172,14 +88,14 @@ class MTP(HeadNetwork):
         assert config.speculative_config is not None
         model_config = config.speculative_config.draft_model_config
         (architecture, *_) = model_config.architectures
-        family = FAMILIES[architecture]  # the platform has refused all others
+        family = MTP_FAMILIES[architecture]  # the platform has refused all others
         if loader.model_type(config) != family.model_type:
             raise loader.ModelLoadError(
                 f"MTP layers of {model_config.model} ({family.model_type}) do not go with a target "
                 f"of {loader.model_type(config)}"
             )
         args = target.args
-        block, window = family.block(args, model_config.hf_config.to_dict())
+        block, window = family.build_block(args, model_config.hf_config.to_dict())
         head = MTPHead(family, args, block)
         weights = _weights(config, family, args.num_hidden_layers)
         quantization = getattr(model_config.hf_config, "quantization", None) or {}
@@ -204,7 +120,7 @@ class MTP(HeadNetwork):
         super().__init__(config, head, [layer], parts.HiddenStates(target, selected, last))
 
 
-def _weights(config: VllmConfig, family: Family, num_layers: int) -> dict[str, mx.array]:
+def _weights(config: VllmConfig, family: MTPFamily, num_layers: int) -> dict[str, mx.array]:
     """The layer's arrays by MTPHead's names, experts stacked as mlx-lm's layers have them."""
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config

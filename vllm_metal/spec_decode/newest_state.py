@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that guess from one hidden state of the target: the newest token was sampled from it."""
+"""Draft heads that read one hidden state, the one the newest token was sampled from; no K/V."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
 from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StateHeads(Protocol):
-    """Guesses without K/V of its own."""
+    """Heads that draft from one hidden state a request, without K/V."""
 
     num_heads: int  # most guesses
     hidden_size: int  # of the target
@@ -44,7 +44,7 @@ class StateHeads(Protocol):
 class StateNetwork(DraftNetwork):
     """Heads loaded for their target."""
 
-    layers: Sequence[AttentionLayer] = ()
+    layers: Sequence[StatefulLayer] = ()
 
     def __init__(self, config: VllmConfig, heads: StateHeads, states: HiddenStates) -> None:
         """
@@ -76,7 +76,7 @@ class StateNetwork(DraftNetwork):
 
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
@@ -101,7 +101,7 @@ class StateProposer(Proposer):
             int, tuple[int, int, int]
         ] = {}  # by req_idx: first row, its position, count
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._rows.pop(req_idx, None)
 
     def take_hidden(self, rows: Rows) -> None:

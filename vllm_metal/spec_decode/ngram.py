@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from vllm_metal.spec_decode.proposer import Seen, TextProposer
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
 
 
 class NgramProposer(TextProposer):
@@ -43,6 +47,12 @@ class NgramProposer(TextProposer):
         self._min_n, self._max_n = min_n, max_n
         self._indices: dict[int, _TextIndex] = {}
 
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+        assert shortest is not None and longest is not None  # vLLM fills in its defaults
+        return cls(shortest, longest, config.num_speculative_tokens)
+
     def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
         if limit <= 0:
             return []
@@ -53,7 +63,7 @@ class NgramProposer(TextProposer):
         end = index.match(text)
         return text[end : end + limit].tolist() if end else []
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._indices.pop(req_idx, None)
 
 
@@ -70,7 +80,7 @@ class _TextIndex:
         self.seen = Seen()
 
     def extend(self, text: np.ndarray) -> None:
-        """Takes in the tokens that are new in `text`."""
+        """Indexes the tokens that are new in `text`."""
         n = self._min_n
         start = max(0, self.seen.length - n + 1)  # of the first new n-gram
         data = text[start:].tobytes()
@@ -79,7 +89,7 @@ class _TextIndex:
         for end, at in enumerate(range(0, len(data) - width + 1, text.itemsize), start + n):
             gram = data[at : at + width]
             known = ends.setdefault(gram, end)
-            # A shortest n-gram that is also the longest is only ever taken at its first place.
+            # With a single length of n-grams, `match` uses the first place only.
             if known == end or self._min_n == self._max_n:
                 continue
             if isinstance(known, int):
@@ -91,7 +101,7 @@ class _TextIndex:
     def match(self, text: np.ndarray) -> int:
         """End of the first occurrence of the longest n-gram that ends `text`; 0 if there is none.
 
-        `text` is what was taken in.
+        `text` is the text that was indexed.
         """
         length, n = len(text), self._min_n
         if length < n:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of a layer or so on the target's hidden states, with K/V in the shared pool."""
+"""Draft heads that read the target's hidden states and keep K/V in the shared pool."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.memory.profile import largest_caches, largest_step
-from vllm_metal.models.executor import PagedLayers
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.loader import mlx_dtype
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork, PagedProposer, Spans
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
@@ -42,7 +42,7 @@ class Head(Protocol):
         Args:
             input_ids: [T] int32.
             hidden: [T, H], combined or from the head itself.
-            caches: one a layer, already told of the step.
+            caches: one a layer, for the rows of this pass.
 
         Returns:
             [T, H] for `tokens`, and [T, H] for the pass after the next token.
@@ -56,7 +56,7 @@ class HeadNetwork(DraftNetwork):
     """A head loaded for its target."""
 
     def __init__(
-        self, config: VllmConfig, head: Head, layers: Sequence[AttentionLayer], states: HiddenStates
+        self, config: VllmConfig, head: Head, layers: Sequence[StatefulLayer], states: HiddenStates
     ) -> None:
         """
         Args:
@@ -73,15 +73,16 @@ class HeadNetwork(DraftNetwork):
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
-        num_tokens, sampled = largest_step(self._config)
-        caches = largest_caches(self.layers, self._config, kv_cache_type)
-        hidden = mx.zeros((num_tokens, self._head.input_size), mlx_dtype(self._config))
-        out, _ = self._head(mx.zeros(num_tokens, mx.int32), self._head.combine(hidden), caches)
-        mx.eval(self._head.tokens(out[sampled]))
+        largest = LargestStep.of(self.layers, self._config, kv_cache_type)
+        rows = largest.rows
+        hidden = mx.zeros((len(rows.positions), self._head.input_size), mlx_dtype(self._config))
+        with largest.caches() as caches:
+            out, _ = self._head(rows.input_ids, self._head.combine(hidden), caches)
+        mx.eval(self._head.tokens(out[rows.logits_indices]))
 
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
@@ -101,7 +102,7 @@ class _Kept:
 
 
 class HeadProposer(PagedProposer):
-    """Drafts from the hidden states of the step before, then from the head's own."""
+    """Reads the target's hidden states for the first draft, the head's own for those after."""
 
     def __init__(
         self,
@@ -126,10 +127,10 @@ class HeadProposer(PagedProposer):
         self._kept: dict[int, _Kept] = {}  # by req_idx
         self._written: dict[int, int] = {}  # by req_idx, end of what has been run of those
 
-    def begin(self, req_idx: int, num_computed: int) -> None:
-        self.forget(req_idx)
+    def begin_request(self, req_idx: int, num_computed: int) -> None:
+        self.forget_request(req_idx)
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         self._kept.pop(req_idx, None)
         self._written.pop(req_idx, None)
 
@@ -158,7 +159,7 @@ class HeadProposer(PagedProposer):
         kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
         starts = np.array([of.start for of in kept], np.int32)
         counts = np.array([of.count for of in kept], np.int32)
-        # A row takes the token after it; rows of drafts that were refused lie past the newest one.
+        # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
         ends = np.minimum(starts + counts, num_tokens_np - 1)
         usable = ends > starts
         most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._num_drafts)
@@ -178,15 +179,15 @@ class HeadProposer(PagedProposer):
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         assert hidden is not None
-        caches = self._paged.begin_step(rows, self._block_tables)
-        out, hidden = self._head(rows.input_ids, hidden, caches)
+        with self._paged.step(rows, self._block_tables) as caches:
+            out, hidden = self._head(rows.input_ids, hidden, caches)
         if rows.logits_indices is not None:
             out, hidden = out[rows.logits_indices], hidden[rows.logits_indices]
         return self._head.tokens(out), hidden
 
 
 def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:
-    """[T, W] hidden states of the spans' rows; all of one step, unless a request sat one out."""
+    """[T, W] hidden states of the spans' rows, which may come from several steps."""
     sources: dict[int, mx.array] = {}
     bases: dict[int, int] = {}
     for of in kept:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposers with a network of their own, over the same blocks as the target model."""
+"""Proposers that keep K/V of their own, in the same blocks as the target's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.models.executor import PagedLayers
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 
 #: Prefix of the layer names under which vLLM allocates a draft network's K/V.
@@ -23,24 +23,25 @@ LAYER_PREFIX = "draft."
 
 
 class DraftNetwork(ABC):
-    """A loaded network on its way to a proposer, which needs the pool to exist."""
+    """A loaded draft network; it makes a proposer once the KV pool is there."""
 
-    layers: Sequence[AttentionLayer]  # its share of the KV cache; may be empty
+    layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
 
     @abstractmethod
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
-        """Runs its largest pass, for the peak of MLX's memory."""
+        """Runs its largest pass once, so that MLX's peak memory is measured."""
 
     @abstractmethod
     def proposer(
         self,
-        kv_caches: Mapping[str, LayerKVCache],
+        kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
-        """
+        """The proposer over the pool.
+
         Args:
-            kv_caches: pool kv_cache by layer name.
+            kv_caches: a layer's K/V storage by layer name.
             group_of: KV cache group by layer name.
             block_tables: of the requests, shared with the target.
         """
@@ -90,13 +91,13 @@ class Spans:
 
 
 class PagedProposer(Proposer):
-    """Keeps K/V of its own: a first pass over what is new, then passes of one row each.
+    """Drafts in passes: one over a request's new tokens, then passes of one row each.
 
-    Its layers lie in the blocks of the target's, so a prefix found in the cache comes with its K/V
-    as well. `propose` is called in every step for all its requests, whether they want drafts or
-    not, when the host knows all tokens sampled so far: a pass always starts from true tokens, and
-    what was written for a wrong guess is written over. The blocks have room for num_tokens + limit
-    tokens. Nothing waits for the device, unless the pool does.
+    The network's K/V share blocks with the target's, so a prefix hit brings both. The speculator
+    calls `propose` in every step for all its requests, whether they want drafts or not, when the
+    host knows all tokens sampled so far. So a first pass reads sampled tokens only, and overwrites
+    the K/V of rejected drafts. The blocks have room for num_tokens + limit tokens. Nothing here
+    waits for the device, except over a pool that MLX's scatter writes.
     """
 
     def __init__(self, paged: PagedLayers, num_drafts: int) -> None:
@@ -133,7 +134,7 @@ class PagedProposer(Proposer):
         """
         drafting = np.flatnonzero(limits_np)
         last_rows = spans.query_start_loc_np[1:] - 1
-        # Where nobody drafts the pass is for its K/V; one row of logits costs next to nothing.
+        # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
         wanted = last_rows[drafting] if len(drafting) else last_rows[:1]
         tokens, hidden = self._run(spans.rows(input_ids, wanted), hidden)
         columns = []
@@ -159,5 +160,5 @@ class PagedProposer(Proposer):
         if self._paged.pipelined:
             mx.async_eval(arrays)  # the device works while the host lays out what follows
         else:
-            mx.eval(arrays)  # this pool is written once what read it is done, see kv_cache.scatter
+            mx.eval(arrays)  # scatter writes when all reads are done, see kv_cache.scatter
         return tokens, hidden

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proposer of drafts is given, and gives."""
+"""The interface of proposers: known tokens in, drafts out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import mlx.core as mx
 import numpy as np
 
 from vllm_metal.batch.rows import Rows
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Drafts:
 class Proposer(ABC):
     """Guesses what the target model will sample next.
 
-    A guess costs time when it is wrong and never changes what is sampled.
+    A wrong draft costs time; it never changes what the target samples.
     """
 
     @abstractmethod
@@ -55,14 +59,14 @@ class Proposer(ABC):
             limits_np: [R] most drafts wanted of each, from 0 to K; 0 within a prompt.
         """
 
-    def begin(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
-        """A request starts or resumes; the prefix cache has filled its first tokens."""
+    def begin_request(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
+        """A request starts or resumes; the prefix cache holds its first `num_computed` tokens."""
 
     def set_scope(self, req_idx: int, scope: str | None) -> None:  # noqa: B027 - most share nothing
-        """Whose texts the request may learn from, and adds its own to; before `propose`."""
+        """Names the tenant whose past outputs the request reads and adds to; before `propose`."""
 
-    def forget(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
-        """The req_idx's request is gone: what follows under this req_idx is another text."""
+    def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
+        """The request is gone; another one may take its row."""
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
         """The target's forward of these rows has just been built."""
@@ -71,7 +75,7 @@ class Proposer(ABC):
 class TextProposer(Proposer):
     """Guesses from tokens alone: no model, nothing on the device.
 
-    It may be as rough as it likes, but it must be quick: the device waits for it.
+    It must be quick: the device is idle while it runs.
     """
 
     def __init__(self, num_drafts: int) -> None:
@@ -80,6 +84,11 @@ class TextProposer(Proposer):
             num_drafts: num_speculative_tokens, the K of the drafts.
         """
         self._num_drafts = num_drafts
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        """The proposer with the settings of --speculative-config."""
 
     def propose(
         self,
@@ -103,16 +112,16 @@ class TextProposer(Proposer):
 
 
 class Seen:
-    """How far a growing text has been taken in, and whether it is still the same text.
+    """How many tokens of a growing text are indexed, and whether a text continues them.
 
-    Judged by length and the last few tokens, which catch an index that changed hands unannounced. A
-    text that differs further back only goes unnoticed, and costs wrong guesses, nothing else.
+    Compares the length and the last few tokens, which shows that another request has taken the row.
+    A text that differs only further back passes as the same; that costs wrong drafts, nothing else.
     """
 
     _NUM_COMPARED = 8
 
     def __init__(self) -> None:
-        self.length = 0  # tokens taken in
+        self.length = 0  # tokens indexed
         self._tail = b""
 
     def is_start_of(self, text: np.ndarray) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of every request: who proposes them, how many, and how they fared."""
+"""Gives each step its drafts, and tells proposer and length policy what became of them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
 class Speculator:
-    """Stands between the proposer and the steps that verify.
+    """Asks one proposer for drafts, and one policy for how many are worth verifying.
 
-    Before a step is laid out the host has learnt the tokens of the one before, so drafts follow
-    from the newest token whether the scheduler plans ahead or not. Where it plans ahead it reserves
-    rows for K drafts of every request; rows that get none are left out.
+    The host learns a step's tokens before it lays out the next step, with async scheduling too, so
+    the proposer always continues a known text. With async scheduling the scheduler reserves rows
+    for K drafts of every request; rows that get no draft are left out of the batch.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Speculator:
         Args:
             requests: whose tokens drafts continue.
             proposer: makes the drafts.
-            lengths: says how many of them are worth verifying.
+            lengths: limits the drafts of each request.
             num_drafts: K, the most of a request in a step.
         """
         self._requests = requests
@@ -57,7 +57,7 @@ class Speculator:
         self._num_judged = 0  # drafts verified so far
 
     def learn(self, output: StepOutput) -> None:
-        """Takes the outcome of the newest step; waits for the device."""
+        """Records what the newest step sampled and accepted; waits for the device."""
         if output is self._learnt:
             return
         self._learnt = output
@@ -67,9 +67,9 @@ class Speculator:
         req_indices = batch.req_indices_np[sampling]
         if batch.drafts is not None and len(sampling):
             drafted = batch.drafts.counts_np[sampling]
-            self._lengths.observe(req_indices, drafted, output.num_accepted())
+            self._lengths.observe_drafts(req_indices, drafted, output.num_accepted())
             self._warn_if_useless(int(drafted.sum()))
-        decoding = len(sampling) == len(batch.states) and len(sampling) > 0
+        decoding = len(sampling) == len(batch.requests) and len(sampling) > 0
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
@@ -84,10 +84,10 @@ class Speculator:
                 100 * self._lengths.acceptance(),
             )
 
-    def forget(self, req_idx: int) -> None:
-        """The req_idx's request is gone."""
-        self._proposer.forget(req_idx)
-        self._lengths.forget(req_idx)
+    def forget_request(self, req_idx: int) -> None:
+        """The request is gone; another one may take its row."""
+        self._proposer.forget_request(req_idx)
+        self._lengths.forget_request(req_idx)
 
     def step_drafts(
         self, num_scheduled_tokens: Mapping[str, int], reserved: Mapping[str, Sequence[int]]
@@ -115,13 +115,13 @@ class Speculator:
         self._laid_out = (req_ids, StepDrafts(token_ids, counts, room))
         return self._laid_out[1]
 
-    def after(self, batch: InputBatch) -> dict[str, list[int]]:
+    def drafts_after(self, batch: InputBatch) -> dict[str, list[int]]:
         """Drafts that follow what a step sampled, by request id; waits for the device."""
-        here = [state.req_id in self._requests for state in batch.states]
-        req_ids = [state.req_id for state, there in zip(batch.states, here, strict=True) if there]
+        here = [state.req_id in self._requests for state in batch.requests]
+        req_ids = [state.req_id for state, there in zip(batch.requests, here, strict=True) if there]
         if not req_ids:
             return {}
-        sampled = np.zeros(len(batch.states), bool)
+        sampled = np.zeros(len(batch.requests), bool)
         sampled[batch.sampling_np] = True
         rows = np.diff(batch.query_start_loc_np)
         limits = np.where(sampled, self._num_drafts, 0)[here]
@@ -129,15 +129,15 @@ class Speculator:
         drafts = self._propose(req_ids, np.where(sampled, 1, rows)[here], limits, done=True)
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def laid_out(self) -> dict[str, list[int]]:
+    def laid_out_drafts(self) -> dict[str, list[int]]:
         """The drafts of the step laid out last, by request id; waits for the device."""
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def begin(self, state: RequestState) -> None:
+    def begin_request(self, state: RequestState) -> None:
         """A request starts or resumes."""
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
-        self._proposer.begin(state.req_idx, num_computed)
+        self._proposer.begin_request(state.req_idx, num_computed)
         self._proposer.set_scope(state.req_idx, state.cache_salt)
 
     def take_hidden(self, rows: Rows) -> None:

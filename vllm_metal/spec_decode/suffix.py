@@ -13,12 +13,16 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from vllm_metal.spec_decode.proposer import Seen, TextProposer
 
-GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, first the one that is asked first
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, in the order of look-up
 MAX_PLACES = 64  # newest places of an n-gram that are counted over
 #: Of all cached outputs together, at some 250 bytes each (measured on Zipf-distributed tokens).
 MAX_CACHED_TOKENS = 1 << 19  # 130 MB
@@ -65,15 +69,25 @@ class SuffixProposer(TextProposer):
         self._scopes: dict[int, str | None] = {}
         self._cache = _OutputCache(options.max_cached_requests, max_cached_tokens)
 
+    @classmethod
+    def from_config(cls, config: SpeculativeConfig) -> Self:
+        options = SuffixOptions(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
+        return cls(config.num_speculative_tokens, options)
+
     def set_scope(self, req_idx: int, scope: str | None) -> None:
-        """Whose past outputs the req_idx's request may look at, and adds its own to."""
+        """See Proposer: the scope is the request's cache_salt."""
         self._scopes[req_idx] = scope
 
-    def forget(self, req_idx: int) -> None:
+    def forget_request(self, req_idx: int) -> None:
         scope = self._scopes.pop(req_idx, None)
         state = self._texts.pop(req_idx, None)
         if state is not None:
-            self._cache.add(scope, np.array(state.output, np.int32))
+            self._cache.add_output(scope, np.array(state.output, np.int32))
 
     def _guess(self, req_idx: int, text: np.ndarray, limit: int) -> list[int]:
         state = self._texts.get(req_idx)
@@ -104,7 +118,7 @@ class SuffixProposer(TextProposer):
         levels = sorted(set(lengths), reverse=True)
         best: tuple[float, list[int]] = (0.0, [])
         for level, shorter in zip(levels, [*levels[1:], 0], strict=True):
-            # The same places for every match length above the next: the most generous counts.
+            # Match lengths shorter + 1 to level have the same places: the largest budget holds.
             budget = min(limit, max(self._budgets[shorter + 1 : level + 1]))
             if budget > best[0]:  # a score is a sum of that many probabilities
                 rows = [row for row, length in zip(follow, lengths, strict=True) if length >= level]
@@ -180,8 +194,8 @@ class _Places:
     def __init__(self) -> None:
         self._ends: dict[bytes, array[int]] = {}  # ascending
 
-    def add(self, tokens: np.ndarray, num_known: int = 0, offset: int = 0) -> None:
-        """Takes in the n-grams of `tokens` that end after the first `num_known` of them.
+    def add_ngrams(self, tokens: np.ndarray, num_known: int = 0, offset: int = 0) -> None:
+        """Indexes the n-grams of `tokens` that end after the first `num_known` of them.
 
         Positions count from `offset`, the place of `tokens[0]`.
         """
@@ -196,8 +210,8 @@ class _Places:
                 if len(known) > 2 * MAX_PLACES:
                     del known[:MAX_PLACES]
 
-    def drop(self, tokens: np.ndarray, end: int) -> None:
-        """Forgets the n-grams of `tokens`, the oldest taken in, which lie before `end`."""
+    def drop_ngrams(self, tokens: np.ndarray, end: int) -> None:
+        """Drops the n-grams of `tokens`, the oldest indexed, which lie before `end`."""
         for size in GRAM_SIZES:
             for gram in _grams(tokens, size):
                 known = self._ends.get(gram)
@@ -228,7 +242,7 @@ def _grams(tokens: np.ndarray, size: int) -> Iterator[bytes]:
 
 
 class _Text:
-    """What is known of one req_idx's text."""
+    """One request's text: how far it is known, its output, and an index of its n-grams."""
 
     def __init__(self) -> None:
         self.seen = Seen()
@@ -237,14 +251,14 @@ class _Text:
         self._num_indexed = 0
 
     def follow(self, text: np.ndarray) -> None:
-        """Takes in the text, which starts with what was seen before."""
+        """Notes the new tokens of the text, which starts with those known before."""
         if self.seen.length:
             self.output += text[self.seen.length :].tolist()
         self.seen.take(text)
 
     def index(self, text: np.ndarray) -> None:
-        """Makes the places of the text known; put off until somebody asks."""
-        self.places.add(text, self._num_indexed)
+        """Indexes the new tokens; called only when drafts are wanted."""
+        self.places.add_ngrams(text, self._num_indexed)
         self._num_indexed = len(text)
 
 
@@ -260,15 +274,15 @@ class _Corpus:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def add(self, output: np.ndarray) -> None:
+    def add_output(self, output: np.ndarray) -> None:
         start = self.first + len(self.tokens_np)
         self._outputs.append((start, start + len(output)))
         self.tokens_np = np.concatenate([self.tokens_np, output, [_GAP]], dtype=np.int32)
-        self.places.add(output, offset=start)
+        self.places.add_ngrams(output, offset=start)
 
     def drop_oldest(self) -> None:
         start, end = self._outputs.popleft()
-        self.places.drop(self.tokens_np[start - self.first : end - self.first], end)
+        self.places.drop_ngrams(self.tokens_np[start - self.first : end - self.first], end)
         self.tokens_np = self.tokens_np[end - self.first :].copy()  # from the gap behind it
         self.first = end
 
@@ -282,10 +296,10 @@ class _OutputCache:
         self._ages: deque[tuple[str | None, int]] = deque()  # scope and length, oldest first
         self._num_tokens = 0
 
-    def add(self, scope: str | None, output: np.ndarray) -> None:
+    def add_output(self, scope: str | None, output: np.ndarray) -> None:
         if not self._max_outputs or not 0 < len(output) <= self._max_tokens:
             return
-        self.corpora.setdefault(scope, _Corpus()).add(output)
+        self.corpora.setdefault(scope, _Corpus()).add_output(output)
         self._ages.append((scope, len(output)))
         self._num_tokens += len(output)
         while len(self._ages) > self._max_outputs or self._num_tokens > self._max_tokens:

@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that changes vLLM or meets its changes: each with its reason, and the releases it is for."""
+"""All that changes vLLM, or the torch it runs on: each module says why, and for which releases.
+
+tests/vllm_patches/test_needed.py runs vLLM without the changes; it fails where vLLM needs one no
+more.
+"""

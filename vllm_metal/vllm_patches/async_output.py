@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's class of outputs on their way, whole on every release; nothing is changed."""
+"""A base class for asynchronous outputs that every served vLLM release accepts; changes nothing."""
 
 from __future__ import annotations
 
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
 
 
 class AsyncOutput(AsyncModelRunnerOutput):
-    """A step's output on its way to the scheduler; `get_output` is left to be written."""
+    """A step's output that the device may still be computing; subclasses write `get_output`."""
 
-    def get_kv_connector_output(self) -> None:
-        """What K/V connectors have to say, which are refused; abstract since 0.33."""
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """What the scheduler is to hear of K/V transfers; the method is abstract since 0.33."""
         return None

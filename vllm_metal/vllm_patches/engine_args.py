@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -14,7 +17,15 @@ RELEASES = ("0.32", "0.33")
 
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Sets the defaults of the two flags, which vLLM picks by memory size for GPUs of its own."""
+    """Sets the defaults of --max-num-batched-tokens and --max-num-seqs.
+
+    vLLM chooses them by the memory and the name of the device, for GPUs in data centres; a platform
+    cannot state its own.
+
+    Args:
+        max_num_batched_tokens: of a step, for every way to start an engine.
+        max_num_seqs: requests that run at once, likewise.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -27,19 +38,24 @@ def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
 
 
 def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
-    """Lets --kv-cache-dtype say `int8` beside `fp8`, where vLLM knows `int8_per_token_head` only.
+    """Lets users write `--kv-cache-dtype int8`, as they write `fp8`.
+
+    vLLM knows the format of our int8 cache under the name `int8_per_token_head` only.
 
     Args:
-        parser: of the command line, if there is one.
+        parser: of the command line, whose choices get `int8`; None where there is none.
     """
     from vllm.engine import arg_utils
-    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-    def resolve(kv_cache_dtype: str, model_config: ModelConfig) -> str:
-        name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
-        return resolve_kv_cache_dtype_string(name, model_config)
-
-    arg_utils.resolve_kv_cache_dtype_string = resolve
+    replace(arg_utils, "resolve_kv_cache_dtype_string", _resolve_int8)
     for action in parser._actions if parser is not None else ():
         if action.dest == "kv_cache_dtype" and action.choices and "int8" not in action.choices:
             action.choices = [*action.choices, "int8"]
+
+
+def _resolve_int8(resolve: Callable[[str, ModelConfig], str]) -> Callable[[str, ModelConfig], str]:
+    def resolve_kv_cache_dtype_string(kv_cache_dtype: str, model_config: ModelConfig) -> str:
+        name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
+        return resolve(name, model_config)
+
+    return resolve_kv_cache_dtype_string

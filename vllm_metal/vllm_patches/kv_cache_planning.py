@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's reckoning of a KV cache, from wherever this release has it; nothing is changed."""
+"""vLLM's functions that plan a KV cache, from where a release has them; changes nothing."""
 
 from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 

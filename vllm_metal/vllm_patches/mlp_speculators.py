@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IBM's MLP speculators, which vLLM has left behind."""
+"""IBM's MLP speculators, whose architecture vLLM no longer registers."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-#: The vLLM releases that all of this is true for; since 0.33 vLLM knows nothing of the method.
+#: The vLLM releases that need this; 0.33 has neither the method nor the module.
 RELEASES = ("0.32",)
 _MODULE = "vllm.model_executor.models.mlp_speculator"
 
 
 def allow_mlp_speculators() -> None:
-    """Names vLLM the architecture of MLP speculators: it still has their module, but not listed."""
+    """Registers the architecture under vLLM's own module for it, which it still carries."""
     from vllm.model_executor.models import ModelRegistry
 
     name = "MLPSpeculatorPreTrainedModel"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the installed vLLM has all that this plugin touches, as it is relied on.
+"""Checks that the installed vLLM has every name in the table `touched`, as the table states it.
 
-`python -m vllm_metal.vllm_patches.probe` prints what is missing or changed, and exits with 1 where
-anything is.
+`python -m vllm_metal.vllm_patches.probe` prints the names that are missing or changed, and exits
+with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Finding:
-    """A name that is not there any more, or not as it was."""
+    """A name of vLLM's that is missing or has changed."""
 
     name: str  # "module:name.attribute"
     problem: str
-    by: str  # our files that touch it
+    by: str  # our files that use it
 
     def __str__(self) -> str:
-        return f"{self.name} {self.problem} (touched by {self.by})"
+        return f"{self.name} {self.problem} (used by {self.by})"
 
 
 def probe(touched: Iterable[Touched] = TOUCHED, quick: bool = False) -> list[Finding]:
-    """Imports every name that is touched and checks its signature and fields; empty: all is well.
+    """Imports every name of the table and checks its signature and fields; empty if all agree.
 
     Args:
-        touched: the names; of these, those that the installed release is said to have. Of a release
-            that nobody has read, those of the newest that somebody has.
-        quick: leave out vLLM's own worker, which takes seconds to import.
+        touched: the table. Only entries of the installed release are checked; for a release that
+            is not in KNOWN_VLLM, those of the newest one there.
+        quick: whether to leave out vLLM's own worker, which takes seconds to import.
     """
     release = _release()
     return [
@@ -55,8 +55,10 @@ def probe(touched: Iterable[Touched] = TOUCHED, quick: bool = False) -> list[Fin
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Warns, once in a process, where another vLLM than the tested one was allowed; names what the
-    quick probe finds. For the process that reads the options, before anything is changed in vLLM.
+    """Warns, once in a process, if the installed vLLM is not the tested one.
+
+    The warning names what the quick probe finds. Call it in the process that reads the options,
+    before this plugin changes vLLM.
     """
     from vllm.logger import init_logger
 
@@ -69,10 +71,10 @@ def warn_if_untested() -> None:
         "VLLM_METAL_ALLOW_UNTESTED=1 asks. %s",
         releases.TESTED_VLLM,
         found,
-        "It lacks what vllm-metal touches: "
+        "It lacks what vllm-metal uses: "
         + "; ".join(f"{finding.name} {finding.problem}" for finding in findings)
         if findings
-        else "It has what vllm-metal touches",
+        else "It has what vllm-metal uses",
     )
 
 
@@ -86,7 +88,7 @@ def _check(entry: Touched) -> Iterator[Finding]:
     module, _, name = entry.name.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # whatever a module raises, its names are not to be had
+    except Exception as error:  # whatever a module raises, its names cannot be used
         yield Finding(entry.name, f"cannot be imported: {error}", entry.by)
         return
     if name:
@@ -109,7 +111,7 @@ def _check(entry: Touched) -> Iterator[Finding]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether objects of a class, a module, a mapping or the values of a Literal include `name`."""
+    """Whether a class's objects, a module, a mapping or a Literal's values include `name`."""
     if isinstance(owner, Mapping):
         return name in owner
     if isinstance(owner, ModuleType):
@@ -134,7 +136,7 @@ def _set_by(owner: type) -> set[str]:
 
 
 def _of_method(owner: Any, name: str, needs: str, check: Any) -> str | None:
-    """The check's word on a method as it is called on an object."""
+    """What the check finds wrong with a method, called on an object; None: nothing."""
     found = inspect.getattr_static(owner, name, _MISSING)
     if found is _MISSING:
         return "is not there"
@@ -160,7 +162,7 @@ def _signature(found: Any) -> inspect.Signature | None:
 
 
 def _not_called_so(found: Any, arguments: str) -> str | None:
-    """Why the arguments do not go with a callable; None: they do."""
+    """Why a callable does not take the arguments; None: it does."""
     signature = _signature(found)
     if signature is None:
         return "cannot be called any more"
@@ -178,7 +180,7 @@ def _not_called_so(found: Any, arguments: str) -> str | None:
 
 
 def _takes_else(found: Any, parameters: str) -> str | None:
-    """How the parameters of a callable differ from what one of ours takes; None: they do not."""
+    """How a callable's parameters differ from those of our replacement; None: they do not."""
     signature = _signature(found)
     if signature is None:
         return "cannot be called any more"
@@ -198,9 +200,9 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     findings, found = probe(), releases.installed_vllm()
     if not findings:
-        print(f"vLLM {found} has all that vllm-metal touches")
+        print(f"vLLM {found} has all that vllm-metal uses")
         return 0
-    print(f"vLLM {found} lacks what vllm-metal touches:")
+    print(f"vLLM {found} lacks what vllm-metal uses:")
     print("\n".join(f"  {finding}" for finding in findings))
     return 1
 

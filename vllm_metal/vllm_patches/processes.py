@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's engine runs, and how its process starts, on macOS."""
+"""In which process vLLM's engine runs, and how that process starts, on macOS."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from vllm_metal.vllm_patches.replacing import replace
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
@@ -19,8 +21,8 @@ def spawn_on_macos() -> None:
     """Has vLLM spawn its processes on macOS, unless VLLM_WORKER_MULTIPROC_METHOD is set.
 
     vLLM forks by default, with torch and MLX loaded and threads running: Apple's frameworks end
-    such a child. Its command line spawns already. The default is changed, not the environment:
-    there it would look to child processes like their user's choice.
+    such a child. vLLM's command line spawns already. We change vLLM's default and not the
+    environment: child processes would take a variable there for their user's choice.
     """
     if sys.platform != "darwin":
         return
@@ -30,33 +32,32 @@ def spawn_on_macos() -> None:
 
 
 def is_engine_process() -> bool:
-    """Whether this process is one that vLLM started for an engine."""
+    """Whether vLLM started this process for an engine."""
     return multiprocessing.current_process().name.startswith("EngineCore")
 
 
 def in_users_process() -> bool:
-    """Whether an engine here is in its user's process without their asking for it."""
+    """Whether this process is an engine's and its user's: on macOS, if nobody chose otherwise."""
     chosen = _MULTIPROCESSING in os.environ
     return sys.platform == "darwin" and not chosen and not is_engine_process()
 
 
 def stay_in_process_on_macos() -> None:
-    """Runs the engine of `LLM` in its own process on macOS, once vLLM is loaded.
+    """Runs the engine of `LLM` in its user's process on macOS; call it once vLLM is loaded.
 
-    A spawned engine imports the user's script again, which then needs an
-    `if __name__ == "__main__":`. Where VLLM_ENABLE_V1_MULTIPROCESSING is set, it decides. Nobody
-    sets it here: a server, whose engine is a process in any case, would warn of it.
+    vLLM gives the engine a process of its own. A spawned one imports the user's script again, which
+    then needs an `if __name__ == "__main__":`. VLLM_ENABLE_V1_MULTIPROCESSING decides where it is
+    set. We do not set it: a server, whose engine always has its own process, would warn of it.
     """
     if sys.platform != "darwin":
         return
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    init = LLMEngine.__init__
-    if hasattr(init, "__wrapped__"):
-        return
+    replace(LLMEngine, "__init__", _init_in_users_process)
 
-    @functools.wraps(init)
+
+def _init_in_users_process(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, multiprocess_mode: bool = False, **options: Any) -> None:
         init(self, *args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)
 
-    LLMEngine.__init__ = __init__
+    return __init__

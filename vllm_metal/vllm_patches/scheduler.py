@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ RELEASES = ("0.32", "0.33")
 
 
 def end_failed_requests() -> None:
-    """Has vLLM's schedulers heed a StepResult; once in the process that schedules.
+    """Has vLLM's schedulers act on a StepResult; call it in the process that schedules.
 
     vLLM ends requests with finish reason "error" where their grammar does not compile or their K/V
-    cannot be fetched, but a worker has no way to name one. Whatever the failed requests left in the
-    prefix cache is dropped with them, and their blocks are cleared before others get them: a NaN
-    spoils sums even where attention gives it no weight. Where the pool is lost every running
-    request starts again, and nobody else is harmed.
+    cannot be fetched, but a worker has no way to name one. The scheduler drops what the failed
+    requests left in the prefix cache, and has their blocks cleared before it gives them to others:
+    a NaN spoils sums even where attention gives it no weight. Where the pool is lost, the scheduler
+    starts all other running requests again.
     """
-    if hasattr(Scheduler.update_from_output, "__wrapped__"):
-        return
-    update, blocks_to_zero = Scheduler.update_from_output, Scheduler._get_new_block_ids_to_zero
+    replace(Scheduler, "update_from_output", _ending_failed_requests)
+    replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
 
-    @functools.wraps(update)
+
+def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
     def update_from_output(
         self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -58,25 +58,31 @@ def end_failed_requests() -> None:
                 output.num_nans_in_logits = int(reason == NOT_A_NUMBER)
         return outputs
 
-    @functools.wraps(blocks_to_zero)
+    return update_from_output
+
+
+def _with_blocks_to_clear(blocks_to_zero: Callable[..., Any]) -> Callable[..., Any]:
     def _get_new_block_ids_to_zero(self: Any) -> list[int] | None:
         unclean, self.blocks_to_clear = getattr(self, "blocks_to_clear", []), []
         return [*unclean, *(blocks_to_zero(self) or ())] or None
 
-    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
-    Scheduler._get_new_block_ids_to_zero = _get_new_block_ids_to_zero  # type: ignore[method-assign]
+    return _get_new_block_ids_to_zero
 
 
 def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
     """Has the scheduler end requests as if their grammars had not compiled."""
     ended = scheduler.grammar_compile_error_reqs
-    # A set in 0.32. Since 0.33 by id the error sent along, of which None makes 0.32's answer: with
-    # one a server would tell the client less than the outputs do, and count nothing.
+    # A set in 0.32; since 0.33 a dict of request id to error. None gives the output of 0.32. With
+    # an error a server would not pass our stop reason on to the client, nor count the request.
     ended.update(req_ids if isinstance(ended, set) else dict.fromkeys(req_ids))
 
 
 def _forget_blocks(scheduler: Any, req_id: str) -> set[int]:
-    """Takes a request's blocks out of the prefix cache, also those it does not hold any more."""
+    """Takes a request's blocks out of the prefix cache, and returns the blocks.
+
+    Among them are blocks that the cache holds under the hashes of the request's text, though the
+    request does not hold them itself any more.
+    """
     manager, request = scheduler.kv_cache_manager, scheduler.requests[req_id]
     blocks = {block for group in manager.get_block_ids(req_id) for block in group}
     for group in range(len(scheduler.kv_cache_config.kv_cache_groups)):

@@ -1,85 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the engine's process ends: by itself, when it is told to, and without an alarm."""
+"""How the engine's process ends: in its own time, when its parent says so, and without an alarm."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from vllm_metal.vllm_patches.processes import is_engine_process
+from vllm_metal.vllm_patches.replacing import replace
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
 #: Seconds the engine's process may take to end, twice what it took on two busy cores: the step in
-#: flight, letting go of the model, and Python's own end. vLLM gives ROCm's as many.
+#: flight, freeing the model, and Python's own end. vLLM gives ROCm's as many.
 STOP_TIMEOUT = 15.0
+_AFTER_A_STOP = "vllm_metal_after_a_stop"
 
 
 def let_engines_end() -> None:
-    """Gives the engine's process time to end after SIGTERM; once vLLM is loaded.
+    """Gives the engine's process time to end after SIGTERM; call it once vLLM is loaded.
 
-    Where no --shutdown-timeout is set, a server kills it in the same moment and `LLM` after five
+    Where no --shutdown-timeout is set, a server kills the process at once and `LLM` after five
     seconds: two warnings, and semaphores left behind, of which Python warns. Requests are aborted
     either way.
     """
     from vllm.v1.engine.utils import CoreEngineProcManager
 
-    shutdown = CoreEngineProcManager.shutdown
-    if hasattr(shutdown, "__wrapped__"):
-        return
+    replace(CoreEngineProcManager, "shutdown", _waiting)
 
-    @functools.wraps(shutdown)
+
+def _waiting(shutdown: Callable[..., None]) -> Callable[..., None]:
     def wait(self: Any, timeout: float | None = None) -> None:
         if self._request_shutdown_timeout == 0:
             timeout = max(timeout or 0.0, STOP_TIMEOUT)
         shutdown(self, timeout=timeout)
 
-    CoreEngineProcManager.shutdown = wait  # type: ignore[method-assign]
+    return wait
 
 
 def leave_ctrl_c_to_the_parent() -> None:
-    """Has an engine's process not heed Ctrl-C once it is ready; on its main thread.
+    """Has an engine's process ignore Ctrl-C; call it on the main thread, once the engine is ready.
 
-    A terminal sends Ctrl-C to all processes. What it means is for the parent to say: a server stops
-    its engine by SIGTERM, and takes one that ended before for a failure.
+    A terminal sends Ctrl-C to all processes of a program. The parent decides what it means: a
+    server stops its engine by SIGTERM, and takes an engine that ended before that for a failure.
     """
     if is_engine_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def tell_a_stop_from_a_failure() -> None:
-    """Has vLLM's server not log a dead engine that it stopped itself; once vLLM is loaded.
+    """Has vLLM's server not log the end of an engine that it stopped itself.
 
-    Its task that waits for results gets an EngineDeadError either way, logs it with its traceback
-    and passes it on to the requests. After a stop it is still passed on, but not logged.
+    The server's task that waits for results gets an EngineDeadError either way, logs it with its
+    traceback and passes it on to the requests. After a stop it still passes the error on, but the
+    log leaves it out. Call this once vLLM is loaded.
     """
     from vllm.v1.engine.core_client import MPClient
-    from vllm.v1.engine.exceptions import EngineDeadError
 
-    shutdown, format_exception = MPClient.shutdown, MPClient._format_exception
-    if hasattr(shutdown, "__wrapped__"):
-        return
+    replace(MPClient, "shutdown", _remembering_the_stop)
+    replace(MPClient, "_format_exception", _naming_the_stop)
+    logger = logging.getLogger("vllm.v1.engine.async_llm")
+    if _is_failure not in logger.filters:
+        logger.addFilter(_is_failure)
 
-    class EngineStopped(EngineDeadError):
-        """The engine has ended because it was told to."""
 
-    @functools.wraps(shutdown)
+def _remembering_the_stop(shutdown: Callable[..., None]) -> Callable[..., None]:
     def shut_down(self: Any, timeout: float | None = None) -> None:
         if self._finalizer.alive:
             self.told_to_stop = not self.resources.engine_dead
         shutdown(self, timeout)
 
+    return shut_down
+
+
+def _naming_the_stop(
+    format_exception: Callable[[Any, Exception], Exception],
+) -> Callable[[Any, Exception], Exception]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
     def _format_exception(self: Any, error: Exception) -> Exception:
         formatted = format_exception(self, error)
         if isinstance(formatted, EngineDeadError) and getattr(self, "told_to_stop", False):
-            return EngineStopped(suppress_context=True)
+            setattr(formatted, _AFTER_A_STOP, True)
         return formatted
 
-    def is_failure(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], EngineStopped))
+    return _format_exception
 
-    MPClient.shutdown = shut_down  # type: ignore[method-assign]
-    MPClient._format_exception = _format_exception  # type: ignore[method-assign, assignment]
-    logging.getLogger("vllm.v1.engine.async_llm").addFilter(is_failure)
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and getattr(record.exc_info[1], _AFTER_A_STOP, False))

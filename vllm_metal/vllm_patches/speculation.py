@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative methods that vLLM ties to packages or devices, or has given up."""
+"""Speculative methods that vLLM ties to a package or a device, or no longer has."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
-#: The vLLM releases that all of this is true for.
+#: The vLLM releases that need these changes.
 RELEASES = ("0.32", "0.33")
 
 
 def allow_lookup_methods() -> None:
-    """Lets vLLM take `ngram` and `suffix` as this plugin does them.
+    """Lets vLLM take `ngram` and `suffix` as this plugin serves them.
 
-    vLLM plans ahead with `ngram_gpu` but not with `ngram`, which are one here, and wants
-    arctic-inference for `suffix`, where ours needs no package. Only the process that reads the
-    options comes here, see MetalPlatform.check_and_update_config.
+    vLLM schedules ahead with `ngram_gpu` but not with `ngram`, which are the same here, and asks
+    for the package arctic-inference with `suffix`, which this plugin does not use. Only the process
+    that reads the options calls this; for the engine's see `schedule_ahead_with_ngram`.
     """
     import vllm.config.speculative as speculative
     import vllm.config.vllm as config
@@ -31,13 +31,22 @@ def allow_lookup_methods() -> None:
     speculative.has_arctic_inference = lambda: True
 
 
-def refuse_missing_methods(methods: Sequence[str]) -> None:
-    """Refuses by name what vLLM has given up: `medusa` and `mlp_speculator`, since 0.33.
+def schedule_ahead_with_ngram(speculative_config: SpeculativeConfig | None) -> None:
+    """Turns `ngram` into `ngram_gpu` in the configuration that goes to the engine's process.
 
-    Without this vLLM lists the methods it knows, some of which this plugin does not serve.
+    That process checks again whether vLLM schedules ahead with the method, with vLLM's own list.
+    """
+    if speculative_config is not None and speculative_config.method == "ngram":
+        speculative_config.method = "ngram_gpu"
+
+
+def refuse_missing_methods(methods: Sequence[str]) -> None:
+    """Refuses by name the methods that vLLM no longer has: `medusa`, `mlp_speculator` since 0.33.
+
+    Without this, vLLM's own error would list its methods, some of which this plugin does not serve.
 
     Args:
-        methods: that this plugin serves.
+        methods: those that this plugin serves.
     """
     from vllm.config.speculative import SpeculativeMethod
     from vllm.engine.arg_utils import EngineArgs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of closed engines, which vLLM's caches hold on to."""
+"""Tokenizers of closed engines, which vLLM's caches keep in memory."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ RELEASES = ("0.32", "0.33")
 
 
 def answer_for_torch_accelerator() -> None:
-    """Makes vLLM's clean-up pass, whatever accelerator torch has.
+    """Makes torch's functions that empty accelerator caches do nothing, in this process.
 
-    At engine shutdown vLLM empties torch's accelerator caches on every platform but its CPU one.
-    Without a device torch raises there; with a Mac's (MPS) torch 2.13 follows a null pointer to the
-    allocator of pinned memory and ends the process. There is nothing to empty: the model's memory
-    is MLX's, and vLLM's own tensors lie on the CPU.
+    vLLM calls them at engine shutdown on every platform but its own CPU one. Without a device torch
+    raises there; with a Mac's (MPS) torch 2.13 follows a null pointer to the allocator of pinned
+    memory and ends the process. There is nothing to empty: the model's memory is MLX's, and vLLM's
+    own tensors are on the CPU.
     """
     import torch
 

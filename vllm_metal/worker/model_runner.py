@@ -13,14 +13,14 @@ from vllm_metal.batch import grammar
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput
-from vllm_metal.batch.requests import Requests, RequestState
-from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprobs
+from vllm_metal.batch.requests import Requests
+from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
 from vllm_metal.spec_decode.speculator import Speculator
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-    from vllm_metal.models.executor import ModelExecutor
+    from vllm_metal.models.executor import ModelExecutor, PagedLayers
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Forwarded:
 
     batch: InputBatch
     logits: mx.array  # [S, V] of the rows that sample
-    states: mx.array | None  # of all rows, where prompt logprobs are wanted
+    hidden_states: mx.array | None  # of all rows, where prompt logprobs are wanted
 
 
 class ModelRunner:
@@ -54,7 +54,7 @@ class ModelRunner:
             model: what computes logits.
             requests: all that persists of them.
             sampler: makes tokens of logits.
-            max_num_reqs: req_indices.
+            max_num_reqs: rows of the per-request tables.
             speculator: None without speculation.
         """
         self._model = model
@@ -66,6 +66,11 @@ class ModelRunner:
         self._newest: StepOutput | None = None  # the step handed over last
         self._in_flight: list[mx.array] = []  # its arrays
 
+    @property
+    def layers(self) -> PagedLayers:
+        """The target's layers over the pool."""
+        return self._model
+
     def learn(self) -> None:
         """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
         if self._speculator is not None and self._newest is not None:
@@ -73,23 +78,20 @@ class ModelRunner:
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the scheduler's news: requests that came, went, resumed, or got on."""
-        for req_id in scheduler_output.finished_req_ids:
-            self._leave(self._requests.remove(req_id))
-        for req_id in scheduler_output.preempted_req_ids or ():
-            self._leave(self._requests.preempt(req_id))
-        for data in scheduler_output.scheduled_new_reqs:
-            self._enter(self._requests.add(data).req_id)
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, req_id in enumerate(cached.req_ids):
-            if req_id not in cached.resumed_req_ids:
-                self._requests.advance(cached, index)
-                continue
-            block_ids = cached.new_block_ids[index]
-            assert block_ids is not None  # a resumed request starts from new blocks
-            self._requests.resume(
-                req_id, cached.all_token_ids[req_id], block_ids, cached.num_computed_tokens[index]
+        left, entered = self._requests.apply(scheduler_output)
+        for state in left:
+            self._sampler.remove(state.req_idx)
+            if self._speculator is not None:
+                self._speculator.forget_request(state.req_idx)
+        for state in entered:
+            if self._speculator is not None:
+                self._speculator.begin_request(state)
+            self._sampler.add(
+                state.req_idx,
+                state.sampling_params,
+                state.prompt_token_ids,
+                state.output_token_ids,
             )
-            self._enter(req_id)
 
     def forward(self, scheduler_output: SchedulerOutput) -> None:
         """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
@@ -112,15 +114,16 @@ class ModelRunner:
             self._last_token_ids,
             drafts,
         )
-        states, tables = None, self._requests.block_tables
+        hidden_states, tables = None, self._requests.block_tables
         if batch.prompt_rows:
-            states, rows = self._model.states(batch, tables), batch.logits_indices
-            logits = self._model.head(states if rows is None else states[rows])
+            hidden_states = self._model.states(batch, tables)
+            rows = batch.logits_indices
+            logits = self._model.head(hidden_states if rows is None else hidden_states[rows])
         else:
             logits = self._model.forward(batch, tables)
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
-        self._forwarded = _Forwarded(batch, logits, states)
+        self._forwarded = _Forwarded(batch, logits, hidden_states)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Samples from the forward pass just built and hands the step to the device."""
@@ -143,7 +146,7 @@ class ModelRunner:
             )
             req_indices = batch.req_indices_np[batch.sampling_np]
             self._last_token_ids[mx.array(req_indices)] = sampled.last_token_ids
-            self._requests.num_tokens_np[req_indices] += 1
+            self._requests.note_sampled(req_indices)
         chunks, complete = self._prompt_logprobs(forwarded, sampled)
         output = StepOutput(batch, sampled, complete, self._requests)
         self._submit(output, chunks, logits)
@@ -153,27 +156,30 @@ class ModelRunner:
     def _prompt_logprobs(
         self, forwarded: _Forwarded, sampled: SamplerOutput | None
     ) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
-        """This step's chunks of prompt logprobs, and by request id the whole of those now complete.
+        """Prompt logprobs of this step's rows.
 
-        Chunk after chunk, each wholly done before the next one has logits: those of all rows can
-        take more memory than the model.
+        Returns:
+            This step's chunks, and by request id all chunks of those whose prompt is complete.
         """
         chunks: list[Logprobs] = []
         complete = {}
-        done = [] if sampled is None else list(sampled.arrays())
+        after = [] if sampled is None else list(sampled.arrays())
         for rows in forwarded.batch.prompt_rows:
-            state, targets = rows.state, rows.target_ids_np
+            state = rows.state
             wanted = state.sampling_params.prompt_logprobs
             assert wanted is not None and state.prompt_logprobs is not None
-            for first in range(0, len(targets), self._sampler.rows_at_once):
-                of_chunk = targets[first : first + self._sampler.rows_at_once]
-                start = rows.start + first
-                assert forwarded.states is not None
-                states = forwarded.states[start : start + len(of_chunk)]
-                logits = self._model.head(mx.depends(states, done) if done else states)
-                chunks.append(prompt_logprobs(logits, of_chunk, wanted))
-                state.prompt_logprobs.append(chunks[-1])
-                done = list(chunks[-1].arrays())
+            assert forwarded.hidden_states is not None
+            found = prompt_logprob_chunks(
+                forwarded.hidden_states[rows.start : rows.start + len(rows.target_ids_np)],
+                rows.target_ids_np,
+                wanted,
+                self._model.head,
+                self._sampler.rows_at_once,
+                after,
+            )
+            state.prompt_logprobs += found
+            chunks += found
+            after = list(chunks[-1].arrays()) if chunks else after
             if rows.last:
                 if state.prompt_logprobs:  # none where the prompt is a single token
                     complete[state.req_id] = state.prompt_logprobs
@@ -189,27 +195,11 @@ class ModelRunner:
         if self._speculator is None or self._newest is None:
             return None
         if self._forwarded is not None:
-            drafts = self._speculator.laid_out()
+            drafts = self._speculator.laid_out_drafts()
         else:
             self.learn()
-            drafts = self._speculator.after(self._newest.batch)
+            drafts = self._speculator.drafts_after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
-
-    def _leave(self, gone: RequestState | None) -> None:
-        """Forgets what is kept of a req_idx; None: the request had none."""
-        if gone is not None:
-            self._sampler.remove(gone.req_idx)
-            if self._speculator is not None:
-                self._speculator.forget(gone.req_idx)
-
-    def _enter(self, req_id: str) -> None:
-        """Makes a new or resumed request known to those who keep something of it."""
-        state = self._requests[req_id]
-        if self._speculator is not None:
-            self._speculator.begin(state)
-        self._sampler.add(
-            state.req_idx, state.sampling_params, state.prompt_token_ids, state.output_token_ids
-        )
 
     def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:
         """Hands the step to the device, where the pool wants it once the step before is over."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that may fail without taking the engine along."""
+"""Runs steps that may fail, and goes on after those that do."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm.logger import init_logger
@@ -14,10 +15,11 @@ from vllm_metal.device import mlx_device
 from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
+from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
 
     from vllm_metal.batch.outputs import StepOutput
 
@@ -25,31 +27,41 @@ logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-#: So many failed steps with no good one between are no accident of one request any more.
+#: After so many failed steps in a row the fault is not one request's: the engine stops.
 MAX_FAILURES_IN_A_ROW = 3
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step as the scheduler sent it."""
+
+    req_ids: list[str]
+    pool: int  # the pool it is computed on, counted from the first
+
+
 class RecoveringRunner:
-    """Runs the runner's steps; where one raises, its requests fail and the rest start again.
+    """Makes the runner's calls. When one raises, the step's requests fail and all others restart.
 
     A failed step leaves arrays that cannot be computed: in the pool, and in whatever else the
-    runner keeps on the device. So runner and pool are made anew, and the scheduler is told that no
-    block holds anything. Until it has heard, what it sends is not computed: it will drop the
-    outcome of those steps unseen.
+    runner keeps on the device. So this class makes a new pool and a new runner, and tells the
+    scheduler that no block holds anything. The scheduler may have sent more steps before it hears
+    of the failure. They are not computed: it drops their results.
     """
 
-    def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
+    def __init__(self, make_runner: Callable[[], ModelRunner], hooks: StepHooks = NO_HOOKS) -> None:
         """
         Args:
             make_runner: allocates a pool, and a runner on it.
+            hooks: called around each step and each pool's life.
         """
         self._make_runner = make_runner
-        self._runner: ModelRunner | None = make_runner()
-        self._pool = 0  # which one it is, counted from the first
-        self._unreported_failure: FailedStep | None = None  # of which the scheduler has not heard
-        # Requests of the step at hand, and the pool it was laid out on.
-        self._current_step: tuple[list[str], int] = ([], 0)
+        self._hooks = hooks
+        self._runner: ModelRunner | None = None
+        self._pool = -1
+        self._current_step = _Step([], 0)
+        self._unreported_failure: FailedStep | None = None  # the scheduler has not heard of it yet
         self._failures_in_a_row = 0
+        self.restore_pool()
 
     @property
     def awake(self) -> bool:
@@ -58,6 +70,11 @@ class RecoveringRunner:
 
     @property
     def runner(self) -> ModelRunner:
+        """The runner on the pool there is.
+
+        Raises:
+            RuntimeError: there is none.
+        """
         if self._runner is None:
             raise RuntimeError("the engine sleeps and has no KV pool: wake it up first")
         return self._runner
@@ -65,45 +82,52 @@ class RecoveringRunner:
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """Lays a step out.
+        """Builds the forward pass of a step.
 
         Returns:
-            None, or the outcome of a step in which nothing was scheduled.
+            None; where nothing is scheduled, the step's result.
         """
-        req_ids = list(scheduler_output.num_scheduled_tokens)
-        self._current_step = (req_ids, self._pool)
+        step = _Step(list(scheduler_output.num_scheduled_tokens), self._pool)
+        self._current_step = step
+        self._hooks.before_step(scheduler_output)
         self._attempt(lambda runner: runner.learn())
         self.runner.update_requests(scheduler_output)
-        if not req_ids:
-            return self._current_failure() or EMPTY_MODEL_RUNNER_OUTPUT
+        if not step.req_ids:
+            transfers = self._hooks.after_step()
+            if (failure := self._current_failure()) is not None:
+                return failure.with_transfers(transfers)
+            return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=transfers)
         self._attempt(lambda runner: runner.forward(scheduler_output))
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        """Samples from the step laid out, and hands it to the device."""
-        req_ids, pool = self._current_step
-        if pool == self._pool:
+        """Samples from the forward pass just built, and hands the step to the device."""
+        step, output = self._current_step, None
+        if step.pool == self._pool:
             output = self._attempt(lambda runner: runner.sample_tokens(grammar_output))
-            if output is not None:
-                return _RecoverableOutput(self, output, pool)
-        return self._current_failure() or FailedStep(self, req_ids, reason=None)
+        transfers = self._hooks.after_step()
+        if output is not None:
+            return _RecoverableOutput(self, output, step.pool, transfers)
+        failure = self._current_failure() or FailedStep(self, step, reason=None)
+        return failure.with_transfers(transfers)
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
-        """The call's result; None where it fails, or must not be made after a failure."""
+        """The call's result; None if it raises, or if a failure is still unreported."""
         if self._unreported_failure is not None:
             return None
         try:
             return call(self.runner)
         except Exception as error:
-            self._unreported_failure = self._fail(self._current_step[0], error)
+            self._unreported_failure = self._fail(self._current_step, error)
             return None
 
     def _current_failure(self) -> FailedStep | None:
-        """The failure of the step at hand."""
-        untold = self._unreported_failure
-        return untold if untold is not None and untold.req_ids is self._current_step[0] else None
+        """The unreported failure, if it is the current step's."""
+        failure = self._unreported_failure
+        return failure if failure is not None and failure.step is self._current_step else None
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Drafts for the scheduler; None after a failure it has not heard of."""
         return self.runner.take_draft_token_ids() if self._unreported_failure is None else None
 
     def wait(self) -> None:
@@ -112,86 +136,114 @@ class RecoveringRunner:
             self._runner.wait()
 
     def release_pool(self) -> None:
-        """Lets go of the pool, once nothing on the device uses it."""
+        """Frees the pool, once nothing on the device uses it."""
         self.wait()
         self._drop_runner()
 
     def restore_pool(self) -> None:
-        """A pool again, and empty, where there is none."""
+        """Makes a new, empty pool where there is none."""
         if self._runner is None:
             self._runner = self._make_runner()
             self._pool += 1
+            self._hooks.pool_made(self._runner.layers)
 
-    def mark_reported(self, step: FailedStep) -> None:
+    def mark_reported(self, failure: FailedStep) -> None:
         """The scheduler is about to hear of a failed step."""
-        if step is self._unreported_failure:
+        if failure is self._unreported_failure:
             self._unreported_failure = None
 
     def result(self, output: StepOutput, pool: int) -> ModelRunnerOutput:
         """A step's results; waits for the device.
 
         Args:
-            output: of a step that was handed over.
-            pool: which one it was laid out on.
+            output: of a step that was handed to the device.
+            pool: the pool it was computed on.
         """
         try:
             result = output.get_output()
         except Exception as error:
-            req_ids = [state.req_id for state in output.batch.states]
-            # After the pool it was laid out on the step itself is no news any more.
-            failed = self._fail(req_ids, error) if pool == self._pool else None
-            return (failed or FailedStep(self, req_ids, reason=None)).get_output()
+            step = _Step([state.req_id for state in output.batch.requests], pool)
+            # If its pool is gone already, the failure that took the pool has been reported.
+            failure = self._fail(step, error) if pool == self._pool else None
+            return (failure or FailedStep(self, step, reason=None)).get_output()
         self._failures_in_a_row = 0
         return result
 
-    def _fail(self, req_ids: list[str], error: Exception) -> FailedStep:
-        """What to tell the scheduler of a step that raised; the pool is another afterwards."""
+    def _fail(self, step: _Step, error: Exception) -> FailedStep:
+        """Replaces pool and runner after a step raised `error`, which is raised again after too
+        many failures in a row."""
         self._failures_in_a_row += 1
         if self._failures_in_a_row > MAX_FAILURES_IN_A_ROW:
             raise error
         logger.exception(
-            "A step failed and its requests with it: %s. All others start again", ", ".join(req_ids)
+            "A step failed and its requests with it: %s. All others start again",
+            ", ".join(step.req_ids),
         )
         traceback.clear_frames(error.__traceback__)  # they hold the pool
         self._drop_runner()
         self.restore_pool()
-        return FailedStep(self, req_ids, f"the step failed: {error}")
+        return FailedStep(self, step, f"the step failed: {error}")
 
     def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._hooks.before_pool_goes()
         self._runner = None
         mlx_device.give_back()
 
 
 class _RecoverableOutput(AsyncOutput):
-    """A step's results on their way, which may yet fail to come."""
+    """Results of a step that the device may still fail to compute."""
 
-    def __init__(self, steps: RecoveringRunner, output: StepOutput, pool: int) -> None:
-        self._steps, self._output, self._pool = steps, output, pool
+    def __init__(
+        self,
+        runner: RecoveringRunner,
+        output: StepOutput,
+        pool: int,
+        transfers: KVConnectorOutput | None,
+    ) -> None:
+        self._runner, self._output, self._pool = runner, output, pool
+        self._transfers = transfers
 
     def get_output(self) -> ModelRunnerOutput:
-        return self._steps.result(self._output, self._pool)
+        result = self._runner.result(self._output, self._pool)
+        result.kv_connector_output = self._transfers
+        return result
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return self._transfers
 
 
 class FailedStep(AsyncOutput):
-    """Stands for a step without results."""
+    """Stands for the results of a step that has none."""
 
-    def __init__(self, steps: RecoveringRunner, req_ids: list[str], reason: str | None) -> None:
+    def __init__(self, runner: RecoveringRunner, step: _Step, reason: str | None) -> None:
         """
         Args:
-            steps: told when the scheduler asks.
-            req_ids: the step's requests.
-            reason: why they fail; None: the scheduler will drop this outcome unseen.
+            runner: told when the scheduler asks for the results.
+            step: the step.
+            reason: why its requests fail; None: the scheduler will drop these results.
         """
-        self.req_ids = req_ids
-        self._steps = steps
+        self.step = step
+        self._runner = runner
         self._reason = reason
+        self._transfers: KVConnectorOutput | None = None
+
+    def with_transfers(self, transfers: KVConnectorOutput | None) -> FailedStep:
+        """The same; the scheduler hears of transfers as well."""
+        self._transfers = transfers
+        return self
 
     def get_output(self) -> ModelRunnerOutput:
-        self._steps.mark_reported(self)
+        self._runner.mark_reported(self)
+        req_ids = self.step.req_ids
         return StepResult(
-            req_ids=self.req_ids,
-            req_id_to_index={req_id: index for index, req_id in enumerate(self.req_ids)},
-            sampled_token_ids=[[] for _ in self.req_ids],
-            failures=dict.fromkeys(self.req_ids, self._reason) if self._reason else {},
+            req_ids=req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=[[] for _ in req_ids],
+            failures=dict.fromkeys(req_ids, self._reason) if self._reason else {},
             pool_lost=self._reason is not None,
+            kv_connector_output=self._transfers,
         )
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return self._transfers

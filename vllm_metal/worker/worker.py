@@ -13,10 +13,11 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
+from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
@@ -24,9 +25,8 @@ from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader, parts
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
-from vllm_metal.spec_decode.choice import make_speculator
-from vllm_metal.spec_decode.networks import load_network
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.registry import load_network, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
@@ -44,11 +44,11 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class Networks:
-    """What is loaded."""
+    """The loaded networks: the target, and a draft network where there is one."""
 
     model: nn.Module
     rows: parts.SelectedRows  # which of its rows reach the head
-    layers: list[AttentionLayer]  # its own
+    layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # of its weights
 
@@ -62,15 +62,15 @@ class Networks:
         return Networks(model, rows, layers, draft, mx.get_active_memory() - before)
 
     @property
-    def all_layers(self) -> list[AttentionLayer]:
-        """Of both networks: their K/V lie in the same blocks."""
+    def all_layers(self) -> list[StatefulLayer]:
+        """Layers of both networks; what they keep lies in the same blocks."""
         return [*self.layers, *(self.draft.layers if self.draft else ())]
 
 
 class MetalWorker(WorkerBase):
     """Owns the model, the KV pool and the runner of one process."""
 
-    steps: RecoveringRunner
+    runner: RecoveringRunner
     _networks: Networks | None = None
     _memory: Memory | None = None
 
@@ -81,7 +81,10 @@ class MetalWorker(WorkerBase):
         self._seed()
 
     def _seed(self) -> None:
-        """Python's, numpy's and torch's generators are its user's where the engine came to them."""
+        """Seeds MLX's generator, and in a process of its own Python's, numpy's and torch's too.
+
+        In the user's process those three are the user's.
+        """
         if processes.in_users_process():
             mx.random.seed(self.model_config.seed)
         else:
@@ -121,7 +124,7 @@ class MetalWorker(WorkerBase):
         )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC"]  # layer outermost: a kv_cache a layer, req_indices of a block in order
+        return ["LBNHC"]  # layer outermost: an array a layer, slots of a block in order
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
@@ -147,15 +150,15 @@ class MetalWorker(WorkerBase):
         self._kv_cache_config = kv_cache_config
         max_num_reqs = self.scheduler_config.max_num_seqs
         max_len = self.model_config.max_model_len
-        # One spare block: a step in flight past the last position may still be given one.
+        # One spare block: vLLM may allocate one for a step in flight past the last position.
         max_blocks = -(-max_len // self.cache_config.block_size) + 1
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        self.steps = RecoveringRunner(self._make_runner)
+        self.runner = RecoveringRunner(self._make_runner)
 
     def _make_runner(self) -> ModelRunner:
-        """Allocates the pool, and what works on it."""
+        """Allocates the pool, and makes all that works on it."""
         networks, block_size = self.networks, self.cache_config.block_size
         kv_caches = allocate_kv_caches(
             self._kv_cache_config,
@@ -202,13 +205,13 @@ class MetalWorker(WorkerBase):
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         self._pressure.poll()
-        return self.steps.execute_model(scheduler_output)
+        return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        return self.steps.sample_tokens(grammar_output)
+        return self.runner.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        return self.steps.take_draft_token_ids()
+        return self.runner.take_draft_token_ids()
 
     def sleep(self, level: int = 1) -> None:
         """Gives memory back: level 1 the KV pool; level 2 the weights, too.
@@ -216,36 +219,36 @@ class MetalWorker(WorkerBase):
         On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
         """
         before = mx.get_active_memory()
-        self.steps.release_pool()
+        self.runner.release_pool()
         if level >= 2:
             self._release_weights()
         logger.info("Asleep: %.2f GiB given back", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Gives back what the tags name: "kv_cache", "weights"."""
-        self.steps.release_pool()
+        self.runner.release_pool()
         if "weights" in tags:
             self._release_weights()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes memory again; weights given back are loaded from where they came from."""
+        """Allocates the KV pool again, and loads the weights again where they were given back."""
         if self._networks is None and (tags is None or "weights" in tags):
             self.load_model()
         if tags is None or "kv_cache" in tags:
-            self.steps.restore_pool()
+            self.runner.restore_pool()
 
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.
 
-        Empties the KV pool as well: while the engine is awake, pause it before and reset its prefix
-        cache afterwards, as vLLM has it.
+        The KV pool is emptied as well. If the engine is awake, pause it first and reset its prefix
+        cache afterwards, as vLLM's own documentation asks.
         """
-        awake = self.steps.awake
-        self.steps.release_pool()
+        awake = self.runner.awake
+        self.runner.release_pool()
         self._release_weights()
         self.load_model()
         if awake:
-            self.steps.restore_pool()
+            self.runner.restore_pool()
 
     def _release_weights(self) -> None:
         self._networks = None
@@ -265,7 +268,7 @@ class MetalWorker(WorkerBase):
         mx.eval(mx.zeros(1) + 1)
 
     def synchronize_device(self) -> None:
-        self.steps.wait()
+        self.runner.wait()
 
     def reset_encoder_cache(self) -> None:
         return  # text models keep none
@@ -277,7 +280,7 @@ class MetalWorker(WorkerBase):
         if is_start:
             mx.metal.start_capture(f"{profile_prefix or 'vllm-metal'}.gputrace")
         else:
-            self.steps.wait()
+            self.runner.wait()
             mx.metal.stop_capture()
 
     def execute_dummy_batch(self) -> None:
@@ -286,8 +289,8 @@ class MetalWorker(WorkerBase):
     def shutdown(self) -> None:
         """Lets go of the model and the pool, once nothing on the device uses them."""
         mx.synchronize()
-        if hasattr(self, "steps"):  # start-up may have failed before
-            del self.steps
+        if hasattr(self, "runner"):  # start-up may have failed before
+            del self.runner
         tokenizers.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:

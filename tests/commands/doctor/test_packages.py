@@ -20,7 +20,7 @@ def test_our_platform_is_well():
     "plugins, variables, advice",
     [
         ([OURS], {"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS=other leaves this plugin out"),
-        ([OURS], {"VLLM_TARGET_DEVICE": "cpu"}, "VLLM_TARGET_DEVICE=cpu decides"),
+        ([OURS], {"VLLM_TARGET_DEVICE": "cpu"}, "VLLM_TARGET_DEVICE=cpu makes vLLM ignore plugins"),
         (["other (other:register)"], {}, "Install vllm-metal"),
         ([OURS, "other (other:register)"], {}, "VLLM_PLUGINS=metal"),
     ],

@@ -129,7 +129,8 @@ def test_without_an_interpreter_it_says_how_to_get_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     report = tmp_path / "report.json"
     assert main(["doctor", "--report", str(report), "--only", "kernels"]) == 0
-    assert "pip install 'ziglang" in capsys.readouterr().out
+    folder = Path(__file__).parents[3] / "interpreter"
+    assert f"pip install --python {sys.executable} {folder}" in capsys.readouterr().out
     assert "not run" in json.loads(report.read_text())["kernels"]
 
 

@@ -171,5 +171,5 @@ def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path
 def test_where_there_is_no_metal_device_the_mac_must_be_named(llama3_8b, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_METAL_DEVICE", "off")
     assert main(["fit", llama3_8b]) == 1
-    assert "say which Mac, as --memory 24GB" in capsys.readouterr().err
+    assert "say which Mac, such as --memory 24GB" in capsys.readouterr().err
     assert main(["fit", llama3_8b, "--memory", "32GB"]) == 0

@@ -21,7 +21,7 @@ KINDS = [
     ((16,), mx.float32),
     ((5,), mx.float32),
 ]
-TOKEN_BYTES = 32
+FENCE_BYTES = 32
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +101,8 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(schedule):
         (d.buffers["pool"].read_bytes, sum(t.written_bytes for t in d.buffers.values()))
         for d in checker.dispatches
     ]
-    copies = [(3 * block, 3 * block + TOKEN_BYTES) for block in of_each]
-    assert found == copies + [(0, 2 * block + TOKEN_BYTES) for block in of_each]
+    copies = [(3 * block, 3 * block + FENCE_BYTES) for block in of_each]
+    assert found == copies + [(0, 2 * block + FENCE_BYTES) for block in of_each]
 
 
 @pytest.mark.parametrize(

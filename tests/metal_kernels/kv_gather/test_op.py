@@ -14,7 +14,7 @@ from metal_kernels.kv_gather import reference
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 TORCH = {F16: torch.float16, BF16: torch.bfloat16, F32: torch.float32}
-TOKEN_BYTES = 32
+FENCE_BYTES = 32
 
 # Head size, dtypes of the pool and of the context. Each is a kernel to compile.
 KINDS = [
@@ -68,8 +68,8 @@ def check(pool, scales, table, dtype):
     wanted = torch.from_numpy(wanted).to(TORCH[dtype]).float().numpy()
     wanted = wanted.reshape(num_heads, len(table), -1, head_size)
     blocks = mx.array(table.astype(np.int32))
-    found, token = kv_gather.gather(pool, blocks, dtype, scales=scales)
-    mx.eval(found, token)
+    found, fence = kv_gather.gather(pool, blocks, dtype, scales=scales)
+    mx.eval(found, fence)
     for context in (found, reference.gather(pool, blocks, dtype, scales)):
         assert context.dtype == dtype
         np.testing.assert_array_equal(np.array(context.astype(F32)), wanted)
@@ -108,7 +108,7 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(
     in_pool = 3 * pool.nbytes // 5  # of the table's four blocks
     context = 4 * 2 * 16 * head_size * dtype.size
     assert dispatch.buffers["pool"].read_bytes == in_pool
-    assert sum(t.written_bytes for t in dispatch.buffers.values()) == context + TOKEN_BYTES
+    assert sum(t.written_bytes for t in dispatch.buffers.values()) == context + FENCE_BYTES
 
 
 @pytest.mark.heavy

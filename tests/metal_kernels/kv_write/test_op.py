@@ -17,7 +17,7 @@ from metal_kernels.kv_write import reference
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 TORCH = {F16: torch.float16, BF16: torch.bfloat16, F32: torch.float32}
 TOPS = {FP8: [448, 416, 384, 352, 320, 288, 256], INT8: [127]}  # codes of largest elements
-TOKEN_BYTES = 32
+FENCE_BYTES = 32
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ class Write:
     def fewest_bytes(self):
         """Read from rows and written, if each row that has a slot is touched once."""
         count = sum(slot >= 0 for slot in self.slots) * self.parts[0].pool.shape[0]
-        read, written = 0, TOKEN_BYTES
+        read, written = 0, FENCE_BYTES
         for part in self.parts:
             read += count * part.pool.shape[3] * part.rows.dtype.size
             written += count * part.pool.shape[3] * part.pool.dtype.size

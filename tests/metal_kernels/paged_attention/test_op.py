@@ -16,25 +16,25 @@ from tests.metal_kernels.paged_attention.batches import Batch, expected, make_ba
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 CACHES = {"same": None, "fp8": mx.uint8, "int8": mx.int8}
 SCHEDULES = ("forward", "reverse", "random:1", "random:2")
-TOKEN = mx.zeros(8, mx.uint32)
+FENCE = mx.zeros(8, mx.uint32)
 SCALE = 0.09
 
 
 def attend(batch, window=None, softcap=None, sinks=None):
     plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape, window)
-    out, tokens = paged_attention.run(
+    out, fences = paged_attention.run(
         plan,
         batch.queries,
         batch.key_pool,
         batch.value_pool,
-        TOKEN,
+        FENCE,
         SCALE,
         softcap=softcap,
         sinks=sinks,
         key_scales=batch.key_scales,
         value_scales=batch.value_scales,
     )
-    assert all(np.array(token).tolist() == [0] * 8 for token in tokens)
+    assert all(np.array(fence).tolist() == [0] * 8 for fence in fences)
     return out
 
 
@@ -51,7 +51,7 @@ def check(batch, compiler, window=None, softcap=None, sinks=None):
     np.testing.assert_allclose(found, wanted, atol=atol, rtol=0)
 
 
-# Decode rows; a prompt, a chunk behind a prefix, a verify window: (computed, rows) of each request.
+# Decode rows; a prompt, a chunk behind a prefix, drafts to verify: (computed, rows) of each.
 STEPS = {
     "decode": [(0, 1), (37, 1), (15, 1), (16, 1)],
     "prefill": [(21, 12), (0, 9), (4, 2)],
@@ -174,7 +174,7 @@ def test_pools_past_the_range_of_32_bits():
     slots = (tables[0][:, None] * 16 + np.arange(16)).ravel()[:30]
     shape, queries = AttentionShape(2, 1, 64, 64), mx.random.normal((30, 2, 64)) * 0.01
     with kernel.using(metal_kernel):
-        token = kv_write.write(mx.array(rows), None, mx.array(slots), pool, None, key_scales=scales)
+        fence = kv_write.write(mx.array(rows), None, mx.array(slots), pool, None, key_scales=scales)
         for first, rows_now in ((0, 30), (29, 1)):  # prefill, decode
             starts, seq_lens = np.array([0, rows_now], np.int32), np.array([30], np.int32)
             plan = paged_attention.plan(starts, seq_lens, tables, shape)
@@ -183,7 +183,7 @@ def test_pools_past_the_range_of_32_bits():
                 queries[first:],
                 pool,
                 pool,
-                token,
+                fence,
                 0.1,
                 key_scales=scales,
                 value_scales=scales,
@@ -229,7 +229,7 @@ def test_arguments_that_do_not_fit_are_named(case):
     }
     wrong, message = BAD[case]
     with pytest.raises(ValueError, match=message):
-        paged_attention.run(plan, **(arguments | wrong), after=TOKEN, scale=1.0)
+        paged_attention.run(plan, **(arguments | wrong), after=FENCE, scale=1.0)
 
 
 @pytest.mark.parametrize(

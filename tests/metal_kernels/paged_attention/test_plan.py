@@ -118,7 +118,7 @@ LONG_STEPS = {
     "the largest step": ([(WIDE - 2048, 2048)], 16),
     "a chunk among decodes": ([(WIDE - 512, 512)] + [(WIDE - 1, 1)] * 200, None),
     "decodes": ([(WIDE - 1, 1)] * 256, 8),
-    "verify windows": ([(WIDE - 5, 5)] * 200, None),
+    "drafts to verify": ([(WIDE - 5, 5)] * 200, None),
 }
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal doctor`: tries what users do, and writes a report to attach to a bug report.
+"""`vllm-metal doctor`: checks what serving needs, and writes a file to attach to a bug report.
 
-What could fail to import, hang or crash runs in processes of its own (`children`), so that each
-costs its finding and no more. Nothing imported here imports MLX, torch or vLLM.
+Whatever may fail to import, hang or crash runs in a child process (`children`), so that the doctor
+goes on and reports how the child ended. Nothing imported here imports MLX, torch or vLLM.
 """
 
 from vllm_metal.commands.doctor.run import PARTS, run

@@ -31,27 +31,29 @@ LIMITS: Mapping[str, float] = MappingProxyType(
         "leaving": 60.0,
     }
 )
-#: Of the doctor's children: nothing is sent to anybody.
+#: Keeps the doctor's children from sending usage statistics.
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _POLL = 0.2  # seconds
 _ERROR = re.compile(r"\b(?:\w+\.)*(\w*(?:Error|Exception)\b: \S.*)")  # without its module
-_OTHERS_FAULT = "Engine core initialization failed"  # of a process whose own error came before
+_OTHERS_FAULT = "Engine core initialization failed"  # the parent says so after the real error
 
 Progress = Callable[[str], None]
 
 
 class TookTooLong(Exception):
-    """A process did not do in time what it was waited for."""
+    """A process took longer than its stage allows."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it said before."""
+    """How a process ended, and what it printed."""
 
-    status: int | None  # its exit status; -n: ended by signal n; None: ended by us, as it hung
+    status: int | None  # exit status; -n: ended by signal n; None: it hung, and we ended it
     seconds: float
-    lines: tuple[str, ...]  # the last it printed, both streams together, without messages
-    told: dict[str, Any] = field(default_factory=dict)  # by messages, later ones over earlier
+    lines: tuple[str, ...]  # the last it printed, on stdout and stderr, without messages
+    told: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of its messages; later ones replace earlier ones
 
     @property
     def ok(self) -> bool:
@@ -70,22 +72,22 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The last error it named, or else its last line; empty: it printed nothing."""
+        """The last error it printed, or else its last line; empty if it printed nothing."""
         found = [match[1] for line in self.lines if (match := _ERROR.search(line))]
         causes = [error for error in found if _OTHERS_FAULT not in error]
         return (causes or found or self.lines or ("",))[-1]
 
 
 class Child:
-    """A process and all that it starts; whatever is left of them ends with the block."""
+    """A process and all that it starts; leaving the block ends those that still run."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str | None] | None = None
     ) -> None:
         """
         Args:
-            command: to run.
-            environment: variables to add to this process's, or with None to leave out.
+            command: program and arguments.
+            environment: variables added to this process's; None leaves a variable out.
         """
         self._started = time.monotonic()
         self._lines: list[str] = []
@@ -121,16 +123,16 @@ class Child:
         return self.process.poll() is None
 
     def message(self, limit: float) -> dict[str, Any] | None:
-        """The next message; None: the process has ended.
+        """The next message, or None when the process has ended.
 
         Raises:
-            TookTooLong: neither came within `limit` seconds.
+            TookTooLong: neither happened within `limit` seconds.
         """
         deadline = time.monotonic() + limit
         while True:
             left = self.alive
             if not left:
-                self._reader.join(timeout=5)  # it may have lines to hand over yet
+                self._reader.join(timeout=5)  # the reader may still hold lines
             with suppress(queue.Empty):
                 found = self._messages.get(timeout=_POLL if left else 0)
                 self.told |= found
@@ -141,12 +143,12 @@ class Child:
                 raise TookTooLong
 
     def interrupt(self) -> None:
-        """Ctrl-C as a terminal sends it: to the whole group."""
+        """Sends Ctrl-C as a terminal does: to the whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self, limit: float) -> Ended:
-        """How it ended; by us, if not within `limit` seconds."""
+        """Waits for the end; ends the process itself after `limit` seconds."""
         try:
             status: int | None = self.process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -154,7 +156,7 @@ class Child:
         return self.ended(status)
 
     def ended(self, status: int | None) -> Ended:
-        """The end, whether it came by itself with `status` or comes now (None)."""
+        """How the process ended: with `status`, or, if that is None, ended here and now."""
         seconds = time.monotonic() - self._started
         self._end()
         while not self._messages.empty():
@@ -187,9 +189,9 @@ def run(
 
     Args:
         command: to run.
-        progress: told of each stage.
+        progress: called with the name of each stage.
         environment: see `Child`.
-        limits: seconds by stage; the first is of what comes before any message.
+        limits: seconds by stage; the first limit holds until the first message.
     """
     longest = next(iter(limits.values()))
     with Child(command, environment) as child:
@@ -206,7 +208,7 @@ def run(
 def python(module: str, *arguments: str) -> tuple[str, ...]:
     """The command that runs a module with this interpreter.
 
-    As the commands that users type, it imports nothing from the folder that it is started in.
+    Like the commands that users type, it does not import from the current folder (-P).
     """
     return (sys.executable, "-P", "-m", module, *arguments)
 

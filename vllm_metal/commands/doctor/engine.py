@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of an engine in one process: it answers, rightly, and ends."""
+"""Checks of an engine in one process: it generates the right tokens, and shuts down."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.commands.doctor.model import Model
 
 NUM_TOKENS = 10
-#: Any model goes on with it, and a vocabulary of letters and numbers has it.
+#: Any model continues it, and the tiny model's vocabulary of letters and numbers has its words.
 PROMPT = "1 2 3 4 5 6 7 8"
-#: Of the pool where the check is not of memory: 500 tokens of the largest models known here
-#: (512 KiB a token), thousands of most.
+#: Size of the KV pool where memory is not what is checked: 500 tokens of the largest models we
+#: know (512 KiB a token), thousands of tokens of most.
 KV_CACHE_BYTES = 2**28
-#: How far a chosen token may be behind mlx-lm's, as a share of what the likeliest is above the
-#: mean. A rounding to bfloat16 is 0.4 %, and a few dozen layers add up to some 2 %; attention over
-#: wrong K/V gives tokens that are behind by a quarter and more.
+#: How far the logit of a chosen token may be below mlx-lm's largest, as a share of the distance
+#: from the largest logit to the mean. A rounding to bfloat16 is 0.4 %, and a few dozen layers add
+#: up to some 2 %; attention over wrong K/V gives tokens that are behind by a quarter and more.
 ALLOWED_BEHIND = 0.05
 _ADVICE = {
-    "starting": "vLLM itself does not start. Install anew as the README says, into a new "
-    "environment; if that does not help, attach the report to a bug report.",
-    "loading the model": "The error says what the model or a setting lacks. With a model of your "
-    "own, try without --model; if that fails too, attach the report to a bug report.",
+    "starting": "vLLM itself does not start. Make a new environment and install as the README "
+    "says; if that does not help, attach the report to a bug report.",
+    "loading the model": "The error says what is wrong with the model or a setting. If you gave "
+    "--model, try without it; if that fails too, attach the report to a bug report.",
 }
 _REPORT_IT = "This is a bug: attach the report to a bug report."
 
 
 def environment(model: Model) -> dict[str, str | None]:
-    """For processes that run the engine."""
+    """Variables for processes that run the engine."""
     return {"HF_HUB_OFFLINE": "1"} if model.local else {}
 
 
@@ -40,12 +40,12 @@ def try_in_process(
     command: Sequence[str] | None = None,
     limits: Mapping[str, float] = LIMITS,
 ) -> Ended:
-    """Ten tokens of `LLM()` in a process of its own, shutdown included.
+    """Generates ten tokens with `LLM()` in a child process, and shuts it down.
 
     Args:
         model: to load.
-        progress: told of each stage.
-        command: of the process; it says what children.ten_tokens says.
+        progress: called with the name of each stage.
+        command: of the process, which must send the messages of children.ten_tokens.
         limits: seconds by stage.
     """
     command = command or python("vllm_metal.commands.doctor.children.ten_tokens", model.argument)
@@ -53,7 +53,7 @@ def try_in_process(
 
 
 def check_in_process(tried: Ended) -> Finding:
-    """It gave ten tokens, and its process ended well."""
+    """Checks that it generated ten tokens and that its process ended without an error."""
     name = "engine, in one process"
     if not tried.ok:
         advice = _ADVICE.get(tried.told.get("stage", "starting"), _REPORT_IT)
@@ -63,14 +63,14 @@ def check_in_process(tried: Ended) -> Finding:
         seen = f"gave {len(tokens)} tokens, not {NUM_TOKENS}"
         return Finding(name, "failed", seen, _REPORT_IT, tried.lines)
     seen = (
-        f"{NUM_TOKENS} tokens in {tried.told['answer_seconds']:.1f} s; started, shut down and left "
+        f"{NUM_TOKENS} tokens in {tried.told['answer_seconds']:.1f} s; started and shut down "
         f"without an error, {tried.seconds:.0f} s in all"
     )
     return Finding(name, "ok", seen, log=tried.lines)
 
 
 def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
-    """The tokens are those that mlx-lm by itself would choose, up to rounding."""
+    """Checks that mlx-lm by itself would choose the same tokens, up to rounding."""
     name = "engine's tokens"
     prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
     command = python(
@@ -78,13 +78,13 @@ def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
     )
     judged = run(command, progress, environment(model))
     if not judged.ok:
-        seen = f"not compared: mlx-lm's own forward {judged.how}"
+        seen = f"not compared: the process that runs mlx-lm alone {judged.how}"
         return Finding(name, "warning", seen, "Attach the report to a bug report.", judged.lines)
     return judge(tried, judged)
 
 
 def judge(tried: Ended, judged: Ended) -> Finding:
-    """Compares what was chosen with what mlx-lm says of it; see children.reference."""
+    """Compares the chosen tokens with mlx-lm's logits; see children.reference."""
     name, told = "engine's tokens", judged.told
     shares = [
         behind / max(spread, 1e-6)
@@ -94,11 +94,12 @@ def judge(tried: Ended, judged: Ended) -> Finding:
     if max(shares) <= ALLOWED_BEHIND:
         same = sum(share == 0 for share in shares)
         seen = f"{text}: {same} of {len(shares)} are mlx-lm's own choice"
-        return Finding(name, "ok", seen + ("" if same == len(shares) else ", the others nearly"))
+        near = "" if same == len(shares) else ", the others as likely up to rounding"
+        return Finding(name, "ok", seen + near)
     first = next(index for index, share in enumerate(shares) if share > ALLOWED_BEHIND)
     seen = (
         f"{text}: token {first + 1} is {tried.told['tokens'][first]} where mlx-lm chooses "
         f"{told['choices'][first]}, likelier by {told['behind'][first]:.1f} in log-probability"
     )
-    advice = "If it passes with VLLM_METAL_KERNELS=mlx, serve with that. " + _REPORT_IT
+    advice = "If VLLM_METAL_KERNELS=mlx makes it pass, serve with that. " + _REPORT_IT
     return Finding(name, "failed", seen, advice)

@@ -16,5 +16,7 @@ class Finding:
     name: str  # of the check
     status: Status
     seen: str  # one line
-    advice: str = ""  # what the user may do; empty: nothing
-    log: tuple[str, ...] = ()  # lines that a process printed; the last are shown where it failed
+    advice: str = ""  # what the user can do; empty: nothing
+    log: tuple[
+        str, ...
+    ] = ()  # lines that a process printed; the last are shown if the check failed

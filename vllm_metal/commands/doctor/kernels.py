@@ -11,27 +11,26 @@ from typing import Any
 
 import mlx.core as mx
 
+from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, Outcome
 from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.device import mlx_device, selfcheck
 
-_FLOATS = (mx.float16, mx.bfloat16, mx.float32)
-_CODES = (mx.uint8, mx.int8)
 # Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
 # models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
 _GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
 _LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, value_size=512)
-_INTERPRETED_STEPS = 8  # of a shape, each kernel in every size; the device's usual number elsewhere
-_TIMING_LIMIT = 60.0  # seconds for one kernel's times, which are of milliseconds; only a hang is
-#: A process that dies at once, whatever it times, is not started for ever.
+_INTERPRETED_STEPS = 8  # steps of a shape; on a Metal device the self-check's own number
+_TIMING_LIMIT = 60.0  # seconds for one kernel, whose calls take milliseconds: only a hang is longer
+#: Processes to start at most, should each die at once whatever it times.
 _MOST_TIMING_PROCESSES = 6
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Who runs the kernels."""
+    """The command that runs the kernels."""
 
     how: str  # for people
     command: tuple[str, ...]
@@ -39,28 +38,28 @@ class Runner:
 
 
 def all_cases() -> list[Case]:
-    """All dtypes, head sizes, block sizes and caches; the quickest to check first."""
+    """Cases of all dtypes, head sizes, block sizes and caches; the quickest to check first."""
     shapes = [_shape(size) for size in _GROUPS] + [_LATENT]
     kinds = [
         (shape, dtype, cache, block_size)
-        for dtype in _FLOATS
-        for cache in (dtype, *_CODES)
+        for dtype in VALUE_DTYPES
+        for cache in (dtype, *CODE_DTYPES)
         for shape in shapes
         for block_size in (16, 32)
     ]
-    # Windows, sinks and soft caps compile to nothing else, so each kind takes its turn at one.
+    # Windows, sinks and soft caps use the same compiled kernels, so each kind tries only one.
     extras: list[dict[str, Any]] = [{}, {"sinks": True}, {"window": 40}, {"softcap": 30.0}, {}]
     cases = [Case(*kind, **extras[index % len(extras)]) for index, kind in enumerate(kinds)]
     return sorted(cases, key=_work)
 
 
 def _work(case: Case) -> int:
-    """In proportion to what a check computes, and to the text that is compiled for it."""
+    """A number in proportion to the time of a check, compiling included."""
     return case.shape.num_heads * (case.shape.head_size + case.shape.value_size)
 
 
 def quick_cases() -> list[Case]:
-    """A few of them, so that each kernel runs, and each kind of cache."""
+    """A few cases that run each kernel, and each kind of cache."""
     return [
         Case(_shape(64), mx.float16, mx.float16, 16, sinks=True),
         Case(_shape(128), mx.bfloat16, mx.uint8, 32),
@@ -73,17 +72,18 @@ def _shape(head_size: int) -> AttentionShape:
 
 
 def wanted_cases(quick: bool) -> list[Case]:
-    """What to check here: a few kinds first, so that a kernel that fails shows at once."""
+    """Cases to check on this machine. A few kinds come first: a kernel that fails shows at once."""
     if not mx.metal.is_available() or quick:
         return quick_cases()
     return list(dict.fromkeys([*quick_cases(), *selfcheck.remembered(), *all_cases()]))
 
 
 def find_runner() -> Runner | None:
-    """None: nothing here can run them."""
+    """What runs the kernels on this machine; None: nothing can."""
     if mx.metal.is_available():
         return Runner(f"on {mlx_device.name('metal')}", selfcheck.COMMAND, selfcheck.TIME_LIMIT)
-    if not (os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")):
+    clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
+    if not (clang and importlib.util.find_spec("metal_interpreter")):
         return None
     steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))
     how = "interpreted on the CPU, as this machine has no Metal device"
@@ -91,7 +91,7 @@ def find_runner() -> Runner | None:
 
 
 def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterator[Outcome]:
-    """All outcomes; where a kernel hangs or kills the process, the next case has a new one."""
+    """All outcomes. Where a kernel hangs or kills its process, a new one checks the next case."""
     left = list(wanted)
     while left:
         last = None
@@ -104,7 +104,7 @@ def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterato
 
 
 def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
-    """What the outcomes come to."""
+    """One finding for all outcomes."""
     cases = len({outcome.case for outcome in outcomes})
     failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
     of = f"{cases} kind{'s' * (cases > 1)} of layer"
@@ -117,15 +117,17 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
 
 
 def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The time of each kernel, by processes of their own.
+    """Times each kernel, in a process of its own.
 
     Args:
-        progress: told of each.
-        command: of the process; it says what children.timing says, and takes its --start.
+        progress: is told the name of each.
+        command: of the process, which takes --start and prints what children.timing does; None:
+            that one.
 
     Returns:
-        As children.timing tells them; where a kernel killed its process, its end as `failed`. The
-        first has `bandwidth`, bytes a second that a copy moves, where that could be measured.
+        The messages of children.timing. Where a kernel killed its process, `failed` says how it
+        ended. The first has `bandwidth`, bytes a second that a copy moves, if that could be
+        measured.
     """
     command = command or python("vllm_metal.commands.doctor.children.timing")
     found: list[dict[str, Any]] = []

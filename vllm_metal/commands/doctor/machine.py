@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine: what it is, and whether there is room."""
+"""Checks of the machine: processor, macOS, MLX, memory, disk and settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROCESSES_BYTES = int(1.25 * GIB)
 CACHE_BYTES = 1.5 * GIB
 _KNOWN = (*envs.NAMES, "VLLM_METAL_CLANG")
 _GROUPS = ("VLLM_METAL_", "MLX_", "MTL_", "METAL_", "PYTORCH_MPS_")
-#: Of vLLM's own, those that change what is chosen or started; others may hold secrets.
+#: vLLM's variables that change what is chosen or started; others may hold secrets.
 _VLLM_NAMES = (
     "VLLM_PLUGINS",
     "VLLM_TARGET_DEVICE",
@@ -50,13 +50,13 @@ _VLLM_NAMES = (
 )
 _ADVICE_PYTHON = (
     "Make the environment with a Python for Apple silicon: `uv venv --python 3.12 --seed` in a "
-    "terminal that is not itself opened with Rosetta, and install anew."
+    "terminal that does not run with Rosetta, and install again."
 )
 
 
 @dataclass(frozen=True)
 class System:
-    """What the system says of itself."""
+    """What the system says about itself."""
 
     name: str  # sys.platform
     machine: str  # platform.machine()
@@ -80,8 +80,8 @@ def this_system() -> System:
 def _macos_release() -> str:
     """Such as ``26.1``.
 
-    macOS tells programs linked against an older SDK, as a Python may be, that it is 16
-    (python/cpython#135675). Its own command tells the truth, as installers ask for it.
+    macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
+    (python/cpython#135675). Its own command, with the variable below, reports the real number.
     """
     try:
         told = subprocess.run(
@@ -106,14 +106,14 @@ def _wheel_tag(package: str) -> str | None:
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    """The variables that are set; of those that name folders, only that they are."""
+    """The variables that are set, with their values; of folders only that they are set."""
     for name, value in sorted(os.environ.items()):
         if name in (*_KNOWN, *_VLLM_NAMES) or name.startswith(_GROUPS):
             yield name, "set" if "/" in value or "~" in value else value
 
 
 def check_settings() -> Finding:
-    """The plugin's variables, each read as the plugin reads it."""
+    """Checks the plugin's variables with the functions by which the plugin reads them."""
     for read in (envs.requested_device, envs.kernels, envs.allow_untested):
         try:
             read()
@@ -130,7 +130,7 @@ def check_settings() -> Finding:
 
 
 def check_processor(system: System) -> Finding:
-    """Apple silicon, and a Python built for it."""
+    """Checks for Apple silicon, and a Python built for it."""
     if system.name != "darwin":
         return Finding("processor", "ok", f"{system.machine}, not a Mac")
     if system.translated:
@@ -143,7 +143,7 @@ def check_processor(system: System) -> Finding:
 
 
 def check_release(system: System) -> Finding:
-    """A macOS that the installed MLX is built for."""
+    """Checks that the installed MLX is built for this macOS."""
     if system.name != "darwin":
         return Finding("system", "ok", platform.platform())
     found = ".".join(map(str, system.release)) or "of unknown release"
@@ -155,14 +155,14 @@ def check_release(system: System) -> Finding:
         seen = f"macOS {found}, but the installed MLX is built for macOS 26.2"
         advice = (
             "Update macOS to 26.2 or newer (System Settings, General, Software Update). If you "
-            f"cannot, install MLX's build for macOS 15, which this one runs:\n{_older_mlx()}"
+            f"cannot, install MLX's build for macOS 15, which also runs here:\n{_older_mlx()}"
         )
         return Finding("system", "warning", seen, advice)
     return Finding("system", "ok", f"macOS {found}")
 
 
 def _older_mlx() -> str:
-    """pip takes a wheel of another system into a named folder only."""
+    """The command. pip installs a wheel for another system only into a folder given by --target."""
     pins = [f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal")]
     command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
     target = ["--target", sysconfig.get_path("purelib")]
@@ -177,37 +177,37 @@ def _version(package: str) -> str:
 
 
 def look_at_device(progress: Progress) -> Ended:
-    """What MLX says, by a process that may fail to import it."""
+    """Asks MLX about the device, in a child process because the import may crash."""
     return run(python("vllm_metal.commands.doctor.children.device"), progress)
 
 
 def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
-    """MLX runs, on the device that was asked for."""
+    """Checks that MLX runs on the requested device."""
     told = looked.told
     if not looked.ok:
         advice = (
             "The last lines say why. If MLX was installed for another system or processor, install "
-            "it anew in an environment made on this machine."
+            "it again in an environment made on this machine."
         )
         return Finding(
-            "MLX", "failed", f"a process that uses MLX {looked.how}", advice, looked.lines
+            "MLX", "failed", f"a process that imports MLX {looked.how}", advice, looked.lines
         )
     seen = f"runs on {told['device']}: {told['chip']} ({told['architecture']})"
     if requested == "metal" and not told["metal"]:
         advice = (
-            "Run from a session with access to the GPU (not every virtual machine has one), or set "
-            "VLLM_METAL_DEVICE=cpu for MLX's CPU backend."
+            "Run in a session that has access to the GPU (not every virtual machine has one), or "
+            "set VLLM_METAL_DEVICE=cpu for MLX's CPU backend."
         )
         return Finding("MLX", "failed", "finds no Metal device", advice)
     return Finding("MLX", "ok", seen)
 
 
 def check_memory(told: dict[str, Any], weights: int) -> Finding:
-    """Room for the model that is about to run.
+    """Checks that the model to be tried fits the free memory.
 
     Args:
-        told: by `look_at_device`.
-        weights: bytes of the model's.
+        told: the messages of `look_at_device`.
+        weights: bytes of the model's weights.
     """
     memory, needed = told["memory_bytes"], weights + PROCESSES_BYTES
     seen = (
@@ -217,25 +217,25 @@ def check_memory(told: dict[str, Any], weights: int) -> Finding:
     if memory["available"] >= needed:
         return Finding("memory", "ok", seen)
     advice = (
-        f"The model that is tried here needs about {needed / GIB:.1f} GiB: close other programs, "
-        "browsers first, before you start an engine."
+        f"The model to be tried needs about {needed / GIB:.1f} GiB: close other programs, browsers "
+        "first, before you start an engine."
     )
     return Finding("memory", "warning", seen, advice)
 
 
 def check_disk(folder: Path) -> Finding:
-    """Room and permission in the cache folder, which need not be there yet."""
+    """Checks for space and permission in the cache folder, which may not exist yet."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         seen = f"cannot write to the cache folder {folder}"
-        advice = "Give yourself access to it, or name another one: VLLM_METAL_CACHE=FOLDER."
+        advice = "Give yourself access to it, or choose another folder: VLLM_METAL_CACHE=FOLDER."
         return Finding("disk", "failed", seen, advice)
     free = shutil.disk_usage(there).free
     seen = f"{free / GIB:.1f} GiB free for the cache folder {folder}"
     if free < CACHE_BYTES:
         advice = (
-            f"Converted models need up to {CACHE_BYTES / GIB:.1f} GiB: make room, or name a folder "
-            "on another disk: VLLM_METAL_CACHE=FOLDER."
+            f"Converted models need up to {CACHE_BYTES / GIB:.1f} GiB: free some space, or choose "
+            "a folder on another disk: VLLM_METAL_CACHE=FOLDER."
         )
         return Finding("disk", "warning", seen, advice)
     return Finding("disk", "ok", seen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor's child processes tell it, among all else that they print."""
+"""Messages that the doctor's child processes send it, on lines among all that they print."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MARK = "vllm-metal-doctor: "
 
 
 def say(**fields: Any) -> None:
-    """Tells the doctor; the fields must be JSON. `stage` names what is about to be done."""
-    # Begins with a line of its own: what others printed may lack its end.
+    """Sends the doctor a message; the fields must be JSON. `stage` names what begins now."""
+    # Begins a new line: what was printed before may not end with one.
     print(f"\n{_MARK}{json.dumps(fields)}", flush=True)
 
 

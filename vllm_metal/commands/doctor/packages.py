@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what is installed, and of the platform that vLLM makes of it."""
+"""Checks of the installed packages, and of the platform that vLLM chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch"
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed, by package."""
+    """Versions of the installed packages, and of Python."""
     found = {name: _version(name) for name in _PACKAGES} | {"vllm": releases.installed_vllm()}
     found["python"] = platform.python_version()
     return {name: number for name, number in found.items() if number}
@@ -30,7 +30,7 @@ def _version(package: str) -> str | None:
 
 
 def check_versions() -> Finding:
-    """A vLLM that the plugin is tested with."""
+    """Checks that the installed vLLM is the tested one."""
     seen = ", ".join(f"{name} {number}" for name, number in versions().items())
     try:
         releases.require_tested_vllm()
@@ -49,19 +49,21 @@ def check_versions() -> Finding:
 
 
 def ask_vllm(progress: Progress) -> Ended:
-    """What vLLM chooses, by a process that may fail to import it."""
+    """Asks vLLM for its platform, in a child process because the import may fail."""
     return run(python("vllm_metal.commands.doctor.children.chosen_platform"), progress)
 
 
 def check_platform(asked: Ended) -> Finding:
-    """vLLM chooses this plugin wherever it should."""
+    """Checks that vLLM chooses this plugin."""
     chosen = asked.told.get("platform")
     if chosen is None:
         advice = (
-            "The last lines say why. If several platform plugins are installed, take one: "
+            "The last lines say why. If several platform plugins are installed, choose this one: "
             "VLLM_PLUGINS=metal."
         )
-        return Finding("platform", "failed", f"asking vLLM {asked.how}", advice, asked.lines)
+        return Finding(
+            "platform", "failed", f"the process that asks vLLM {asked.how}", advice, asked.lines
+        )
     if chosen == vllm_metal.PLATFORM:
         return Finding("platform", "ok", f"vLLM chooses {chosen}")
     found = ", ".join(asked.told["plugins"]) or "none"
@@ -76,30 +78,30 @@ def _advice_on_choice(plugins: list[str]) -> str:
     if allowed is not None and "metal" not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed} leaves this plugin out: unset it, or add metal."
     if target := os.environ.get("VLLM_TARGET_DEVICE"):
-        return f"VLLM_TARGET_DEVICE={target} decides against plugins: unset it."
+        return f"VLLM_TARGET_DEVICE={target} makes vLLM ignore plugins: unset it."
     if not any(plugin.endswith("(vllm_metal:register)") for plugin in plugins):
         return "Install vllm-metal into this environment (`pip install .` in a clone)."
     return "Set VLLM_PLUGINS=metal."
 
 
 def advice_to_try() -> str:
-    """Where the plugin does not apply."""
+    """What to do where the plugin does not apply."""
     if os.environ.get("VLLM_METAL_DEVICE", "").lower() == "off":
         return "VLLM_METAL_DEVICE=off turns the plugin off: unset it to use the plugin."
     return (
-        "On this machine the plugin leaves vLLM to its own platforms. To try it all the same, on "
-        "MLX's CPU backend: VLLM_METAL_DEVICE=cpu vllm-metal doctor"
+        "The plugin is for Apple silicon, and this machine has none. To try it on MLX's CPU "
+        "backend: VLLM_METAL_DEVICE=cpu vllm-metal doctor"
     )
 
 
 def check_touched(asked: Ended) -> Finding | None:
-    """All that the plugin uses of vLLM is there; None: vLLM could not be asked."""
+    """Checks that vLLM has every name the plugin uses; None: vLLM could not be asked."""
     if "platform" not in asked.told:
         return None
     advice = f"Install vLLM {releases.TESTED_VLLM}, or the vllm-metal release made for yours."
     if not asked.ok:
         return Finding("vLLM's names", "failed", f"a process {asked.how}", advice, asked.lines)
     if changed := asked.told["changed"]:
-        seen = f"{len(changed)} are not as the plugin knows them: {'; '.join(changed)}"
+        seen = f"{len(changed)} are missing or changed: {'; '.join(changed)}"
         return Finding("vLLM's names", "failed", seen, advice)
-    return Finding("vLLM's names", "ok", "all that the plugin uses of vLLM is as it knows it")
+    return Finding("vLLM's names", "ok", "vLLM has every name that the plugin uses")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed and written, as it is found; nothing in it tells who the user is, but commands on
-their own terminal."""
+"""Prints findings and writes them to a file, without names of user and machine.
+
+Only commands on the user's own terminal keep their paths.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from vllm_metal.commands.doctor.finding import Finding
 #: Lines of a process's output that are printed where it failed; all that are kept are in the file.
 SHOWN_LINES = 15
 _INDENT = " " * 9
-#: In a network; this machine's own names for itself tell nothing.
+#: Addresses in a network; 127.* and 0.* are the same on every machine.
 _ADDRESSES = (
     re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b"),
     re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
@@ -31,12 +33,12 @@ _ADDRESSES = (
 
 
 class Report:
-    """Prints findings, and keeps a JSON file that is whole at every moment."""
+    """Prints findings, and writes them to a JSON file that is complete after each of them."""
 
     def __init__(self, path: Path) -> None:
         """
         Args:
-            path: file to write; what is there is replaced.
+            path: file to write, or to replace.
 
         Raises:
             OSError: it cannot be written.
@@ -68,12 +70,12 @@ class Report:
         sys.stdout.flush()
 
     def add_facts(self, **facts: Any) -> None:
-        """Writes more than findings say; the values must be JSON."""
+        """Writes facts that are in no finding; the values must be JSON."""
         self._facts |= facts
         self._write(complete=False)
 
     def announce(self, text: str) -> None:
-        """Prints what begins, where it takes a while."""
+        """Prints what begins now, where it takes a while."""
         self._clear()
         self._print(f"{'...':8} {text}", indent=_INDENT)
         sys.stdout.flush()
@@ -85,7 +87,7 @@ class Report:
             print(self._without_names(line), flush=True)
 
     def progress(self, text: str) -> None:
-        """Says on a terminal what is going on, in a line that the next one replaces."""
+        """Shows on a terminal what is being done, in a line that the next call replaces."""
         if self._on_terminal:
             line = f"{_INDENT}[{time.monotonic() - self._begun:.0f} s] {text}"
             width = shutil.get_terminal_size().columns - 1
@@ -106,7 +108,7 @@ class Report:
 
     def _print(self, text: str, indent: str) -> None:
         width = max(shutil.get_terminal_size((100, 24)).columns, 60)
-        # A command keeps its line and its paths, to be copied.
+        # A command keeps its line and its paths, so that it can be copied.
         if " pip install " in text:
             print(text)
             return
@@ -136,7 +138,7 @@ class Report:
             raise
 
     def _cleaned(self, value: Any) -> Any:
-        """Each string of a JSON value without names."""
+        """The JSON value, with the names replaced in each of its strings."""
         if isinstance(value, str):
             return self._without_names(value)
         if isinstance(value, dict):
@@ -152,9 +154,9 @@ class Report:
 
 
 def _private_words() -> list[tuple[re.Pattern[str], str]]:
-    """What tells who the user is, and what is written in its place."""
+    """Patterns of what identifies the user, with what is written instead."""
     home, host = Path.home(), platform.node()
-    # Both, for macOS's own paths are behind links; the longer first.
+    # Both: on macOS some folders are links. The longer first, as it may contain the other.
     homes = sorted({str(home), os.path.realpath(home)}, key=len, reverse=True)
     words = [(address, "ADDRESS") for address in _ADDRESSES]
     words += [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]

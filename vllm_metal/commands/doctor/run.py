@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the checks: what is quick to see first, what takes minutes last."""
+"""Runs the checks in order: quick ones first, those that take minutes last."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PARTS: tuple[Part, ...] = get_args(Part)
 def run(
     report: Path, quick: bool, model_name: str | None = None, parts: Sequence[str] = PARTS
 ) -> int:
-    """Checks and prints; writes the report as it goes. Returns the exit status.
+    """Runs the checks, prints and writes each finding, and returns the exit status.
 
     Args:
         report: JSON file to write.
-        quick: a few shapes for the kernels, and a small KV cache for the server.
-        model_name: folder or hub name of a model to try; None: the embedded one where it is
-            installed, else one made on the spot.
-        parts: which of PARTS; the machine is always looked at.
+        quick: whether to check the kernels for a few shapes, and the server with a small KV cache.
+        model_name: folder or hub name of a model to try; None: the embedded one if it is installed,
+            else a tiny one with random weights.
+        parts: which of PARTS; the machine is always checked.
 
     Raises:
         OSError: the report cannot be written.
@@ -51,7 +51,7 @@ def run(
 
 @contextmanager
 def _guarded(found: Report, name: str) -> Iterator[None]:
-    """What a check itself raises is a failure among others."""
+    """Turns an error of a check itself into a finding."""
     try:
         yield
     except Exception as error:
@@ -84,7 +84,7 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
 
 
 def _requested() -> envs.Device | None:
-    """Also None where the setting is not one; that is a finding of its own."""
+    """The requested device; None also for a wrong value, which the check of settings reports."""
     try:
         return envs.requested_device()
     except ValueError:
@@ -93,10 +93,10 @@ def _requested() -> envs.Device | None:
 
 def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | None) -> None:
     if "settings" in found.failed or not looked.ok:
-        found.add(Finding("engine", "warning", "not tried: what failed above comes first"))
+        found.add(Finding("engine", "warning", "not tried: correct what failed above first"))
         return
     if _requested() is None:
-        seen = "not tried: here the plugin leaves vLLM to its own platforms"
+        seen = "not tried: the plugin does not apply on this machine"
         found.add(Finding("engine", "warning", seen, packages.advice_to_try()))
         return
     found.announce("asking vLLM which platform it chooses (some seconds)")
@@ -120,7 +120,7 @@ def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | Non
 
 @contextmanager
 def _model(found: Report, name: str | None) -> Iterator[Model]:
-    """The model to try; what hinders the embedded one is a finding."""
+    """The model to try; adds a finding if the embedded one cannot be used."""
     if name is not None:
         yield Model(name, name, local=Path(name).is_dir())
         return
@@ -130,12 +130,19 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
             folder = next(line for line in reversed(converted.lines) if Path(line).is_dir())
             yield Model("the embedded SmolLM2-135M", folder, local=True)
             return
-        advice = "If there was no room, make some. Otherwise attach the report to a bug report."
-        seen = f"the embedded model: its conversion {converted.how}"
+        advice = (
+            "If the disk was full, free some space. Otherwise attach the report to a bug report."
+        )
+        seen = f"the process that converts the embedded model {converted.how}"
         found.add(Finding("model", "failed", seen, advice, converted.lines))
     else:
-        advice = "\n".join(["To try one that talks: --model NAME, or install:", *model.missing()])
-        seen = "the embedded one is not installed; a tiny one of random weights takes its place"
+        advice = "\n".join(
+            [
+                "To try a trained model, give --model NAME, or install the embedded one:",
+                *model.missing(),
+            ]
+        )
+        seen = "the embedded model is not installed; a tiny one with random weights is tried"
         found.add(Finding("model", "ok", seen, advice))
     with model.made_on_the_spot() as made:
         yield made
@@ -144,16 +151,16 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
 def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
     if not looked.ok:
         found.add_facts(kernels="not run: MLX does not run")
-        found.add(Finding("kernels", "warning", "not run: what failed above comes first"))
+        found.add(Finding("kernels", "warning", "not run: correct what failed above first"))
         return
-    # Imports MLX, which a process has shown to be safe by now.
+    # Imports MLX, which a child process has shown to work.
     from vllm_metal.commands.doctor import kernels, tables
     from vllm_metal.device import selfcheck
 
     runner = kernels.find_runner()
     if runner is None:
         found.add_facts(kernels="not run: no Metal device, and no interpreter")
-        advice = f"To run them in the interpreter:\n{install_advice('interpreter')}"
+        advice = f"To interpret them on the CPU:\n{install_advice('interpreter')}"
         seen = "not run: without a Metal device they need an interpreter"
         found.add(Finding("kernels", "warning", seen, advice))
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of a server: it starts, streams an answer, and Ctrl-C ends it."""
+"""Checks that a server starts, streams an answer, and ends on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HOST = "127.0.0.1"
 _POLL = 0.25  # seconds
 _GENERATED = "vllm:generation_tokens_total"
 _ADVICE = {
-    "loading the model": "The error says what the model, a setting or the memory lacks. If the "
-    "engine in one process works, attach the report to a bug report.",
+    "loading the model": "The error says what is wrong with the model, a setting or the memory. "
+    "If the engine in one process works, attach the report to a bug report.",
 }
 _REPORT_IT = "This is a bug: attach the report to a bug report."
 
 
 class WrongAnswer(Exception):
-    """The server answered something else than it should have."""
+    """The server's answer is not what it should be."""
 
 
 def try_server(
@@ -38,18 +38,18 @@ def try_server(
     command: Sequence[str] | None = None,
     limits: Mapping[str, float] = LIMITS,
 ) -> Finding:
-    """`vllm serve` on a free loopback port, from its start to Ctrl-C.
+    """Runs `vllm serve` on a free loopback port, from its start to Ctrl-C.
 
     Args:
         model: to serve.
-        small_pool: a KV cache of KV_CACHE_BYTES; False: as much as vLLM takes by default.
-        progress: told of each stage.
-        command: of the process, to which host and port are added.
+        small_pool: whether to limit the KV cache to KV_CACHE_BYTES; else vLLM's default holds.
+        progress: called with the name of each stage.
+        command: of the process; host and port are appended.
         limits: seconds by stage.
     """
     port = _free_port()
     command = [*(command or _serve(model, small_pool)), "--host", _HOST, "--port", str(port)]
-    # A key of the user's would lock the doctor out, and belongs to nobody's log.
+    # With the user's key the server would refuse the doctor, and the log might show the key.
     with Child(command, environment(model) | {"VLLM_API_KEY": None}) as child:
         stages = _stages(child, port, limits)
         try:
@@ -72,7 +72,7 @@ def _serve(model: Model, small_pool: bool) -> tuple[str, ...]:
 
 
 def _stages(child: Child, port: int, limits: Mapping[str, float]) -> Iterator[str]:
-    """Yields each stage before it begins; returns once the server was told to end, or has ended."""
+    """Yields each stage before it begins; returns after Ctrl-C was sent, or the server ended."""
     yield "loading the model"
     if not _is_up(child, port, limits["loading the model"]):
         return
@@ -92,7 +92,7 @@ def _free_port() -> int:
 
 
 def _is_up(child: Child, port: int, limit: float) -> bool:
-    """Whether /health answers; False: the process has ended."""
+    """Waits until /health answers; False: the process has ended."""
     deadline = time.monotonic() + limit
     while child.alive:
         try:
@@ -107,7 +107,7 @@ def _is_up(child: Child, port: int, limit: float) -> bool:
 
 
 def _get(port: int, path: str) -> tuple[int, str]:
-    # Not by urllib, which would ask the user's proxy.
+    # Not urllib, which would go through the user's proxy.
     with closing(http.client.HTTPConnection(_HOST, port, timeout=30)) as connection:
         connection.request("GET", path)
         reply = connection.getresponse()
@@ -115,10 +115,10 @@ def _get(port: int, path: str) -> tuple[int, str]:
 
 
 def _ask(port: int, limit: float, asked: float) -> dict[str, float]:
-    """Streams an answer.
+    """Asks for a streamed answer and checks it.
 
     Returns:
-        Seconds to its first piece, and to its end.
+        Seconds to the first piece, and to the end.
     """
     message = {"role": "user", "content": PROMPT}
     status, pieces = _stream(port, "/v1/chat/completions", {"messages": [message]}, limit)
@@ -143,7 +143,7 @@ def _ask(port: int, limit: float, asked: float) -> dict[str, float]:
 def _stream(
     port: int, path: str, fields: dict[str, object], limit: float
 ) -> tuple[int, Iterator[str] | list[str]]:
-    """HTTP status, and the lines as they come."""
+    """The HTTP status, and the lines of the answer as they arrive."""
     body = fields | {
         "model": _SERVED,
         "temperature": 0,

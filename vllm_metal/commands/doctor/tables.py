@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' results and times, as people read them."""
+"""The kernels' results and times as tables for people."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from metal_kernels.selfcheck import KERNELS, Case, Outcome, dtype_name
 
 
 def header() -> str:
-    """Of `row`."""
+    """The line of column names above the lines of `row`."""
     columns = "".join(f"{kernel:>10}" for kernel in KERNELS)
     return f"{'dtype':9} {'cache':9}{'head':>5}{'block':>6} {columns}{'s':>8}"
 
 
 def row(case: Case, outcomes: Sequence[Outcome]) -> str:
-    """How the kernels fared in one case."""
+    """The results of one case, one column a kernel."""
     by_kernel: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_kernel.setdefault(outcome.kernel, []).append(outcome)
@@ -29,15 +29,15 @@ def row(case: Case, outcomes: Sequence[Outcome]) -> str:
 
 
 def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """What the cells mean, and what went wrong."""
-    yield "ok: largest error as a share of what rounding explains; -: not in use, or not reached"
+    """What the cells mean, and the details of what failed."""
+    yield "ok: largest error as a share of what rounding allows; -: kernel not used, or not reached"
     for outcome in outcomes:
         if not outcome.ok:
             yield f"\n{outcome.check} failed: {outcome.case}\n  {outcome.detail}"
 
 
 def _cell(outcomes: Sequence[Outcome]) -> str:
-    """The worst of one kernel in one case."""
+    """The worst result of one kernel in one case."""
     if not outcomes:
         return "-"
     if not all(outcome.ok for outcome in outcomes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal fit`: what a model needs, what a Mac has room for, and how to serve it so."""
+"""`vllm-metal fit`: how much memory a model needs, whether it fits, and how to serve it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
 from vllm_metal.kv_cache import formats
-from vllm_metal.memory import budget
+from vllm_metal.memory import advice, budget
 from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
 
-#: What a cache of codes is called here: int8 takes the same bytes.
+#: The quantised cache that is compared with the asked one; int8 takes the same bytes.
 _QUANTISED = "fp8"
 _NAMED_CHANGES = 4
 
 
 def run(args: Namespace) -> int:
-    """Prints the answer; the exit status says whether the asked requests fit (0) or not (1).
+    """Prints the answer and returns the exit status: 0 if the requests fit, 1 if not.
 
     Args:
         args: of `vllm_metal.commands.cli`; None where an option was not given.
 
     Raises:
-        ValueError: the model cannot be had, or the engine would not serve it so.
+        ValueError: the model is not found, or the engine would refuse it or these options.
     """
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
     try:
@@ -70,7 +70,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:
-            break  # as asked for
+            break  # what was asked for is quantised already
     return _judged(args, model, machine, estimates)
 
 
@@ -91,7 +91,9 @@ def _context(args: Namespace, content: dict[str, Any]) -> int:
     """Tokens of the longest request."""
     most, asked = engine.longest_text(content), args.context
     if (length := asked or most) is None:
-        raise ValueError("config.json does not say how long a text may be: say --context 32k")
+        raise ValueError(
+            "config.json does not say how long a text may be: give --context, such as 32k"
+        )
     if most is not None and length > most:
         raise ValueError(
             f"--context {asked} is longer than the {most} tokens that the model is made for"
@@ -123,17 +125,17 @@ def _judged(
 
 
 def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
-    """What would make the requests fit; nothing where they do."""
+    """Advice on what would make the requests fit; empty if they do."""
     request = found.request(wanted)
     if budget.fits(found.measured, found.settings, request):
         return ()
     fewer = [f"--requests {found.requests} or less"] if found.requests else []
-    changes = islice(budget.changes(found.measured, found.settings, request), _NAMED_CHANGES)
+    changes = islice(advice.changes(found.measured, found.settings, request), _NAMED_CHANGES)
     return (*fewer, *(change.advice for change in changes))
 
 
 def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
-    """The line that serves the model with the settings of the estimate."""
+    """The command that serves the model with the settings of the estimate."""
     options = {
         "max-model-len": found.settings.max_model_len,
         "max-num-seqs": found.settings.max_num_seqs,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's configuration, as far as the engine's own arithmetic of memory reads it."""
+"""The parts of vLLM's configuration that the engine's estimate of memory reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
 ) -> VllmConfig:
-    """An engine's, with vLLM's defaults for all else; made without asking it for the model."""
+    """A configuration with vLLM's defaults for all else, made without loading the model."""
     made: VllmConfig = object.__new__(VllmConfig)
     cache = CacheConfig(block_size=block_size)
     cache.cache_dtype = cast("CacheDType", formats.canonical(cache_dtype))
@@ -47,7 +47,7 @@ def config(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             is_encoder_decoder=False,
-            async_scheduling=True,  # as vLLM settles on here
+            async_scheduling=True,  # as vLLM decides for this platform
             disable_hybrid_kv_cache_manager=False,
         ),
         "parallel_config": ParallelConfig(),
@@ -71,11 +71,11 @@ def config(
 
 
 def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:
-    """What --dtype comes to; vLLM's rule for `auto` is to halve float32 where that is served.
+    """The dtype that vLLM takes for --dtype; for `auto` it replaces float32 by a 16-bit one.
 
     Args:
         content: of config.json.
-        kind: of device; a CPU is given float32 (MetalPlatform.supported_dtypes).
+        kind: of device; on a CPU the dtype is float32 (MetalPlatform.supported_dtypes).
         asked: the option.
     """
     if asked != "auto":
@@ -97,7 +97,7 @@ def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") ->
 
 
 def longest_text(content: dict[str, Any]) -> int | None:
-    """Tokens that the model of a config.json is made for; None where it does not say."""
+    """Longest text in tokens that a config.json states; None where it states none."""
     for part in _parts(content):
         for key in _LENGTHS:
             if part.get(key):

@@ -18,19 +18,20 @@ import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten
 
-from metal_kernels import paged_attention
-from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.step import step_peak
 from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Beside, Needs, at_work, quantised_share, settings_of
-from vllm_metal.models.loader import MLX_DTYPES, lazy_model
+from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import SelectedRows
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Model:
     weights: int  # bytes, as the engine will hold them
     network: nn.Module
     rows: SelectedRows
-    layers: Sequence[AttentionLayer]
+    layers: Sequence[StatefulLayer]
 
     @staticmethod
     def read(folder: Path, model_type: str, dtype: torch.dtype) -> Model:
@@ -80,7 +81,7 @@ class Estimate:
     @property
     def budget(self) -> Budget:
         """The sum that the engine logs."""
-        return budget.plan(self.measured, self.settings)
+        return budget.budget_of(self.measured, self.settings)
 
     @property
     def pool(self) -> int:
@@ -146,8 +147,7 @@ def estimate(
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:
     """What the engine takes (kv_cache.choice) where its kernels pass their self-check."""
     dtype = MLX_DTYPES[model.dtype]
-    shapes = {layer.shape for layer in model.layers}
-    refused = any(paged_attention.unsupported(shape, dtype, block_size) for shape in shapes)
+    refused = any(layer.unsupported(dtype, block_size) for layer in model.layers)
     return ScatterKVCache if refused or machine.kind == "cpu" else KernelKVCache
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that a model is to fit on."""
+"""The machine that a model must fit on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 #: Metal's recommended working set, as a share of the memory. llama.cpp's users have logged 10922.67
 #: MiB of 16 GB, 21845.34 of 32 (ggml-org/llama.cpp #2011, ollama/ollama #434) and 73728 of 96
 #: (ggml-org/llama.cpp #3213). macOS 26 offers more, 107.52 GiB of 128 (antirez/ds4 #893); which of
-#: the two a Mac has is not known from its size, so the smaller is reckoned with.
+#: the two a Mac has cannot be told from its size, so we take the smaller.
 _SHARE_OF_SMALL, _SHARE_OF_LARGE = 2 / 3, 3 / 4
 _LARGEST_SMALL = 32 * GIB
 
@@ -35,21 +35,23 @@ class Machine:
 
     @staticmethod
     def mac(memory: int) -> Machine:
-        """A Mac with so much memory, on which nothing else of size runs."""
+        """A Mac with so many bytes of memory, on which no other large program runs."""
         share = _SHARE_OF_SMALL if memory <= _LARGEST_SMALL else _SHARE_OF_LARGE
         name = f"a Mac of {memory / GIB:g} GB"
         return Machine(name, "metal", f"{SOURCES['metal']} for {name}", int(memory * share), 0)
 
     @staticmethod
     def this() -> Machine:
-        """The one this runs on, as it is now.
+        """The machine this runs on, with the memory that is free now.
 
         Raises:
-            ValueError: it is no Mac, and not meant to serve by its CPU.
+            ValueError: it is no Mac, and VLLM_METAL_DEVICE=cpu is not set.
         """
         kind = envs.requested_device()
         if kind is None:
-            raise ValueError("this machine has no Metal device: say which Mac, as --memory 24GB")
+            raise ValueError(
+                "this machine has no Metal device: say which Mac, such as --memory 24GB"
+            )
         mlx_device.select(kind)
         figures = mlx_device.memory(kind)
         taken = max(figures.total - figures.available - figures.active, 0)

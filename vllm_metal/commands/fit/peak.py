@@ -61,7 +61,7 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
 def _order(
     operations: Sequence[Operation], outputs: Sequence[str], there: Collection[str]
 ) -> list[Operation]:
-    """What `outputs` need of the operations, in the order in which MLX runs them.
+    """The operations that `outputs` need, in the order in which MLX runs them.
 
     MLX goes from the outputs to what they are made of: breadth first, as long as no more than
     _BFS_WIDTH operations wait to be followed, then depth first. Each is listed when all its users
@@ -102,7 +102,7 @@ def _order(
 
 @dataclass
 class _Buffer:
-    """Memory."""
+    """A buffer of memory."""
 
     nbytes: int
     counted: bool  # and given back when no array lies in it
@@ -111,7 +111,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where an array lies, and how."""
+    """The buffer of an array, and its layout in it."""
 
     buffer: _Buffer
     layout: np.ndarray  # over nothing, with the shape, the size of items and the strides
@@ -230,13 +230,13 @@ def _view(
 
 
 def _is_dense(layout: np.ndarray) -> bool:
-    """Whether the elements lie side by side, in whatever order, none of them twice."""
+    """Whether the elements fill one stretch of memory, in any order, each once."""
     steps = zip(layout.shape, layout.strides, strict=True)
     return sum((n - 1) * stride for n, stride in steps) + layout.itemsize == layout.nbytes
 
 
 def _is_matrix(layout: np.ndarray) -> bool:
-    """Whether a product takes it as it is: rows, or columns, side by side."""
+    """Whether a matrix product reads the array without a copy: contiguous rows or columns."""
     if layout.ndim < 2 or 1 in layout.shape[-2:]:
         return True
     rows, columns = (stride // layout.itemsize for stride in layout.strides[-2:])

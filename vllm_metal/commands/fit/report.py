@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-metal fit` found, for people and for programs."""
+"""What `vllm-metal fit` found, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {"fp8": "fp8 or int8"}  # the two take the same bytes
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a model and so many requests fit."""
+    """Whether a model and the wanted requests fit."""
 
     model: str
     model_type: str
@@ -31,7 +31,7 @@ class Answer:
 
 
 def as_text(answer: Answer) -> str:
-    """A few short tables and a verdict."""
+    """The answer as short tables and a verdict, for people."""
     asked = answer.estimates[answer.asked]
     length = asked.settings.max_model_len
     lines = [
@@ -65,19 +65,19 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
     need = f"{requests} of {length:,} tokens: {needed / _GIB:.2f} GiB of KV cache"
     lines = [f"Fits: {need}."]
     if not answer.fits:
-        there = f"there are {asked.pool / _GIB:.2f}" if asked.pool > 0 else "no memory is left"
+        there = f"{asked.pool / _GIB:.2f} GiB are left" if asked.pool > 0 else "no memory is left"
         lines = [f"Does not fit: {need}, and {there}."]
         lines += ["Any one of these makes it fit:"] if answer.changes else []
         lines += [f"  * {change}" for change in answer.changes]
         if not answer.changes:
             lines += ["No one setting makes it fit: take a smaller model, or more memory."]
     if answer.commands:
-        lines += ["", "To serve it so:"]
+        lines += ["", "To serve it with these settings:"]
     return [*lines, *(f"  {command}" for command in answer.commands)]
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """The same; sizes in bytes."""
+    """The answer as JSON, for programs; sizes in bytes."""
     asked = answer.estimates[answer.asked]
     return {
         "model": answer.model,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's configuration and the headers of its weight files, wherever the model is.
+"""A model's configuration and the headers of its weight files, from a folder or the hub.
 
-Of a model on the hub only those are fetched: the weight files of the folder that is given out have
-the published headers and sizes, and nothing in them. mlx-lm builds the model from it, lazily.
+Of a model on the hub only these are fetched. The weight files of the temporary folder have the
+published headers and sizes and no data: mlx-lm builds the model from them, and reads no weight.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _OTHERS = ("generation_config.json", "hf_quant_config.json", "model.safetensors.
 
 @contextmanager
 def folder(model: str) -> Iterator[Path]:
-    """A folder to build `model` from for the length of a `with` block.
+    """A folder that `model` can be built from, within a `with` block.
 
     Args:
-        model: a folder, or a name on the hub: then what the hub's cache holds whole, or what the
-            hub says.
+        model: a folder, or a name on the hub: then the hub's cache if it has all weights, else
+            what the hub publishes.
 
     Raises:
         ModelLoadError: there is no such model, the hub cannot be asked, or it is a GGUF file.
@@ -44,7 +44,9 @@ def folder(model: str) -> Iterator[Path]:
         )
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelLoadError(f"{path / 'config.json'} is missing: this is no model's folder")
+            raise ModelLoadError(
+                f"{path / 'config.json'} is missing: this is not the folder of a model"
+            )
         yield path
     elif (cached := _cached(model)) is not None:
         yield cached
@@ -55,7 +57,7 @@ def folder(model: str) -> Iterator[Path]:
 
 
 def _cached(model: str) -> Path | None:
-    """The model in the hub's cache, if it is there with all its weights."""
+    """The model's folder in the hub's cache, if all its weights are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -110,7 +112,7 @@ def _first_line(error: Exception) -> str:
 
 
 def write_hollow(path: Path, header: SafetensorsFileMetadata) -> None:
-    """A safetensors file with this header and a hole where its tensors would be."""
+    """Writes a safetensors file with this header and a hole in place of the tensors."""
     tensors = {
         name: {
             "dtype": tensor.dtype,

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak
-from vllm_metal.kv_cache.layer_cache import KVArray, LayerKVCache
-from vllm_metal.memory.profile import largest_caches, largest_step
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import StatefulLayer
+from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.parts import SelectedRows
 from vllm_metal.settings import envs
 
@@ -34,7 +34,7 @@ class StepPeak:
 def step_peak(
     model: nn.Module,
     rows: SelectedRows,
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
     kind: envs.Device,
@@ -54,44 +54,31 @@ def step_peak(
         ValueError: the model uses an operation of which MLX does not tell what it is.
     """
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
-    num_tokens, sampled = largest_step(config)
     with recordable(metal=kind == "metal"):
-        caches = largest_caches(layers, config, _whole(kv_cache_type))
-        pools = [pool for cache in caches for pool in (cache.kv_cache.keys, cache.kv_cache.values)]
-        arrays = [array for pool in pools for array in pool.arrays]
+        # Without a pace: the graph is recorded as a whole.
+        largest = LargestStep.of(layers, config, kv_cache_type, paced=False)
+        states = largest.layers.layer_states
 
         def build(*inputs: mx.array) -> list[mx.array]:
             given = iter(inputs)
             model.update(tree_unflatten([(name, next(given)) for name in names]))
-            for pool in pools:
-                _refill(pool, given)
-            logits = rows.logits(model, mx.zeros(num_tokens, mx.int32), caches, sampled)
-            # Beside the logits, all that the kv_caches keep of a step.
-            return [logits, *_arrays_in([vars(cache.kv_cache) for cache in caches], set())]
+            for state in states:
+                state.arrays = [next(given) for _ in state.arrays]
+            step = largest.rows
+            with largest.caches() as caches:
+                input_ids = mx.zeros(step.input_ids.shape, mx.int32)
+                logits = rows.logits(model, input_ids, caches, step.logits_indices)
+            # Beside the logits, all that the layers keep of a step.
+            return [logits, *_arrays_in([vars(state) for state in states], set())]
 
         try:
-            graph = record(build, [*parameters, *arrays])
+            graph = record(build, [*parameters, *largest.layers.pool_arrays()])
         finally:
             model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
     logits, *kept = graph.outputs
     shape, _ = graph.arrays[logits]
     nbytes = peak(graph, [logits], kept, graph.inputs[: len(parameters)])
     return StepPeak(nbytes, shape[-1])
-
-
-def _whole(kv_cache_type: type[LayerKVCache]) -> type[LayerKVCache]:
-    """The same kv_caches, in steps that are evaluated once: a graph is recorded as a whole."""
-
-    class Whole(kv_cache_type):  # type: ignore[misc, valid-type]
-        @classmethod
-        def plan(cls, *arguments: Any) -> Any:
-            return replace(super().plan(*arguments), pace=None)
-
-    return Whole
-
-
-def _refill(pool: KVArray, arrays: Iterator[mx.array]) -> None:
-    pool.arrays = [next(arrays) for _ in pool.arrays]
 
 
 def _arrays_in(value: Any, seen: set[int]) -> Iterator[mx.array]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as people write them: 24GB of memory, 32k tokens."""
+"""Reads sizes as people write them: 24GB of memory, 32k tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def count(text: str) -> int:
         ArgumentTypeError: it is none.
     """
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -50,7 +50,7 @@ def share(text: str) -> float:
     with suppress(ValueError):
         if 0 < (value := float(text)) <= 1:
             return value
-    raise ArgumentTypeError(f"{text!r} is no share above 0 and up to 1, such as 0.92")
+    raise ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1, such as 0.92")
 
 
 def _parse(text: str, units: Mapping[str, int], example: str) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of vLLM's that this plugin imports, extends, changes or reads: a table, for the probe.
+"""The table of every name of vLLM's that this plugin imports, extends, replaces, calls or reads.
 
 tests/vllm_patches/test_touched.py compares it with the sources.
 """

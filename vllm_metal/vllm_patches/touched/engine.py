@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is touched where steps are planned and run: worker, scheduler, cache, sampling."""
+"""Names that we use where steps are planned and run: worker, scheduler, cache, sampling."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _WORKER = (
 _STEP = (
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py",
+        by="batch/requests.py worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py",
         fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
         "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
         "new_block_ids_to_zero kv_cache_block_copies",
@@ -103,7 +103,7 @@ _STEP = (
     ),
     Touched(
         "vllm.v1.core.sched.output:CachedRequestData",
-        by="worker/model_runner.py batch/requests.py",
+        by="batch/requests.py",
         fields="req_ids resumed_req_ids new_block_ids num_computed_tokens all_token_ids",
     ),
     Touched(
@@ -114,9 +114,14 @@ _STEP = (
     Touched(
         "vllm.v1.outputs:ModelRunnerOutput",
         by="vllm_patches/step_result.py batch/outputs.py worker/recovery.py",
-        called="req_ids= req_id_to_index= sampled_token_ids= logprobs= prompt_logprobs_dict=",
+        called="req_ids= req_id_to_index= sampled_token_ids= logprobs= prompt_logprobs_dict= "
+        "kv_connector_output=",
     ),
     Touched("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT", by="worker/recovery.py"),
+    Touched(
+        "vllm.v1.outputs:KVConnectorOutput",
+        by="vllm_patches/async_output.py worker/recovery.py worker/step_hooks.py",
+    ),
     Touched(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         by="vllm_patches/async_output.py worker/worker.py worker/recovery.py",
@@ -209,7 +214,7 @@ _KV_CACHE = (
     *(
         Touched(
             f"vllm.v1.kv_cache_interface:{name}",
-            by="kv_cache/specs.py memory/planner.py",
+            by="attention/attention_layer.py memory/planner.py",
             called="block_size= num_kv_heads= head_size= dtype= kv_quant_mode= "
             f"state_content_bytes={window}",
             fields=fields,
@@ -221,11 +226,11 @@ _KV_CACHE = (
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheSpec",
-        by="worker/worker.py memory/planner.py kv_cache/specs.py",
+        by="worker/worker.py memory/planner.py kv_cache/specs.py attention/attention_layer.py",
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVQuantMode",
-        by="kv_cache/specs.py",
+        by="attention/attention_layer.py",
         fields="NONE FP8_PER_TOKEN_HEAD INT8_PER_TOKEN_HEAD",
     ),
     Touched(
@@ -248,7 +253,7 @@ _SAMPLING = (
         "vllm.sampling_params:SamplingParams",
         by="sample batch/requests.py worker/model_runner.py platform/metal_platform.py "
         "memory/profile.py",
-        called="top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
+        called="temperature= top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
         fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
         "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "
         "allowed_token_ids logit_bias bad_words_token_ids logprob_token_ids structured_outputs "

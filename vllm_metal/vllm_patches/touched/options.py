@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is touched where options are read: configuration, arguments, the platform."""
+"""Names that we use where options are read: configuration, arguments, the platform."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from vllm_metal.vllm_patches.touched.entry import Touched
 _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
-        by="platform/metal_platform.py worker/worker.py memory/planner.py models spec_decode "
-        "sample/custom.py commands/fit",
+        by="platform settings/additional_config.py worker/worker.py memory/planner.py models "
+        "spec_decode sample/custom.py commands/fit",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
         "load_config lora_config kv_transfer_config compilation_config attention_config "
         "additional_config "
@@ -17,7 +17,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:ModelConfig",
-        by="platform/metal_platform.py worker/worker.py memory/planner.py models spec_decode",
+        by="platform/refusals.py worker/worker.py memory/planner.py models spec_decode",
         fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
         "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
         "multimodal_config enable_prompt_embeds is_encoder_decoder architectures",
@@ -25,7 +25,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:CacheConfig",
-        by="platform/metal_platform.py worker/worker.py memory/planner.py memory/profile.py "
+        by="platform worker/worker.py memory/planner.py memory/profile.py "
         "spec_decode commands/fit/engine.py",
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
@@ -33,7 +33,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:ParallelConfig",
-        by="platform/metal_platform.py commands/fit/engine.py",
+        by="platform commands/fit/engine.py",
         called="",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size decode_context_parallel_size",
@@ -48,7 +48,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:SpeculativeConfig",
-        by="platform/metal_platform.py models/loader.py spec_decode",
+        by="platform/refusals.py models/loader.py spec_decode vllm_patches/speculation.py",
         fields="method model num_speculative_tokens draft_model_config rejection_sample_method "
         "draft_sample_method kv_cache_dtype use_heterogeneous_vocab parallel_drafting "
         "disable_padded_drafter_batch prompt_lookup_min prompt_lookup_max "
@@ -68,10 +68,6 @@ _CONFIGURATION = (
     ),
     Touched("vllm.config:CompilationMode", by="platform/metal_platform.py", fields="NONE"),
     Touched("vllm.config:CUDAGraphMode", by="platform/metal_platform.py", fields="NONE"),
-    Touched("vllm.config:AttentionConfig", by="commands/fit/engine.py", called=""),
-    Touched(
-        "vllm.config.model:_is_valid_dtype", by="commands/fit/engine.py", called="model_type dtype"
-    ),
     Touched(
         "vllm.config.cache:CacheDType",
         by="platform/metal_platform.py",
@@ -90,18 +86,18 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config.speculative:SpeculativeMethod",
-        by="platform/metal_platform.py vllm_patches/speculation.py",
+        by="spec_decode/registry.py vllm_patches/speculation.py",
         fields="ngram ngram_gpu suffix draft_model eagle eagle3 mtp",
     ),
     Touched(
         "vllm.config.speculative:SpeculativeMethod",
-        by="platform/metal_platform.py",
+        by="spec_decode/registry.py",
         fields="medusa mlp_speculator",
         releases=("0.32",),
     ),
     Touched(
         "vllm.envs:environment_variables",
-        by="platform/metal_platform.py",
+        by="vllm_patches/environment.py vllm_patches/processes.py",
         fields="VLLM_USE_V2_MODEL_RUNNER VLLM_COMPUTE_NANS_IN_LOGITS "
         "VLLM_WORKER_MULTIPROC_METHOD VLLM_ENABLE_V1_MULTIPROCESSING",
     ),
@@ -178,7 +174,7 @@ _PLATFORM = (
     Touched("vllm.platforms.interface:PlatformEnum", by="platform/metal_platform.py", fields="OOT"),
     Touched("vllm.platforms:current_platform", by="worker/worker.py"),
     Touched("vllm.pooling_params:PoolingParams", by="platform/metal_platform.py"),
-    Touched("vllm.envs:", by="platform/metal_platform.py", fields="environment_variables"),
+    Touched("vllm.envs:", by="vllm_patches/environment.py", fields="environment_variables"),
     Touched(
         "vllm.logger:init_logger",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that the doctor starts and judges by what they say and how they end."""
+"""Processes that the doctor starts; it judges them by their messages and how they end."""

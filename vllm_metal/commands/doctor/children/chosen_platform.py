@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which platform vLLM chooses, and what of vLLM is not as this plugin knows it."""
+"""Reports which platform vLLM chooses, and which names of vLLM differ from what we rely on."""
 
 from importlib.metadata import entry_points
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what MLX says of this machine."""
+"""Reports what MLX says about this machine."""
 
 import dataclasses
 import platform
@@ -19,7 +19,7 @@ def main() -> None:
     try:
         requested = envs.requested_device()
     except ValueError:
-        requested = None  # the doctor has said so already
+        requested = None  # the check of the settings reports it
     kind: envs.Device = "metal" if metal and requested != "cpu" else "cpu"
     mlx_device.select(kind)
     mx.eval(mx.ones(8) + 1)  # the first use of a GPU is where its library is loaded

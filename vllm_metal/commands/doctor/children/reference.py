@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells how much likelier mlx-lm finds other tokens than those that an engine chose.
+"""Reports how far the tokens that an engine chose are behind mlx-lm's own choice.
 
     python -m vllm_metal.commands.doctor.children.reference MODEL PROMPT TOKENS
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in this process, as a script has it: loads a model, answers, shuts down.
+"""Runs an engine in this process, as a user's script does: load, generate ten tokens, shut down.
 
 python -m vllm_metal.commands.doctor.children.ten_tokens MODEL
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the kernels, each by itself: one that fails costs its own line only.
+"""Times each kernel by itself, so that one that fails costs its own line only.
 
 python -m vllm_metal.commands.doctor.children.timing [--start INDEX]
 """
@@ -26,9 +26,7 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="run kernels on the CPU")
     args = parser.parse_args()
     if args.interpret:
-        import metal_interpreter
-
-        kernel.use(metal_interpreter.metal_kernel)
+        kernel.use(kernel.interpreter())
     short, long = args.contexts
     wanted = [work for case in _CASES for work in works(case, (short, long))]
     if args.start == 0:

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rows of a ragged batch lie in the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """Where a step's R requests and T rows lie in the pool, for layers that share block tables."""
+
+    query_start_loc_np: np.ndarray  # [R + 1] int32, first row of each request
+    seq_lens_np: np.ndarray  # [R] int32, context including this step's rows
+    block_tables_np: np.ndarray  # [R, W] int32, up to the longest context
+    slot_mapping_np: np.ndarray  # [T] int32, where each row's K/V go: block * block_size + offset
+    block_size: int

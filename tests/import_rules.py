@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the floors of docs/structure.md and what every module imports, and finds broken rules.
+
+A floor is a heading of the page, `**folder** — what it is`, with a line for each module under it:
+"- `path` — what it is". The page lists the lowest floor first.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+#: Packages, and the folders that hold them.
+PACKAGES = {"vllm_metal": "", "metal_kernels": "", "metal_interpreter": "interpreter"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module of ours imports another."""
+
+    file: str
+    imported: str  # a file
+    name: str | None  # what is taken of it; None: the module itself
+    when: str  # "import", "call" of a function, or for "types" alone
+
+    def __str__(self) -> str:
+        return f"{self.file} imports {self.imported} ({self.when})"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A checkout, whose files are named by their paths below it."""
+
+    root: Path
+
+    @cached_property
+    def floors(self) -> dict[str, list[str]]:
+        """Modules by floor, lowest first, as the page lists them."""
+        found: dict[str, list[str]] = {}
+        floor = None
+        for line in (self.root / "docs" / "structure.md").read_text().splitlines():
+            if heading := re.match(r"\*\*([^*]+)\*\*", line):
+                floor = heading.group(1)
+                assert floor not in found, f"{floor} is there twice"
+                found[floor] = []
+            elif line.startswith("## "):
+                floor = None
+            elif floor is not None and (listed := re.match(r"- `([^`]+\.py)` — ", line)):
+                found[floor].append(listed.group(1))
+        return found
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Every file of the packages."""
+        return sorted(
+            str(path.relative_to(self.root))
+            for package, folder in PACKAGES.items()
+            for path in (self.root / folder / package).rglob("*.py")
+        )
+
+    def modules(self) -> list[str]:
+        """Files that the page lists: all but `__init__.py`."""
+        return [file for file in self.files if Path(file).name != "__init__.py"]
+
+    def folder_of(self, floor: str) -> str:
+        """The folder that a heading names, from the root or below vllm_metal."""
+        return floor if (self.root / floor).is_dir() else f"vllm_metal/{floor}"
+
+    def floor_of(self, file: str) -> str:
+        """The floor of a file's folder; the top one where it has none (vllm_metal/__init__.py)."""
+        within = [f for f in self.floors if file.startswith(f"{self.folder_of(f)}/")]
+        return max(within, key=len, default=[*self.floors][-1])
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """What our modules import of each other, wherever they do."""
+        return [found for file in self.files for found in self._imports_of(file)]
+
+    def parsed(self, file: str) -> ast.Module:
+        return ast.parse((self.root / file).read_text())
+
+    def _imports_of(self, file: str) -> Iterator[Import]:
+        for node, when in _placed(self.parsed(file), "import"):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if target := self._file(alias.name):
+                        yield Import(file, target, None, when)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._base(file, node)
+                for alias in node.names:
+                    if target := self._file(f"{base}.{alias.name}"):
+                        yield Import(file, target, None, when)
+                    elif target := self._file(base):
+                        yield Import(file, target, alias.name, when)
+
+    def _base(self, file: str, node: ast.ImportFrom) -> str:
+        """The module that a `from` names, relative ones from where the file is."""
+        if not node.level:
+            return node.module or ""
+        path = Path(file).relative_to("interpreter" if file.startswith("interpreter/") else "")
+        parts = path.parent.parts[: len(path.parent.parts) - node.level + 1]
+        return ".".join([*parts, *filter(None, [node.module])])
+
+    def _file(self, module: str) -> str | None:
+        """The file of one of our modules; None: it is none of ours."""
+        if (package := module.split(".")[0]) not in PACKAGES:
+            return None
+        path = self.root / PACKAGES[package] / Path(*module.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                return str(file.relative_to(self.root))
+        return None
+
+
+def _placed(node: ast.AST, when: str) -> Iterator[tuple[ast.AST, str]]:
+    """Every node below one, and when it is run: at import, in a call, or for types alone."""
+    for child in ast.iter_child_nodes(node):
+        inner = when
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            inner = "types"
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and when == "import":
+            inner = "call"
+        yield child, inner
+        yield from _placed(child, inner)
+
+
+def misplaced(tree: Tree) -> list[str]:
+    """Floors that list a module of another folder, and modules right below vllm_metal."""
+    found = [
+        f"{file} stands on the floor {floor}"
+        for floor, files in tree.floors.items()
+        for file in files
+        if tree.floor_of(file) != floor
+    ]
+    loose = [file for file in tree.modules() if re.fullmatch(r"vllm_metal/[^/]+", file)]
+    return found + [f"{file} belongs in a folder of vllm_metal" for file in loose]
+
+
+def upward(tree: Tree) -> list[Import]:
+    """Imports of a module by one that stands on a lower floor."""
+    rank = {floor: place for place, floor in enumerate(tree.floors)}
+    return [
+        found
+        for found in tree.imports
+        if rank[tree.floor_of(found.imported)] > rank[tree.floor_of(found.file)]
+    ]
+
+
+def cycles(tree: Tree) -> list[str]:
+    """Floors that import each other at import time or for types, also through others."""
+    below = defaultdict(set)
+    for found in tree.imports:
+        if found.when != "call":
+            below[tree.floor_of(found.file)].add(tree.floor_of(found.imported))
+
+    def reaches(floor: str, seen: set[str]) -> set[str]:
+        for lower in below[floor] - {floor} - seen:
+            seen.add(lower)
+            reaches(lower, seen)
+        return seen
+
+    return [floor for floor in tree.floors if floor in reaches(floor, set())]
+
+
+def private_reaches(tree: Tree) -> list[str]:
+    """What begins with an underscore and is used on another floor: names, modules, attributes."""
+    owned = {file: _private_names(tree.parsed(file)) for file in tree.files}
+    of_floor = defaultdict(set)
+    for file, names in owned.items():
+        of_floor[tree.floor_of(file)] |= names
+    every = set().union(*owned.values())
+    found = []
+    for file in tree.files:
+        floor = tree.floor_of(file)
+        others = every - of_floor[floor]
+        found += [
+            f"{file} uses {ast.unparse(node)}"
+            for node in ast.walk(tree.parsed(file))
+            if isinstance(node, ast.Attribute) and node.attr in others
+        ]
+    for item in tree.imports:
+        names = (item.name or "", Path(item.imported).stem)
+        private = any(re.match(r"_[^_]", name) for name in names)
+        if private and tree.floor_of(item.file) != tree.floor_of(item.imported):
+            found.append(f"{item} {item.name}")
+    return found
+
+
+def _private_names(parsed: ast.Module) -> set[str]:
+    """Names with one leading underscore that a module, or a class of it, defines."""
+    found = set()
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in found if re.match(r"_[^_]", name)}
+
+
+def untyped_plans(tree: Tree) -> list[str]:
+    """Parameters, fields and results called a plan or a trial whose type is Any."""
+    found = []
+    for file in tree.files:
+        for node in ast.walk(tree.parsed(file)):
+            name, annotation = "", None
+            if isinstance(node, ast.arg):
+                name, annotation = node.arg, node.annotation
+            elif isinstance(node, ast.AnnAssign):
+                name, annotation = ast.unparse(node.target), node.annotation
+            elif isinstance(node, ast.FunctionDef):
+                name, annotation = node.name, node.returns
+            named = re.search(r"(^|[._])(plan|trial)s?$", name)
+            if named and annotation is not None and re.search(r"\bAny\b", ast.unparse(annotation)):
+                found.append(f"{file}: {name}: {ast.unparse(annotation)}")
+    return found
+
+
+def knowing(tree: Tree, package: str, unknown: tuple[str, ...]) -> list[str]:
+    """Imports of packages that a package is to know nothing of."""
+    found = []
+    for file in tree.files:
+        if not file.startswith(f"{PACKAGES[package]}/{package}/".lstrip("/")):
+            continue
+        for node in ast.walk(tree.parsed(file)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            found += [f"{file} imports {name}" for name in names if name.split(".")[0] in unknown]
+    return found

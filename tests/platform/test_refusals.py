@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the platform refuses, by name and before a model loads."""
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    from vllm_metal.models.embedded import embedded_model_path
+
+    return str(embedded_model_path(dequantize=True))
+
+
+def configure(model, options):
+    return EngineArgs(model=model, max_model_len=256, **options).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
+        ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
+        ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 .*auto, fp8, int8"),
+        ({"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 .*torch.float32 as the model"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 .*auto, fp8, int8"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+        ({"speculative_config": LOOKUP | {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype 'fp8'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(model, options, named):
+    with pytest.raises(ValueError, match=named):
+        configure(model, options)
+
+
+def test_all_that_cannot_be_honoured_is_named_at_once(model):
+    options = {"enable_lora": True, "kv_cache_dtype": "nvfp4"}
+    with pytest.raises(ValueError, match="not support --enable-lora, --kv-cache-dtype nvfp4 "):
+        configure(model, options)

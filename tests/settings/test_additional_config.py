@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--additional-config: every key has a reader, and mistakes are named before a model is loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_metal.settings.additional_config import VLLM_KEYS, AdditionalConfig
+
+
+def read(given):
+    return AdditionalConfig.of(SimpleNamespace(additional_config=given))
+
+
+@pytest.fixture(scope="module")
+def model():
+    from vllm_metal.models.embedded import embedded_model_path
+
+    return str(embedded_model_path(dequantize=True))
+
+
+def test_defaults_and_what_is_given(model):
+    assert AdditionalConfig.of(VllmConfig()) == AdditionalConfig(fixed_draft_length=False)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--additional-config", '{"fixed_draft_length": true}'])
+    args = EngineArgs(model=model, max_model_len=64, additional_config=given.additional_config)
+    assert AdditionalConfig.of(args.create_engine_config()).fixed_draft_length
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"fixed_draft_lenght": True}, "no key 'fixed_draft_lenght' .*mean 'fixed_draft_length'"),
+        ({"else": 1}, r"no key 'else' \(known: 'fixed_draft_length'\)$"),
+        ({"fixed_draft_length": 1}, "'fixed_draft_length' must be true or false, not 1"),
+        ({"fixed_draft_length": "true"}, "must be true or false, not 'true'"),
+        ({"fixed_draft_length": None}, "must be true or false, not None"),
+        ([], "must be a JSON object .*'fixed_draft_length', not a list"),
+        (None, "must be a JSON object .*not a NoneType"),
+        (SimpleNamespace(compute_hash=str), "must be a JSON object .*not a SimpleNamespace"),
+    ],
+)
+def test_mistakes_are_named(given, reason):
+    with pytest.raises(ValueError, match=f"--additional-config.*{reason}"):
+        read(given)
+
+
+def test_the_platform_reads_it_before_a_model_is_loaded(model):
+    args = EngineArgs(model=model, max_model_len=64, additional_config={"fixed": True})
+    with pytest.raises(ValueError, match="--additional-config has no key 'fixed'"):
+        args.create_engine_config()
+
+
+def test_options_that_vllm_passes_on_by_it_are_let_through(model):
+    options = {"gdn_prefill_backend": "triton", "kda_prefill_backend": "triton"}
+    options |= {"kda_decode_backend": "triton"}
+    assert options.keys() == set(VLLM_KEYS)
+    found = EngineArgs(model=model, max_model_len=64, **options).create_engine_config()
+    assert found.additional_config == options
+    assert AdditionalConfig.of(found) == AdditionalConfig()

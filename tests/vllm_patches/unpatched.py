@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process with this plugin's platform but none of its changes to vLLM: what does vLLM do then?
+
+`python unpatched.py FOLDER CHANGE...` runs the probes of those changes and prints a JSON object of
+change to {"needed": bool, "found": what vLLM did}. FOLDER has the configuration of a small model.
+
+A probe says whether vLLM still does what the change is there for; its docstring says what that is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+#: Modules of vllm_patches that change something: in this process all their functions do nothing.
+CHANGING = (
+    "engine_args",
+    "environment",
+    "logs",
+    "mlp_speculators",
+    "processes",
+    "refusals",
+    "scheduler",
+    "shutdown",
+    "speculation",
+    "tokenizers",
+    "torch_accelerator",
+)
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+}
+MESSAGES: list[str] = []
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How to find out whether vLLM needs a change."""
+
+    run: Callable[[str], tuple[bool, Any]]  # model folder to (needed, what vLLM did)
+    releases: tuple[str, ...]  # that need it
+    on_mac: bool  # whether it is needed on macOS only
+
+
+PROBES: dict[str, Probe] = {}
+
+
+def probe(change: str, releases: tuple[str, ...] = ("0.32", "0.33"), on_mac: bool = False) -> Any:
+    """Registers the probe of a change.
+
+    Args:
+        change: "module.name" of what makes it, or "module" where importing it is all.
+        releases: of vLLM that need it.
+        on_mac: whether vLLM needs it on macOS only.
+    """
+
+    def register(run: Callable[[str], tuple[bool, Any]]) -> Callable[[str], tuple[bool, Any]]:
+        PROBES[change] = Probe(run, releases, on_mac)
+        return run
+
+    return register
+
+
+def arguments(folder: str, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=256, **options)
+
+
+def raised(function: Callable[..., Any], *args: Any) -> str:
+    """The error a call raises, or "" if it returns."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip()}"
+    return ""
+
+
+@probe("async_output.AsyncOutput")
+def connector_output(folder):
+    """One release lacks get_kv_connector_output, another demands it."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    name = "get_kv_connector_output"
+    there = hasattr(AsyncModelRunnerOutput, name)
+    return not there or name in AsyncModelRunnerOutput.__abstractmethods__, there
+
+
+@probe("kv_cache_planning", releases=("0.32",))
+def planning(folder):
+    """The functions that plan a cache are not yet in a module of their own."""
+    from importlib.util import find_spec
+
+    found = find_spec("vllm.v1.core.kv_cache_planning")
+    return found is None, str(found)
+
+
+@probe("engine_args.set_batch_defaults")
+def batch_defaults(folder):
+    """vLLM asks a platform for its device's name and memory, and for nothing else."""
+    from vllm.engine import arg_utils
+    from vllm.platforms import current_platform
+
+    asked = set()
+
+    class Recorder:
+        def __getattr__(self, name):
+            asked.add(name)
+            return getattr(current_platform, name)
+
+    arg_utils.current_platform = Recorder()
+    try:
+        arg_utils.EngineArgs.get_batch_defaults(1)
+    finally:
+        arg_utils.current_platform = current_platform
+    known = {"get_device_total_memory", "get_device_name", "is_cpu", "is_tpu"}
+    known |= {"is_device_capability"}  # since 0.33
+    return bool(asked) and asked <= known, sorted(asked)
+
+
+@probe("engine_args.accept_int8_kv_cache")
+def int8(folder):
+    """vLLM refuses `int8` as a format of the KV cache."""
+    found = raised(lambda: arguments(folder, kv_cache_dtype="int8").create_engine_config())
+    return "int8" in found, found
+
+
+@probe("environment.set_defaults")
+def variables(folder):
+    """vLLM would take the second model runner, or warns that it cannot; it does not count NaNs."""
+    from vllm import envs
+
+    names = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_COMPUTE_NANS_IN_LOGITS")
+    config = folder_config(folder)
+    for name in names:
+        os.environ.pop(name, None)
+    try:
+        second, counts = config.use_v2_model_runner, envs.environment_variables[names[1]]()
+    finally:
+        os.environ.update(zip(names, "01", strict=True))
+    warned = any("Model Runner V2 requires" in text for text in MESSAGES)  # once in a process
+    return (second or warned) and not counts, f"second: {second}, {warned}; counts: {counts}"
+
+
+@probe("environment.make_known")
+def unknown_variable(folder):
+    """vLLM refuses variables that begin with VLLM_ and are not its own."""
+    from vllm.platforms.interface import Platform
+
+    os.environ["VLLM_METAL_A_PROBE"] = "1"
+    try:
+        found = raised(Platform.validate_environ, True)
+    finally:
+        del os.environ["VLLM_METAL_A_PROBE"]
+    return "VLLM_METAL_A_PROBE" in found, found
+
+
+@probe("logs.drop_unhelpful_warnings")
+def warnings(folder):
+    """The engine's process takes the platform's choice for its user's; torch looks for Triton."""
+    from vllm.platforms import current_platform
+
+    name = "vllm_metal.vllm_patches.logs"
+    replaced = sys.modules.pop(name)
+    unhelpful = importlib.import_module(name).UNHELPFUL
+    sys.modules[name] = replaced
+    folder_config(folder).__post_init__()  # as in an engine's process
+    current_platform.import_ir_kernels()  # as where a worker starts
+    missing = [text for text in unhelpful.values() if not any(text in m for m in MESSAGES)]
+    return not missing, f"not said: {missing}"
+
+
+@probe("logs.show_our_messages")
+def our_messages(folder):
+    """vLLM's logging shows no INFO of a plugin."""
+    logging.getLogger("vllm_metal").parent = logging.getLogger()
+    shown = logging.getLogger("vllm_metal.worker").isEnabledFor(logging.INFO)
+    return not shown, shown
+
+
+@probe("mlp_speculators.allow_mlp_speculators", releases=("0.32",))
+def mlp_speculators(folder):
+    """vLLM has the module of MLP speculators, but does not list their architecture."""
+    from importlib.util import find_spec
+
+    from vllm.model_executor.models import ModelRegistry
+
+    listed = "MLPSpeculatorPreTrainedModel" in ModelRegistry.models
+    there = find_spec("vllm.model_executor.models.mlp_speculator") is not None
+    return there and not listed, f"module: {there}, listed: {listed}"
+
+
+@probe("processes.spawn_on_macos", on_mac=True)
+def start_method(folder):
+    """vLLM forks on macOS, too."""
+    from vllm.utils.system_utils import get_mp_context
+
+    method = get_mp_context().get_start_method()
+    return method == "fork", method
+
+
+@probe("processes.stay_in_process_on_macos", on_mac=True)
+def engine_process(folder):
+    """`LLM` gives its engine a process of its own on macOS, too."""
+    from vllm.v1.engine import llm_engine
+
+    asked = []
+
+    class StoppedHereError(Exception):
+        pass
+
+    def make_client(multiprocess_mode, **_):
+        asked.append(multiprocess_mode)
+        raise StoppedHereError
+
+    llm_engine.EngineCoreClient.make_client = make_client
+    found = raised(llm_engine.LLMEngine.from_engine_args, arguments(folder))
+    return asked == [True], f"{asked} {found}"
+
+
+@probe("refusals.allow_min_p_and_logit_bias")
+def min_p(folder):
+    """vLLM refuses both parameters beside speculation."""
+    from vllm import SamplingParams
+
+    both = SamplingParams(min_p=0.1), SamplingParams(logit_bias={5: 1.0})
+    found = [raised(params._validate_spec_decode, object()) for params in both]
+    return all("not yet supported" in text for text in found), found
+
+
+@probe("scheduler.end_failed_requests")
+def failed_request(folder):
+    """A scheduler goes on with a request that its worker says has failed."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from vllm_metal.vllm_patches.step_result import StepResult
+
+    config = folder_config(folder)
+    config.cache_config.num_gpu_blocks = 8
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=16)
+    params = SamplingParams(max_tokens=4)
+    params.update_from_generation_config({}, eos_token_id=None)
+    scheduler.add_request(Request("a", [1, 2, 3], params, None))
+    result = StepResult(["a"], {"a": 0}, sampled_token_ids=[[5]], failures={"a": "a reason"})
+    outputs = scheduler.update_from_output(scheduler.schedule(), result)
+    ended = [
+        (str(output.finish_reason), output.stop_reason)
+        for of_client in outputs.values()
+        for output in of_client.outputs
+        if output.finish_reason is not None
+    ]
+    return not ended and "a" in scheduler.requests, ended
+
+
+def end_slowly() -> None:
+    """A process that takes its time to end when it is told to."""
+
+    def end(*_):
+        time.sleep(1.5)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    print("ready", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(60)
+
+
+@probe("shutdown.let_engines_end")
+def time_to_end(folder):
+    """A server kills an engine's process before it has had any time to end."""
+    import multiprocessing
+    import threading
+
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    process = multiprocessing.get_context("spawn").Process(target=end_slowly)
+    process.start()
+    time.sleep(2)  # for its handler; ending before that is no less a death by signal
+    manager = object.__new__(CoreEngineProcManager)
+    manager.processes, manager.manager_stopped = [process], threading.Event()
+    manager._request_shutdown_timeout = 0
+    manager._finalizer = SimpleNamespace(detach=lambda: True)
+    manager.shutdown(timeout=0)  # what a server asks for without --shutdown-timeout
+    process.join(20)
+    return process.exitcode != 0, process.exitcode
+
+
+@probe("shutdown.leave_ctrl_c_to_the_parent")
+def ctrl_c(folder):
+    """An engine's process ends when a terminal sends it Ctrl-C, whatever its parent makes of it."""
+    from vllm.v1.engine import core
+
+    seen = []
+
+    class Engine:
+        shutdown_state = None
+
+        def __init__(self, *_, **__):
+            pass
+
+        def run_busy_loop(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            seen.append(self.shutdown_state)
+
+        def shutdown(self):
+            pass
+
+    run, kept = core.EngineCoreProc.run_engine_core, core.EngineCoreProc
+    core.EngineCoreProc = Engine
+    try:
+        run(vllm_config=folder_config(folder))
+    finally:
+        core.EngineCoreProc = kept
+    return seen == [core.EngineShutdownState.REQUESTED], str(seen)
+
+
+@probe("shutdown.tell_a_stop_from_a_failure")
+def stop(folder):
+    """A server logs the end of an engine that it stopped itself, with a traceback."""
+    import asyncio
+    import weakref
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class Resources:
+        engine_dead, engine_manager = False, None
+
+        def __call__(self):
+            self.engine_dead = True
+
+    client = object.__new__(AsyncMPClient)
+    client.resources = Resources()
+    client._finalizer = weakref.finalize(client, print)
+    client.shutdown()
+
+    async def get_output_async():
+        raise client._format_exception(EngineDeadError())
+
+    server = object.__new__(AsyncLLM)
+    passed_on = []
+    server.output_handler = server.logger_manager = None
+    server.engine_core = SimpleNamespace(
+        get_output_async=get_output_async, shutdown=lambda timeout: None
+    )
+    server.output_processor = SimpleNamespace(propagate_error=passed_on.append)
+    server.log_stats = False
+    server.renderer = SimpleNamespace(mm_processor_cache=None, shutdown=print)
+
+    async def serve():
+        server._run_output_handler()
+        await server.output_handler
+
+    before = len(MESSAGES)
+    asyncio.run(serve())
+    server.output_handler = None  # or its own end would cancel it
+    logged = [text for text in MESSAGES[before:] if "output_handler failed" in text]
+    return bool(logged) and len(passed_on) == 1, logged
+
+
+@probe("speculation.allow_lookup_methods")
+def lookup_methods(folder):
+    """vLLM does not plan ahead with `ngram`, and refuses `suffix` without arctic-inference."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    ahead = arguments(folder, speculative_config=ngram, async_scheduling=True)
+    suffix = arguments(folder, speculative_config={"method": "suffix"})
+    found = [raised(ahead.create_engine_config), raised(suffix.create_engine_config)]
+    return "sync scheduling" in found[0] and "Arctic" in found[1], found
+
+
+@probe("speculation.schedule_ahead_with_ngram")
+def engine_s_check(folder):
+    """The engine's process refuses to schedule ahead with `ngram`, whatever its parent allowed."""
+    drafts = {"method": "ngram_gpu", "num_speculative_tokens": 2}
+    config = arguments(
+        folder, speculative_config=drafts, async_scheduling=True
+    ).create_engine_config()
+    config.speculative_config.method = "ngram"
+    found = raised(config.__post_init__)
+    return "sync scheduling" in found, found
+
+
+@probe("speculation.refuse_missing_methods", releases=("0.33",))
+def missing_methods(folder):
+    """vLLM knows nothing of two methods that this plugin serves."""
+    from typing import get_args
+
+    from vllm.config.speculative import SpeculativeMethod
+
+    missing = {"medusa", "mlp_speculator"} - set(get_args(SpeculativeMethod))
+    return bool(missing), sorted(missing)
+
+
+@probe("tokenizers.forget_tokenizers")
+def tokenizer(folder):
+    """A function that vLLM remembers keeps the copies of a tokenizer alive."""
+    import gc
+
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from vllm.renderers.hf import resolve_chat_template_kwargs
+    from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
+    from vllm.utils import func_utils
+
+    class Ours(PreTrainedTokenizerFast):
+        pass
+
+    def count():
+        gc.collect()
+        return sum(isinstance(thing, Ours) for thing in gc.get_objects())
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    pooled = get_cached_tokenizer(Ours(tokenizer_object=words))
+    maybe_make_thread_pool(pooled)
+    resolve_chat_template_kwargs(pooled, "{{ messages }}", {"thinking": True})
+    del pooled
+    kept = count()
+    func_utils._supports_kw.cache_clear()
+    return kept > 0 and count() == 0, f"{kept}, {count()} after the cache is emptied"
+
+
+@probe("torch_accelerator.answer_for_torch_accelerator")
+def accelerator(folder):
+    """vLLM's clean-up empties torch's accelerator caches, which fails without an accelerator."""
+    import torch
+    from vllm.distributed import parallel_state
+
+    alone = raised(torch.accelerator.empty_cache)
+    asked = []
+    torch.accelerator.empty_cache = lambda: asked.append("empty_cache")
+    torch.accelerator.empty_host_cache = lambda: asked.append("empty_host_cache")
+    parallel_state.cleanup_dist_env_and_memory()
+    # With an accelerator, a Mac's, it does not raise but ends the process: not to be tried.
+    return len(asked) == 2 and (bool(alone) or sys.platform == "darwin"), [alone, asked]
+
+
+def folder_config(folder: str) -> Any:
+    return arguments(folder).create_engine_config()
+
+
+def inert(name: str) -> ModuleType:
+    """A module whose every function does nothing."""
+
+    class Inert(ModuleType):
+        def __getattr__(self, function: str) -> Any:
+            if function.startswith("__"):
+                raise AttributeError(function)
+            return lambda *_, **__: None
+
+    return Inert(name)
+
+
+def listen(record: logging.LogRecord) -> bool:
+    """Keeps a message; a filter, since vLLM takes handlers away whenever it sets its loggers up."""
+    MESSAGES.append(record.getMessage())
+    return True
+
+
+def main(folder: str, names: list[str]) -> None:
+    if "--applied" in names:
+        apply_changes()
+    else:
+        for module in CHANGING:
+            name = f"vllm_metal.vllm_patches.{module}"
+            sys.modules[name] = inert(name)
+    for logger in ("vllm.config.vllm", "torch._library.triton", "vllm.v1.engine.async_llm"):
+        logging.getLogger(logger).addFilter(listen)
+    found = {}
+    for name in names:
+        if name == "--applied":
+            continue
+        try:
+            needed, told = PROBES[name].run(folder)
+        except Exception as error:
+            needed, told = False, f"the probe does not fit any more: {error!r}"
+        found[name] = {"needed": needed, "found": str(told)}
+    print("FOUND", json.dumps(found), flush=True)
+
+
+def apply_changes() -> None:
+    """Those that the platform makes, and the scheduler's, which the worker makes."""
+    from vllm.platforms import current_platform
+
+    from vllm_metal.vllm_patches.scheduler import end_failed_requests
+
+    current_platform.pre_register_and_update()
+    end_failed_requests()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(0)  # doubles of vLLM's objects are not to be torn down

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks around a step, played by a connector's double: when each is called, and who hears of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.worker.step_hooks import StepHooks
+
+
+class Connector(StepHooks):
+    """Notes its calls, and has one finished transfer to tell of after each step."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def pool_made(self, layers):
+        self.calls.append(("pool made", layers))
+
+    def before_pool_goes(self):
+        self.calls.append("pool goes")
+
+    def before_step(self, scheduler_output):
+        self.calls.append(("before", list(scheduler_output.num_scheduled_tokens)))
+
+    def after_step(self):
+        self.calls.append("after")
+        steps = sum(call == "after" for call in self.calls)
+        return KVConnectorOutput(finished_recving={f"transfer {steps}"})
+
+
+class Runner:
+    """A runner's calls, of which one may raise."""
+
+    def __init__(self, calls, number, raising):
+        self.layers = f"layers {number}"
+        self._calls, self._raising = calls, raising
+
+    def _call(self, name):
+        self._calls.append(name)
+        if self._raising == [name]:
+            self._raising.clear()
+            raise RuntimeError("out of memory")
+
+    def learn(self):
+        self._call("learn")
+
+    def update_requests(self, scheduler_output):
+        self._call("update requests")
+
+    def forward(self, scheduler_output):
+        self._call("forward")
+
+    def sample_tokens(self, grammar_output):
+        self._call("sample")
+        return SimpleNamespace(
+            batch=SimpleNamespace(requests=[SimpleNamespace(req_id="a")]), get_output=self._output
+        )
+
+    def _output(self):
+        self._call("output")
+        return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[7]])
+
+    def wait(self):
+        self._call("wait")
+
+
+def make(raising=None):
+    calls, raising, made = [], [raising] if raising else [], []
+
+    def make_runner():
+        made.append(Runner(calls, len(made), raising))
+        return made[-1]
+
+    return RecoveringRunner(make_runner, Connector(calls)), calls
+
+
+def scheduled(*req_ids):
+    return replace(SchedulerOutput.make_empty(), num_scheduled_tokens=dict.fromkeys(req_ids, 1))
+
+
+def step(runner):
+    assert runner.execute_model(scheduled("a")) is None
+    return runner.sample_tokens(None).get_output()
+
+
+def test_a_step_is_between_its_hooks_and_its_result_tells_of_transfers():
+    runner, calls = make()
+    result = step(runner)
+    assert result.sampled_token_ids == [[7]]
+    assert result.kv_connector_output.finished_recving == {"transfer 1"}
+    assert calls == [
+        ("pool made", "layers 0"),
+        ("before", ["a"]),
+        "learn",
+        "update requests",
+        "forward",
+        "sample",
+        "after",
+        "output",
+    ]
+
+
+def test_a_step_without_requests_has_its_hooks_too():
+    runner, calls = make()
+    result = runner.execute_model(scheduled())
+    assert result.req_ids == []
+    assert result.kv_connector_output.finished_recving == {"transfer 1"}
+    assert calls[1:] == [("before", []), "learn", "update requests", "after"]
+
+
+@pytest.mark.parametrize("raising", ["learn", "forward", "sample", "output"])
+def test_what_became_of_transfers_is_told_when_the_step_fails(raising):
+    runner, calls = make(raising)
+    result = step(runner)
+    assert result.failures == {"a": "the step failed: out of memory"} and result.pool_lost
+    assert result.kv_connector_output.finished_recving == {"transfer 1"}
+    assert calls.count("after") == 1
+    # Transfers end before the pool goes, and hear of the next one.
+    assert calls.index("pool goes") < calls.index(("pool made", "layers 1"))
+    assert step(runner).kv_connector_output.finished_recving == {"transfer 2"}
+
+
+def test_a_step_whose_result_is_dropped_tells_of_transfers():
+    runner, _ = make("output")
+    assert runner.execute_model(scheduled("a")) is None
+    first = runner.sample_tokens(None)
+    assert runner.execute_model(scheduled("a")) is None
+    assert first.get_output().pool_lost
+    dropped = runner.sample_tokens(None).get_output()
+    assert dropped.failures == {} and not dropped.pool_lost
+    assert dropped.kv_connector_output.finished_recving == {"transfer 2"}
+
+
+def test_transfers_end_before_an_engine_sleeps():
+    runner, calls = make()
+    runner.release_pool()
+    assert calls[1:] == ["wait", "pool goes"]
+    runner.release_pool()
+    assert calls.count("pool goes") == 1
+    runner.restore_pool()
+    assert calls[-1] == ("pool made", "layers 1")

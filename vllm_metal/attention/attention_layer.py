@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of full or windowed attention: its K and V, its kernels, its largest calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import mlx.core as mx
+import numpy as np
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
+
+from metal_kernels import paged_attention
+from metal_kernels.paged_attention import AttentionShape, reference
+from metal_kernels.selfcheck import Case
+from vllm_metal.attention.paged_cache import PagedCache
+from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache, TrialPlan, row_bytes
+from vllm_metal.kv_cache.layer_state import (
+    LayerState,
+    StatefulLayer,
+    StepBounds,
+    StepLayout,
+    StepScope,
+)
+
+#: The kernels that serve attention layers.
+_KERNELS = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
+_TRIAL_BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
+
+
+@dataclass(frozen=True)
+class AttentionLayer(StatefulLayer):
+    """One layer's share of the KV cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None  # positions a query sees, itself included; None: all before it
+    sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
+
+    @cached_property
+    def kind(self) -> AttentionKind:
+        return AttentionKind(self.shape, self.window)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """K/V heads and their size."""
+        return self.num_kv_heads, self.head_size
+
+    @property
+    def context(self) -> Hashable:
+        """The window."""
+        return self.window
+
+    def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
+        family: Callable[..., KVCacheSpec] = FullAttentionSpec
+        if self.window is not None and not whole_context:
+            family = partial(SlidingWindowSpec, sliding_window=self.window)
+        pool = formats.pool_format(elements)
+        return family(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=pool.torch_dtype,
+            kv_quant_mode=KVQuantMode[pool.quant_mode],
+            # K and V, with their scales.
+            state_content_bytes=2 * row_bytes(self.head_size, elements),
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> LayerKVCache:
+        return kv_cache_type(num_blocks, block_size, *self.memory, elements)
+
+    def scope(self, state: LayerState) -> StepScope:
+        assert isinstance(state, LayerKVCache)
+        return StepScope(partial(type(state).plan, kind=self.kind))
+
+    def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
+        assert isinstance(state, LayerKVCache)
+        return PagedCache(state, scope)
+
+    def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
+        return paged_attention.unsupported(self.shape, dtype, block_size)
+
+    def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
+        return [
+            Case(self.shape, dtype, elements, block_size, self.window, sinks=True, kernels=_KERNELS)
+        ]
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+    ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
+        kv_cache: LayerKVCache | None = None
+        for trial in kv_cache_type.trials(self.kind):
+            first = kv_cache is None
+            if kv_cache is None:
+                kv_cache = self.allocate(_TRIAL_BLOCKS, block_size, elements, kv_cache_type)
+            pipeline = (self.shape, self.sinks, trial.pipeline)
+            yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
+
+    def _attend_once(
+        self,
+        kv_cache: LayerKVCache,
+        trial: TrialPlan,
+        dtype: mx.Dtype,
+        moving_blocks: bool,
+    ) -> mx.array:
+        if moving_blocks:
+            kv_cache.clear_blocks(np.array([1], np.int32))
+            kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
+        kv_cache.write(trial, *[mx.zeros((trial.num_tokens, *self.memory), dtype)] * 2)
+        queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
+        sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
+        return kv_cache.attend(trial, queries, 1.0, sinks)
+
+    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
+        return kv_cache_type.gathers
+
+    def profile(
+        self,
+        context: int,
+        bounds: StepBounds,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> None:
+        """A chunk of one long context, then decodes of many.
+
+        The calls of a kv_cache that gathers are bounded (metal_kernels.paged_attention.reference),
+        so this finds the most of any.
+        """
+        chunk = max(reference.MAX_SCORES // context, reference.MIN_ROWS)
+        many = max(reference.MAX_GATHERED // context, 1)
+        for num_reqs, num_rows in (
+            (1, min(bounds.num_tokens, context, chunk)),
+            (min(bounds.max_num_seqs, many), 1),
+        ):
+            layout = _layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
+            num_blocks = int(layout.block_tables_np.max()) + 1
+            kv_cache = self.allocate(num_blocks, bounds.block_size, elements, kv_cache_type)
+            plan = kv_cache.plan(layout, self.kind)
+            kv_cache.write(plan, *[mx.zeros((num_reqs * num_rows, *self.memory), dtype)] * 2)
+            queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
+            mx.eval(kv_cache.attend(plan, queries, 1.0, None))
+
+
+def _layout_of_long_contexts(
+    num_reqs: int, num_rows: int, context: int, block_size: int
+) -> StepLayout:
+    """The last rows of requests that lie in block 0, except for the blocks that are written."""
+    written = -(-num_rows // block_size) + 1
+    table = np.zeros((num_reqs, -(-context // block_size)), np.int32)
+    own = 1 + np.arange(num_reqs * written, dtype=np.int32).reshape(num_reqs, written)
+    table[:, -written:] = own[:, -table.shape[1] :]
+    positions = np.arange(context - num_rows, context)
+    slots = table[:, positions // block_size] * block_size + positions % block_size
+    return StepLayout(
+        np.arange(num_reqs + 1, dtype=np.int32) * num_rows,
+        np.full(num_reqs, context, np.int32),
+        table,
+        slots.ravel().astype(np.int32),
+        block_size,
+    )

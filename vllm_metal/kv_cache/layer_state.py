@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of what layers keep between steps: one description and one storage for each layer.
+
+A `StatefulLayer` describes a layer as it was read off a model. It names the layer's vLLM spec,
+makes its storage, and says what the layer costs. A `LayerState` is that storage: arrays in which
+every block of the pool has a place. A `StepScope` holds what layers share of one step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.pace import Pace
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from metal_kernels.selfcheck import Case
+    from vllm_metal.kv_cache.layer_cache import LayerKVCache
+
+#: What a kind of layer makes of a step's layout, for its storage.
+PlanT = TypeVar("PlanT")
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where a step's R requests and T rows lie in the pool, for one KV cache group."""
+
+    query_start_loc_np: np.ndarray  # [R + 1] int32, first row of each request
+    seq_lens_np: np.ndarray  # [R] int32, context including this step's rows
+    block_tables_np: np.ndarray  # [R, W] int32, up to the longest context
+    slot_mapping_np: np.ndarray  # [T] int32, where each row's K/V go: block * block_size + offset
+    block_size: int
+    req_indices_np: np.ndarray | None = None  # [R] int32; None: the requests are in no table
+    num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
+    pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
+
+    @property
+    def positions_np(self) -> np.ndarray:
+        """[T] int32, position of each row in its request."""
+        ends = self.query_start_loc_np[1:]
+        shifts = np.repeat(self.seq_lens_np - ends, np.diff(self.query_start_loc_np))
+        return np.arange(len(shifts), dtype=np.int32) + shifts.astype(np.int32)
+
+
+class StepScope(Generic[PlanT]):
+    """What the layers of one kind in one KV cache group share of the step at hand.
+
+    PagedLayers begins and ends it; the layers' caches read it while the model's forward is built.
+    """
+
+    def __init__(self, plan: Callable[[StepLayout], PlanT]) -> None:
+        """`plan` is called once a step."""
+        self._plan_of = plan
+        self._step: tuple[mx.array, PlanT] | None = None
+
+    def begin(self, positions: mx.array, layout: StepLayout) -> None:
+        """
+        Args:
+            positions: [T] int32, position of each row in its request.
+            layout: of the group.
+        """
+        self._step = positions, self._plan_of(layout)
+
+    def end(self) -> None:
+        """The forward is built: no layer has a step until the next `begin`."""
+        self._step = None
+
+    @property
+    def positions(self) -> mx.array:
+        """[T] int32; raises as `plan` does."""
+        return self._at_hand()[0]
+
+    @property
+    def plan(self) -> PlanT:
+        """What was made of the layout.
+
+        Raises:
+            RuntimeError: no step has begun, or it has ended.
+        """
+        return self._at_hand()[1]
+
+    def _at_hand(self) -> tuple[mx.array, PlanT]:
+        if self._step is None:
+            raise RuntimeError("a paged cache was used outside a step")
+        return self._step
+
+
+class LayerState(ABC):
+    """What one layer keeps, or one layer of each KV cache group, for every block of the pool.
+
+    Groups share a storage soundly: a block belongs to one group at a time.
+    """
+
+    #: Whether a step may be handed to the device while the one before still runs.
+    pipelined: ClassVar[bool]
+    #: Whether `restore` has anything to do.
+    rolls_back: ClassVar[bool] = False
+    #: Axis of `arrays` that counts blocks.
+    block_axis: ClassVar[int] = 0
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """All that the storage holds, as it stands. May be set to other arrays of the same kind."""
+
+    @arrays.setter
+    @abstractmethod
+    def arrays(self, arrays: Sequence[mx.array]) -> None: ...
+
+    def begin_step(self) -> None:
+        """Puts what the step before left for later into the arrays.
+
+        Called before the first write of every forward of every network, and before whole blocks are
+        moved; calls after the first have nothing to do until something is written again.
+        """
+        return
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Waits until all that was written is in the arrays and nothing queued reads them.
+
+        Called between steps: after a step was handed to the device, before the next one's first
+        write. MLX may then write the arrays in place, without a copy of the pool.
+        """
+
+    def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
+        """Copies whole blocks, between steps.
+
+        Args:
+            sources_np: [n] int32, blocks to copy.
+            targets_np: [n] int32, where each goes; none of them a source, none twice.
+        """
+        self.settle()
+        copied = [mx.take(array, mx.array(sources_np), self.block_axis) for array in self.arrays]
+        mx.eval(copied)  # a queued read would have the whole pool copied
+        self._put(targets_np, copied)
+
+    def clear_blocks(self, blocks_np: np.ndarray) -> None:
+        """Sets [n] int32 blocks to zero, between steps."""
+        self._put(blocks_np, [mx.zeros((), array.dtype) for array in self.arrays])
+
+    def export_blocks(self, blocks_np: np.ndarray) -> list[mx.array]:
+        """Copies of whole blocks, bit by bit, between steps; waits for the device.
+
+        The copies share no memory with the pool, so other threads may read them while steps run.
+
+        Args:
+            blocks_np: [n] int32.
+
+        Returns:
+            For each of `arrays` one of its dtype, [n, ...]: the axis of blocks goes first. Twice
+            that memory is taken while a copy is made, of one array at a time.
+        """
+        self.settle()
+        copies = []
+        for array in self.arrays:
+            taken = mx.take(array, mx.array(blocks_np), self.block_axis)
+            copies.append(mx.contiguous(mx.moveaxis(taken, self.block_axis, 0)))
+            mx.eval(copies[-1])
+        return copies
+
+    def import_blocks(self, blocks_np: np.ndarray, arrays: Sequence[mx.array]) -> None:
+        """Puts what `export_blocks` gave into whole blocks, between steps; waits for the device.
+
+        Args:
+            blocks_np: [n] int32, where the blocks go; none twice.
+            arrays: as `export_blocks` returns them, free for other use afterwards.
+
+        Raises:
+            ValueError: the arrays are not such as this storage exports.
+        """
+        self._check_exported(len(blocks_np), arrays)
+        self.settle()
+        self._put(blocks_np, [mx.moveaxis(array, 0, self.block_axis) for array in arrays])
+        mx.eval(self.arrays)
+
+    def restore(self, last_rows_np: np.ndarray) -> None:
+        """Takes the state back to the last accepted token, where drafts after it were rejected.
+
+        Called once the newest step's tokens are known, before the next `begin_step`, and only where
+        the storage `rolls_back`.
+
+        Args:
+            last_rows_np: [R] int32, of each request of that step the row of its last token that was
+                accepted.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no state of rejected drafts")
+
+    def _put(self, blocks_np: np.ndarray, contents: Sequence[mx.array]) -> None:
+        """Writes in place; [..., n, ...] contents, or one value for all."""
+        where = (slice(None),) * self.block_axis + (mx.array(blocks_np),)
+        for array, content in zip(self.arrays, contents, strict=True):
+            array[where] = content
+
+    def _check_exported(self, count: int, arrays: Sequence[mx.array]) -> None:
+        axis = self.block_axis
+        expected = [
+            ((count, *array.shape[:axis], *array.shape[axis + 1 :]), array.dtype)
+            for array in self.arrays
+        ]
+        found = [(array.shape, array.dtype) for array in arrays]
+        if found != expected:
+            raise ValueError(f"arrays: expected {expected} as exported, found {found}")
+
+
+@dataclass(frozen=True)
+class StatefulLayer(ABC):
+    """A layer that keeps something between steps, as it was read off a model."""
+
+    name: str  # "layers.N", as vLLM's KV cache groups list it
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """All but the name that tells layers apart: layers of one kind and group share plans."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Hashable:
+        """What layers must have in common to share a storage, for any one pool."""
+
+    @property
+    @abstractmethod
+    def context(self) -> Hashable:
+        """What of its context a layer keeps; vLLM puts layers that differ into several groups."""
+
+    @abstractmethod
+    def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
+        """The layer as vLLM's scheduler sees it.
+
+        Args:
+            block_size: tokens of a block.
+            elements: dtype of K and V in the pool: the model's, or uint8 or int8 for codes.
+            whole_context: keep all of it, so that layers with different windows form one group;
+                a layer that has no such form gives its own.
+        """
+
+    @abstractmethod
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> LayerState:
+        """The storage, of zeros; only layers of K/V make it a `kv_cache_type`."""
+
+    @abstractmethod
+    def scope(self, state: LayerState) -> StepScope:
+        """Of this layer's kind.
+
+        Args:
+            state: storage of one of the kind's layers, which stands for all.
+        """
+
+    @abstractmethod
+    def cache(self, state: LayerState, scope: StepScope) -> Any:
+        """Stands where the model expects mlx-lm's cache of this layer, for one network."""
+
+    def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
+        """Why our kernels cannot serve the layer; None where they can, or are not asked to.
+
+        Args:
+            dtype: of the model's queries.
+            block_size: of the pool.
+        """
+        return None
+
+    def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
+        """What the layer asks of our kernels, to be checked before it is served by them."""
+        return []
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+    ) -> Iterable[tuple[Hashable, Callable[[], mx.array]]]:
+        """Small launches that compile, between them, all kernels that the layer may ever launch.
+
+        Each has a key; of launches with one key any may stand for all.
+        """
+        return ()
+
+    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
+        """Whether a longer context takes more memory in a step, beside the pool: see `profile`."""
+        return False
+
+    def profile(
+        self,
+        context: int,
+        bounds: StepBounds,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> None:
+        """Runs the layer's largest calls over so long a context, for the peak of MLX's memory.
+
+        Args:
+            context: tokens of a request.
+            bounds: of a step.
+            dtype: of the model's queries.
+            elements: dtype of K and V in the pool.
+            kv_cache_type: see `allocate`.
+        """
+        return
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """What a step may hold at most."""
+
+    num_tokens: int
+    max_num_seqs: int
+    block_size: int

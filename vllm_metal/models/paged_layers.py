@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of one network over the pool, told of each step together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.pace import Pace
+from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.rows import Rows, step_layout
+from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer, StepLayout, StepScope
+
+
+class PagedLayers:
+    """What the layers of one network keep, and the step at hand."""
+
+    def __init__(
+        self,
+        layers: Sequence[StatefulLayer],
+        layer_states: Mapping[str, LayerState],
+        group_of: Mapping[str, int],
+        block_size: int,
+        paced: bool = True,
+    ) -> None:
+        """
+        Args:
+            layers: the network's, in the order of its caches.
+            layer_states: storage by layer name; those of other networks are looked after, too.
+            group_of: KV cache group by layer name.
+            block_size: tokens of a block.
+            paced: whether long steps end command buffers as they go; False for a forward that is
+                recorded and not run.
+        """
+        self._block_size = block_size
+        self._pace = Pace() if paced else None
+        self.layer_states = list(dict.fromkeys(layer_states.values()))
+        #: Whether a step may be handed to the device while the one before still runs.
+        self.pipelined = all(state.pipelined for state in self.layer_states)
+        self._rolled_back = [state for state in self.layer_states if state.rolls_back]
+        # Layers that share a block table and a kind share a step's plan.
+        scopes: dict[tuple[int, Hashable], StepScope] = {}
+        self._caches: list[Any] = []
+        for layer in layers:
+            state, key = layer_states[layer.name], (group_of[layer.name], layer.kind)
+            if key not in scopes:
+                scopes[key] = layer.scope(state)
+            self._caches.append(layer.cache(state, scopes[key]))
+        self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
+
+    def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
+        """What the scheduler wants of whole blocks before the next forward.
+
+        Args:
+            zeroed: blocks to clear.
+            copied: (source, target) blocks to copy after that.
+        """
+        for state in self.layer_states:
+            state.begin_step()
+            if zeroed:
+                state.clear_blocks(np.array(zeroed, np.int32))
+            if copied:
+                sources, targets = np.array(copied, np.int32).T
+                state.copy_blocks(sources, targets)
+
+    def restore(self, last_rows_np: np.ndarray) -> None:
+        """Takes layers back to the last accepted token, once drafts were rejected.
+
+        Called when the newest step's tokens are known, before anything else touches the pool.
+
+        Args:
+            last_rows_np: [R] int32, of each request of that step the row of its last token that was
+                accepted.
+        """
+        for state in self._rolled_back:
+            state.restore(last_rows_np)
+
+    @contextmanager
+    def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
+        """The layers' caches, for the forward of these rows that is built inside.
+
+        The caches serve nobody after that, also where the forward raises.
+        """
+        for state in self.layer_states:
+            state.begin_step()
+        layouts: dict[int, StepLayout] = {}
+        try:
+            for group, scope in self._scopes:
+                if group not in layouts:
+                    table_np = block_tables.tables_np[group]
+                    layouts[group] = step_layout(rows, table_np, self._block_size, self._pace)
+                scope.begin(rows.positions, layouts[group])
+            yield self._caches
+        finally:
+            for _, scope in self._scopes:
+                scope.end()
+
+    def pool_arrays(self) -> list[mx.array]:
+        """The pool as it stands, for whoever must wait for it or measure it."""
+        return [array for state in self.layer_states for array in state.arrays]

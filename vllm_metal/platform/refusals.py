@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that this plugin cannot honour, refused by name before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_metal.kv_cache import formats
+from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.spec_decode import checkpoint
+from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Checks the configuration vLLM made of the user's options.
+
+    Raises:
+        ValueError: names every setting that cannot be honoured, each with what to choose instead
+            where there is a choice.
+    """
+    AdditionalConfig.of(config)
+    refusals = _engine_refusals(config) | _model_refusals(config) | _speculation_refusals(config)
+    refused = [setting for setting, asked in refusals.items() if asked]
+    if refused:
+        raise ValueError("vllm-metal does not support " + ", ".join(refused))
+
+
+def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
+    """Settings of the engine by name, and whether each was asked for."""
+    parallel = config.parallel_config
+    return {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--enable-lora": config.lora_config is not None,
+        "--kv-transfer-config": config.kv_transfer_config is not None,
+        "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
+        "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
+    }
+
+
+def _model_refusals(config: VllmConfig) -> dict[str, bool]:
+    """The same of the model and its cache."""
+    model, cache = config.model_config, config.cache_config
+    if model is None:
+        return {}
+    assert isinstance(model.dtype, torch.dtype)  # vLLM has resolved "auto" and names
+    choices = f"choose one of {', '.join(formats.OFFERED)}, or {model.dtype} as the model is"
+    return {
+        f"--kv-cache-dtype {cache.cache_dtype} ({choices})": not formats.offered(
+            cache.cache_dtype, model.dtype
+        ),
+        f"--runner {model.runner_type}": model.runner_type != "generate",
+        "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
+            model.multimodal_config is not None and not model.multimodal_config.language_model_only
+        ),
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+        "encoder-decoder models": model.is_encoder_decoder,
+    }
+
+
+def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
+    """The same of --speculative-config."""
+    speculation, model = config.speculative_config, config.model_config
+    if speculation is None:
+        return {}
+    option = "--speculative-config "
+    method = BY_NAME.get(speculation.method or "")
+    if method is None:
+        choices = ", ".join(SPECULATIVE_METHODS)
+        return {f"{option}method {speculation.method!r} (choose one of {choices})": True}
+    (architecture, *_) = getattr(speculation.draft_model_config, "architectures", None) or ("",)
+    return checkpoint.refusals(config) | {
+        f"{option}method {speculation.method!r} with {architecture} (served are "
+        f"{', '.join(method.architectures)})": (
+            bool(method.architectures) and architecture not in method.architectures
+        ),
+        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} with several MTP "
+        "layers (only the first is served: 1)": speculation.use_multi_module_mtp(),
+        f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
+        "lossless 'standard')": speculation.rejection_sample_method != "standard",
+        f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "
+        "likely tokens: 'greedy')": speculation.draft_sample_method != "greedy",
+        f"{option}kv_cache_dtype {speculation.kv_cache_dtype!r} (drafts share the model's cache)": (
+            formats.canonical(speculation.kv_cache_dtype or config.cache_config.cache_dtype)
+            != formats.canonical(config.cache_config.cache_dtype)
+        ),
+        f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
+        f"{option}parallel_drafting": speculation.parallel_drafting,
+        f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,
+        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "
+        f"for a token within --max-model-len {model.max_model_len})": (
+            speculation.num_speculative_tokens + 2 > model.max_model_len
+        ),
+        "--logits-processors together with --speculative-config": bool(model.logits_processors),
+    }

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of --speculative-config: one row each, from which all else about them follows.
+
+The platform reads the rows before a model is loaded, so this module imports neither MLX nor vLLM; a
+method's own code is imported when an engine uses it. A new method is its module and a row here.
+
+`python -m vllm_metal.spec_decode.registry` prints the table that docs/speculation.md shows;
+with the page's path as an argument it renews the table there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal.models.eagle_families import EAGLE_FAMILIES
+from vllm_metal.models.mtp_families import MTP_FAMILIES
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from vllm.config import VllmConfig
+
+    from vllm_metal.batch.requests import Requests
+    from vllm_metal.models.parts import SelectedRows
+    from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
+    from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+    from vllm_metal.spec_decode.proposer import Proposer
+    from vllm_metal.spec_decode.speculator import Speculator
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to draft."""
+
+    names: tuple[str, ...]  # of `method` in --speculative-config, as vLLM spells them
+    #: "module:class" within spec_decode: a DraftNetwork where `has_network`, else a TextProposer.
+    code: str
+    drafts_come_from: str  # for users, like the next
+    needs: str
+    has_network: bool  # weights, which are loaded beside the target's
+    schedules_ahead: bool = True  # False: vLLM turns async scheduling off
+    #: Those served of draft checkpoints, as vLLM names them; empty: the code tells as it loads.
+    architectures: tuple[str, ...] = ()
+    #: Keys of the draft checkpoint's config.json, the first one that is there, for the width of the
+    #: target's hidden states that it reads; empty: config.json does not say.
+    hidden_size_keys: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        """The class that `code` names; imports MLX."""
+        module, _, name = self.code.partition(":")
+        return getattr(import_module(f"{__package__}.{module}"), name)
+
+
+METHODS = (
+    Method(
+        ("ngram", "ngram_gpu"),
+        "ngram:NgramProposer",
+        "the request's own text; for edits, extraction, agents",
+        "nothing; `prompt_lookup_min`, `prompt_lookup_max`",
+        has_network=False,
+    ),
+    Method(
+        ("suffix",),
+        "suffix:SuffixProposer",
+        "its text and past outputs of the same `cache_salt`",
+        "nothing; vLLM's `suffix_decoding_*`",
+        has_network=False,
+        schedules_ahead=False,
+    ),
+    Method(
+        ("draft_model",),
+        "draft_model:DraftModel",
+        "a smaller model of the same vocabulary, its KV in the same pool",
+        "`model`",
+        has_network=True,
+    ),
+    Method(
+        ("eagle", "eagle3"),
+        "eagle:Eagle",
+        "a head on the model's hidden states, Llama layout",
+        "`model`",
+        has_network=True,
+        architectures=tuple(EAGLE_FAMILIES),
+        hidden_size_keys=("target_hidden_size", "hidden_size"),
+    ),
+    Method(
+        ("medusa",),
+        "medusa:Medusa",
+        "Medusa heads",
+        "`model`",
+        has_network=True,
+        schedules_ahead=False,
+    ),
+    Method(
+        ("mlp_speculator",),
+        "mlp_speculator:MLPSpeculator",
+        "IBM's MLP speculators",
+        "`model`",
+        has_network=True,
+        schedules_ahead=False,
+    ),
+    Method(
+        ("mtp",),
+        "mtp:MTP",
+        f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
+        "a checkpoint that carries it: the model's own, or `model`",
+        has_network=True,
+        architectures=tuple(MTP_FAMILIES),
+    ),
+)
+BY_NAME: Mapping[str, Method] = {name: method for method in METHODS for name in method.names}
+#: What `method` in --speculative-config may be.
+SPECULATIVE_METHODS = tuple(BY_NAME)
+
+
+def method_of(config: VllmConfig) -> Method | None:
+    """The row of the configured method; None without speculation.
+
+    Raises:
+        ValueError: no row has that name.
+    """
+    speculation = config.speculative_config
+    if speculation is None:
+        return None
+    method = BY_NAME.get(speculation.method or "")
+    if method is None:
+        raise ValueError(
+            f"--speculative-config method {speculation.method!r} is not supported: choose one of "
+            f"{', '.join(SPECULATIVE_METHODS)}"
+        )
+    return method
+
+
+def load_network(
+    config: VllmConfig, target: nn.Module, selected: SelectedRows
+) -> DraftNetwork | None:
+    """Loads what drafts for the target; None for methods without a network.
+
+    Args:
+        config: whose speculative_config names the method and its checkpoint.
+        target: the target model.
+        selected: its row selection, where some networks tap the target's hidden states.
+
+    Raises:
+        ValueError: no row has the method's name.
+        ModelLoadError: the checkpoint cannot be loaded, or does not go with the target.
+        NotImplementedError: the network's layers, or its way of reading the target, are not served.
+    """
+    method = method_of(config)
+    if method is None or not method.has_network:
+        return None
+    network: DraftNetwork = method.load()(config, target, selected)
+    return network
+
+
+def make_speculator(
+    config: VllmConfig, requests: Requests, network: Proposer | None
+) -> Speculator | None:
+    """What drafts for the requests; None without speculation.
+
+    Args:
+        config: vLLM's.
+        requests: whose tokens drafts continue.
+        network: the proposer of the network that `load_network` gave; None where it gave none.
+
+    Raises:
+        ValueError: no row has the method's name, or --additional-config holds what nobody reads.
+    """
+    from vllm_metal.settings.additional_config import AdditionalConfig
+    from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, FixedDraftLengths
+    from vllm_metal.spec_decode.speculator import Speculator
+
+    method, speculation = method_of(config), config.speculative_config
+    if method is None or speculation is None:
+        return None
+    num_drafts = speculation.num_speculative_tokens
+    lengths: DraftLengthPolicy
+    if AdditionalConfig.of(config).fixed_draft_length:
+        lengths = FixedDraftLengths(num_drafts)
+    else:
+        lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
+    proposer = network if method.has_network else method.load().from_config(speculation)
+    assert proposer is not None  # the worker has loaded the network before
+    return Speculator(requests, proposer, lengths, num_drafts)
+
+
+def methods_table() -> str:
+    """The methods as a Markdown table for users."""
+    lines = ["| `method` | drafts come from | needs |", "| --- | --- | --- |"]
+    for method in METHODS:
+        names = ", ".join(f"`{name}`" for name in method.names)
+        note = "" if method.schedules_ahead else " (async scheduling goes off)"
+        lines.append(f"| {names} | {method.drafts_come_from}{note} | {method.needs} |")
+    return "\n".join(lines)
+
+
+#: Lines of a page between which the table stands.
+BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
+
+
+def renew_table(page: str) -> str:
+    """The page with the present table between its two marks.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no lines {BEGIN} and {END}, between which the table goes")
+    return f"{before}{begin}\n{methods_table()}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        path = Path(sys.argv[1])
+        path.write_text(renew_table(path.read_text()))
+    else:
+        print(methods_table())

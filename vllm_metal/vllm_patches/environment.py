@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's environment variables: what this platform sets of them, and its own among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
+#: Set where their user did not.
+DEFAULTS = {
+    # vLLM has two contracts between model runner and worker, and chooses the second where Triton is
+    # installed. The plugin speaks the first, which also takes users' logits processors.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # Requests whose logits are not numbers always fail; with this vLLM's metrics count them.
+    "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
+}
+
+
+def set_defaults() -> None:
+    """Sets DEFAULTS, before vLLM reads its environment; child processes inherit them."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def make_known(names: Iterable[str]) -> None:
+    """Lets vLLM's check of the environment know variables; it warns of others, or refuses them.
+
+    Args:
+        names: of this plugin's variables, which begin with VLLM_ as vLLM's own do.
+    """
+    from vllm import envs
+
+    for name in names:
+        envs.environment_variables.setdefault(name, partial(os.environ.get, name))

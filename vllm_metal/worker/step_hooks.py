@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What else happens around a step: nothing, until K/V moves to other memory or machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from vllm_metal.models.executor import PagedLayers
+
+
+class StepHooks:
+    """Calls around each step that do nothing. What moves K/V overrides those it needs.
+
+    The engine's thread makes all of them. None may hold an array of the pool beyond the call: MLX
+    copies a whole pool that is written while something else holds it.
+    """
+
+    def pool_made(self, layers: PagedLayers) -> None:
+        """There is a pool, and it is empty.
+
+        Args:
+            layers: the target's layers over it.
+        """
+
+    def before_pool_goes(self) -> None:
+        """The pool is about to go: the engine sleeps, ends, or has lost a step.
+
+        Transfers that read or write it must be over when this returns; it must not raise.
+        """
+
+    def before_step(self, scheduler_output: SchedulerOutput) -> None:
+        """The scheduler's word has come; requests and blocks are as the step before left them.
+
+        Args:
+            scheduler_output: of the step, which may have nothing scheduled.
+        """
+
+    def after_step(self) -> KVConnectorOutput | None:
+        """The step is with the device, or has failed, or had nothing scheduled.
+
+        Returns:
+            What the scheduler is to hear of transfers. It goes with this step's result whatever
+            becomes of the step.
+        """
+        return None
+
+
+#: Hooks that do nothing.
+NO_HOOKS = StepHooks()
