@@ -81,7 +81,13 @@ def check_features(rng, steps, shape, dtype, cache_dtype):
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize(
+    "head_size",
+    [
+        size if size in (64, 128) else pytest.param(size, marks=pytest.mark.more)
+        for size in HEAD_SIZES
+    ],
+)
 def test_every_combination(head_size, dtype, cache, kind):
     check_features(
         np.random.default_rng(head_size),
