@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache: what layers need, the pool arrays, the memory budget."""
+"""What layers keep between steps: the protocol, the storage of K and V, vLLM's placement of it."""
