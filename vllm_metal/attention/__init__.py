@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam into mlx-lm models: their cache protocol, answered from the paged pool."""
+"""Attention layers of mlx-lm's models over the paged pool, and how layers are read off a model."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache: what layers keep between steps, and the pool of blocks that holds it."""
+"""What layers keep between steps: the protocol, the storage of K and V, vLLM's placement of it."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: What a kind of layer makes of a step's layout, for its storage.
 PlanT = TypeVar("PlanT")
+_NO_STEP = "a paged cache was used outside a step"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class StepScope(Generic[PlanT]):
     @property
     def positions(self) -> mx.array:
         """[T] int32; raises as `plan` does."""
-        return self._at_hand()[0]
+        if self._step is None:
+            raise RuntimeError(_NO_STEP)
+        return self._step[0]
 
     @property
     def plan(self) -> PlanT:
@@ -84,12 +87,9 @@ class StepScope(Generic[PlanT]):
         Raises:
             RuntimeError: no step has begun, or it has ended.
         """
-        return self._at_hand()[1]
-
-    def _at_hand(self) -> tuple[mx.array, PlanT]:
         if self._step is None:
-            raise RuntimeError("a paged cache was used outside a step")
-        return self._step
+            raise RuntimeError(_NO_STEP)
+        return self._step[1]
 
 
 class LayerState(ABC):

@@ -214,14 +214,14 @@ _KV_CACHE = (
     *(
         Touched(
             f"vllm.v1.kv_cache_interface:{name}",
-            by="attention/attention_layer.py memory/planner.py",
+            by="attention/attention_layer.py memory/planner.py kv_cache/specs.py",
             called="block_size= num_kv_heads= head_size= dtype= kv_quant_mode= "
             f"state_content_bytes={window}",
             fields=fields,
         )
         for name, window, fields in (
-            ("FullAttentionSpec", "", ""),
-            ("SlidingWindowSpec", " sliding_window=", "extra_retained_tokens"),
+            ("FullAttentionSpec", "", "page_size_padded"),
+            ("SlidingWindowSpec", " sliding_window=", "extra_retained_tokens page_size_padded"),
         )
     ),
     Touched(
