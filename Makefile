@@ -20,7 +20,7 @@ PYTEST_WORKERS ?= 2
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/$(PLATFORM).txt \
 	requirements/vllm-macos.txt requirements/vllm-alias/pyproject.toml
 SUM := $(shell cat $(SETUP_INPUTS) 2>/dev/null | cksum | cut -d ' ' -f 1)
-DEV_SUM := $(shell cat $(SETUP_INPUTS) requirements/$(PLATFORM)-dev.txt | cksum | cut -d ' ' -f 1)
+DEV_SUM := $(shell cat $(SETUP_INPUTS) requirements/$(PLATFORM)-dev.txt interpreter/pyproject.toml | cksum | cut -d ' ' -f 1)
 USERS_STAMP := .venv/.installed-$(SUM)
 STAMP := .venv/.developers-$(DEV_SUM)
 BIN := .venv/bin
@@ -72,7 +72,7 @@ test-slow: $(STAMP)  ## the nightly tests: all models and settings
 # What reads the platform, or takes what it says from what does.
 DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/test_cli.py \
 	tests/test_cpu.py tests/settings/test_envs.py tests/memory/test_planner.py tests/memory/test_pressure.py \
-	tests/platform/test_metal_platform.py tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
+	tests/platform tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
 	tests/memory/test_budget.py tests/vllm_patches/test_logs.py \
 	tests/vllm_patches/test_processes.py tests/vllm_patches/test_releases.py \
 	tests/metal_interpreter/test_coverage_of_kernels.py tests/metal_kernels/test_selfcheck.py \
@@ -117,7 +117,7 @@ check-locks: $(STAMP)  ## whether those of macOS still hold together (Linux, ask
 
 clean:  ## remove build products and caches
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find vllm_metal metal_kernels tests benchmarks examples -name __pycache__ -prune \
+	find vllm_metal metal_kernels interpreter tests benchmarks examples -name __pycache__ -prune \
 		-exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove .venv and the user's cache folder as well

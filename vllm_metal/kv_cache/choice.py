@@ -54,10 +54,7 @@ def kv_cache_type(
         raise ValueError("VLLM_METAL_KERNELS=interpret needs VLLM_METAL_DEVICE=cpu")
     reasons = {layer.unsupported(dtype, block_size) for layer in layers} - {None}
     if wanted == "interpret":
-        # An extra of its own: it brings a compiler.
-        from metal_interpreter import metal_kernel
-
-        kernel.use(metal_kernel)
+        kernel.use(kernel.interpreter())
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import RaggedLayout
 from metal_kernels.pace import Pace
 
 if TYPE_CHECKING:
@@ -30,14 +31,9 @@ _NO_STEP = "a paged cache was used outside a step"
 
 
 @dataclass(frozen=True)
-class StepLayout:
-    """Where a step's R requests and T rows lie in the pool, for one KV cache group."""
+class StepLayout(RaggedLayout):
+    """The same of one KV cache group, and what layers may want to know of its requests."""
 
-    query_start_loc_np: np.ndarray  # [R + 1] int32, first row of each request
-    seq_lens_np: np.ndarray  # [R] int32, context including this step's rows
-    block_tables_np: np.ndarray  # [R, W] int32, up to the longest context
-    slot_mapping_np: np.ndarray  # [T] int32, where each row's K/V go: block * block_size + offset
-    block_size: int
     req_indices_np: np.ndarray | None = None  # [R] int32; None: the requests are in no table
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers

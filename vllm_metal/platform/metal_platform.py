@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
 from vllm_metal.settings import envs
-from vllm_metal.vllm_patches import releases
+from vllm_metal.vllm_patches import environment, releases
 
 releases.require_tested_vllm()
-# vLLM has two interfaces to workers; this plugin implements the first, which runs without Triton
-# and supports user-written logits processors.
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-# vLLM then counts the requests that fail because their logits are not numbers.
-os.environ.setdefault("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+environment.set_defaults()
 _DEVICE = envs.requested_device() or "metal"
 if _DEVICE == "cpu":
     blas.load()
@@ -53,8 +46,7 @@ torch_accelerator.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
-# vLLM configures no plugin's loggers: without this, nothing below a warning would be shown.
-logging.getLogger("vllm_metal").parent = logging.getLogger("vllm")
+logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
 BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
@@ -137,10 +129,7 @@ class MetalPlatform(Platform):
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
         """Checks that variables named ``VLLM_*`` are known; this plugin's are."""
-        from vllm import envs as vllm_envs
-
-        for name in envs.NAMES:
-            vllm_envs.environment_variables.setdefault(name, partial(os.environ.get, name))
+        environment.make_known(envs.NAMES)
         super().validate_environ(hard_fail)
 
     @classmethod

@@ -31,6 +31,8 @@ class AdditionalConfig:
                 type than the key's.
         """
         given = vllm_config.additional_config
+        if given is None:
+            return AdditionalConfig()
         if not isinstance(given, dict):
             raise ValueError(
                 f"--additional-config must be a JSON object with keys of {_known()}, not a "

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm_metal.vllm_patches.releases import TESTED_VLLM, installed_vllm
+from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
@@ -52,23 +52,23 @@ def refuse_missing_methods(methods: Sequence[str]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     missing = set(methods) - set(get_args(SpeculativeMethod))
-    create = EngineArgs.create_speculative_config
-    if not missing or hasattr(create, "__wrapped__"):
-        return
 
-    @functools.wraps(create)
-    def create_speculative_config(
-        self: EngineArgs,
-        target_model_config: ModelConfig,
-        target_parallel_config: ParallelConfig,
-    ) -> SpeculativeConfig | None:
-        method = self.spec_method or (self.speculative_config or {}).get("method")
-        if method in missing:
-            raise ValueError(
-                f"--speculative-config method {method!r} is not known to vLLM {installed_vllm()} "
-                f"any more: install vLLM {TESTED_VLLM}, or choose one of "
-                f"{', '.join(name for name in methods if name not in missing)}"
-            )
-        return create(self, target_model_config, target_parallel_config)
+    def make(create: Callable[..., SpeculativeConfig | None]) -> Callable[..., Any]:
+        def create_speculative_config(
+            self: EngineArgs,
+            target_model_config: ModelConfig,
+            target_parallel_config: ParallelConfig,
+        ) -> SpeculativeConfig | None:
+            method = self.spec_method or (self.speculative_config or {}).get("method")
+            if method in missing:
+                raise ValueError(
+                    f"--speculative-config method {method!r} is not known to vLLM "
+                    f"{installed_vllm()} any more: install vLLM {TESTED_VLLM}, or choose one of "
+                    f"{', '.join(name for name in methods if name not in missing)}"
+                )
+            return create(self, target_model_config, target_parallel_config)
 
-    EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
+        return create_speculative_config
+
+    if missing:
+        replace(EngineArgs, "create_speculative_config", make)

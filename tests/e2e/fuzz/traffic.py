@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 from e2e.fuzz.models import EOS, MAX_LEN, MODELS, VOCAB, word
 
+from vllm_metal.spec_decode.registry import BY_NAME
+
 NUM_REQUESTS = 42  # of a run: 4 to 5 s of one core
 SALTS = (None, None, None, "tenant-1", "tenant-2")
 METHODS = (None, None, "ngram", "suffix", "draft_model")
 #: --kv-cache-dtype, by seed in turn.
 CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 #: Whether vLLM can schedule ahead with a method.
-SYNCHRONOUS_ONLY = ("suffix",)
+SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def check_versions() -> Finding:
     try:
         releases.require_tested_vllm()
     except releases.UntestedVersionError as error:
-        advice = f"Install vLLM {releases.TESTED_VLLM} as the README says."
+        advice = f"Install vLLM {releases.TESTED_VLLM} as docs/install.md says."
         return Finding("versions", "failed", str(error), advice)
     except ValueError as error:
         return Finding("versions", "failed", str(error), "Correct the variable, or unset it.")
