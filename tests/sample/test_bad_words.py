@@ -29,7 +29,7 @@ def test_words_are_matched_against_tokens_never_fetched(seed, distribution):
     for step in range(num_steps):
         if step in arrival:
             request = arrival.index(step)
-            sampler.add(request, params[request], [], list(resumed[request]))
+            sampler.add_request(request, params[request], [], list(resumed[request]))
         req_indices = np.array([r for r in (2, 0, 1) if arrival[r] <= step], dtype=np.int32)
         counts = np.array(
             [len(resumed[r]) + step - arrival[r] for r in req_indices], dtype=np.int32

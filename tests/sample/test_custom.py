@@ -109,14 +109,14 @@ def test_processor_follows_requests_through_adds_removes_and_reorderings():
     for _ in range(120):
         for req_idx in rng.permutation(6).tolist():
             if req_idx in forced and rng.random() < 0.25:
-                under_test.remove(req_idx)
+                under_test.remove_request(req_idx)
                 del forced[req_idx], outputs[req_idx]
             if req_idx not in forced and rng.random() < 0.4:
                 token = int(rng.integers(V)) if rng.random() < 0.8 else None
                 extra = None if token is None else {"force": token}
                 forced[req_idx], outputs[req_idx] = token, []
                 params = SamplingParams(temperature=0, extra_args=extra)
-                under_test.add(req_idx, params, [1, 2], outputs[req_idx])
+                under_test.add_request(req_idx, params, [1, 2], outputs[req_idx])
         present = [s for s in rng.permutation(list(forced)).tolist() if rng.random() < 0.8]
         if not present:
             continue
@@ -134,7 +134,7 @@ def test_processor_follows_requests_through_adds_removes_and_reorderings():
 
 def test_argmax_invariant_processors_apply_to_draws():
     under_test = sampler(OnlyEven)
-    under_test.add(0, SamplingParams(), [1], [])
+    under_test.add_request(0, SamplingParams(), [1], [])
     for step in range(30):
         out = under_test.sample(mx.zeros((1, V)), np.zeros(1, np.int32), np.zeros(1, np.int32))
         assert out.token_ids.item() % 2 == 0, step
@@ -144,7 +144,7 @@ def test_per_request_processors_see_the_tokens_the_owner_appends():
     under_test = sampler(NoRepeat)
     assert under_test.needs_host_tokens
     output: list[int] = []
-    under_test.add(3, SamplingParams(temperature=0), [1], output)
+    under_test.add_request(3, SamplingParams(temperature=0), [1], output)
     req_indices, logits = np.array([3], dtype=np.int32), mx.arange(V, dtype=mx.float32)[None]
     for step in range(4):
         out = under_test.sample(logits, req_indices, np.array([step], dtype=np.int32))
@@ -154,14 +154,14 @@ def test_per_request_processors_see_the_tokens_the_owner_appends():
 
 def test_output_tokens_left_behind_are_an_error():
     under_test = sampler(NoRepeat)
-    under_test.add(0, SamplingParams(), [1], [])
+    under_test.add_request(0, SamplingParams(), [1], [])
     with pytest.raises(RuntimeError, match="append the previous step's tokens"):
         under_test.sample(mx.zeros((1, V)), np.zeros(1, np.int32), np.ones(1, np.int32))
 
 
 def test_drafts_are_refused():
     under_test = sampler(OnlyEven, ForceToken)
-    under_test.add(0, SamplingParams(temperature=0), [1, 2], [])
+    under_test.add_request(0, SamplingParams(temperature=0), [1, 2], [])
     zeros, start = np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
     draft_spans = DraftSpans(start, start + 2, mx.array([3, -1]))
     with pytest.raises(ValueError, match=r"\(OnlyEven, ForceToken\) cannot be combined"):

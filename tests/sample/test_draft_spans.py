@@ -61,7 +61,7 @@ class Scene:
     def sampler(self, mode: str) -> Sampler:
         sampler = Sampler(V, len(self.params), logprobs_mode=mode)
         for req_idx, params in enumerate(self.params):
-            sampler.add(req_idx, params, self.prompts[req_idx], list(self.resumed[req_idx]))
+            sampler.add_request(req_idx, params, self.prompts[req_idx], list(self.resumed[req_idx]))
         return sampler
 
     def sample(
@@ -238,7 +238,7 @@ def test_drafts_do_not_change_the_law_of_unseeded_draws(distribution, assert_fol
     is_greedy = rng.permutation(num_reqs) < NUM_GREEDY
     sampler = Sampler(size, num_reqs, seed=5)
     for req_idx in range(num_reqs):
-        sampler.add(req_idx, greedy if is_greedy[req_idx] else random, prompt, [])
+        sampler.add_request(req_idx, greedy if is_greedy[req_idx] else random, prompt, [])
     output = continue_with_drafts(sampler, logits, num_reqs, length, prompt[-1], rng)
 
     def joint(params: SamplingParams) -> np.ndarray:
@@ -305,8 +305,8 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
     )
     sampler, alone = Sampler(V, 2), Sampler(V, 2)
     for req_idx in (0, 1):
-        sampler.add(req_idx, params, [], [])
-        alone.add(req_idx, params, [], [])
+        sampler.add_request(req_idx, params, [], [])
+        alone.add_request(req_idx, params, [], [])
     rng = np.random.default_rng(0)
     logits = mx.array(rng.normal(size=(4, V)).astype(np.float32))
     req_indices = np.array([0, 0, 0, 1], dtype=np.int32)
@@ -337,7 +337,7 @@ def test_contract_errors_name_the_cause():
     with pytest.raises(ValueError, match=r"draft_ids has shape \(2,\); draft_spans: 3 rows"):
         DraftSpans(np.array([0, 2], dtype=np.int32), lens, mx.zeros((2,), dtype=mx.int32))
     sampler = Sampler(V, 1)
-    sampler.add(0, SamplingParams(), [], [])
+    sampler.add_request(0, SamplingParams(), [], [])
     one = np.zeros(1, dtype=np.int32)
     with pytest.raises(ValueError, match="draft_spans have 2 rows; expected 1"):
         sampler.sample(mx.zeros((1, V)), one, one, draft_spans=spans_of([[4]]))

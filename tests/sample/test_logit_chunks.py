@@ -44,7 +44,7 @@ def test_memory_does_not_grow_with_the_rows():
         sampler = Sampler(vocab_size, num_rows)
         sampler.rows_at_once = most
         for req_idx in req_indices.tolist():
-            sampler.add(req_idx, params, [0], [])
+            sampler.add_request(req_idx, params, [0], [])
         mx.eval(logits)
         before = mx.get_active_memory()
         mx.reset_peak_memory()

@@ -34,7 +34,7 @@ def check(got: Logprobs, scores: np.ndarray, chosen: np.ndarray, num_logprobs: i
 def sample(mode: str, params: list[SamplingParams], grammar: GrammarMask | None = None):
     sampler = Sampler(V, 3, logprobs_mode=mode, seed=6)
     for req_idx, own in enumerate(params):
-        sampler.add(req_idx, own, [], [])
+        sampler.add_request(req_idx, own, [], [])
     return sampler.sample(mx.array(LOGITS), REQ_INDICES, ZEROS, grammar)
 
 

@@ -29,11 +29,11 @@ def test_tokens_never_fetched_still_count(distribution):
         for req_idx in range(num_reqs):
             if step == req_idx or step == req_idx + 8:  # the second arrival reuses the req_idx
                 if req_idx in holder:
-                    sampler.remove(req_idx)
+                    sampler.remove_request(req_idx)
                 setting = penalties[(req_idx + step) % len(penalties)]
                 params = SamplingParams(temperature=0, **setting)
                 prompt = rng.integers(0, V, 6).tolist()
-                sampler.add(req_idx, params, prompt, [])
+                sampler.add_request(req_idx, params, prompt, [])
                 holder[req_idx] = len(lives)
                 lives.append((params, prompt, []))
         here = [req_idx for req_idx in rng.permutation(num_reqs).tolist() if req_idx in holder]
@@ -79,7 +79,7 @@ def test_same_penalised_logits_as_vllm():
     for req_idx in range(3):
         own = {name: column[req_idx] for name, column in columns.items()}
         params = SamplingParams(temperature=0, logprobs=-1, **own)
-        sampler.add(req_idx, params, prompts[req_idx].tolist(), outputs[req_idx].tolist())
+        sampler.add_request(req_idx, params, prompts[req_idx].tolist(), outputs[req_idx].tolist())
     req_indices = np.arange(3, dtype=np.int32)
     out = sampler.sample(mx.array(logits), req_indices, np.full_like(req_indices, 15))
     lists = out.logprobs.to_lists()

@@ -2,6 +2,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from peaks import least_peak
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -35,7 +36,7 @@ def draw_many(params: SamplingParams, allowed: list[int] | None = None) -> np.nd
     for _ in range(2):
         req_indices = np.arange(NUM_DRAWS // 2, dtype=np.int32)
         for req_idx in req_indices.tolist():
-            sampler.add(req_idx, params, PROMPT, list(OUTPUT))
+            sampler.add_request(req_idx, params, PROMPT, list(OUTPUT))
         grammar = None
         if allowed is not None:
             grammar = GrammarMask(req_indices, np.tile(bitmask(allowed), (len(req_indices), 1)))
@@ -43,7 +44,7 @@ def draw_many(params: SamplingParams, allowed: list[int] | None = None) -> np.nd
         out = sampler.sample(logits, req_indices, np.full_like(req_indices, len(OUTPUT)), grammar)
         draws.append(np.array(out.token_ids))
         for req_idx in req_indices.tolist():
-            sampler.remove(req_idx)
+            sampler.remove_request(req_idx)
     return np.bincount(np.concatenate(draws), minlength=V)
 
 
@@ -114,10 +115,10 @@ def test_a_request_inherits_nothing_from_the_one_before_it(setting, newcomer):
     sampler = Sampler(V, 2, logprobs_mode="processed_logits")
     logits = mx.array(np.stack([LOGITS] * 2))
     for req_idx in (0, 1):
-        sampler.add(req_idx, SamplingParams(**setting), PROMPT, list(OUTPUT))
+        sampler.add_request(req_idx, SamplingParams(**setting), PROMPT, list(OUTPUT))
     sampler.sample(logits, rows(0, 1), rows(5, 5))
-    sampler.remove(0)
-    sampler.add(0, SamplingParams(**newcomer, logprobs=-1), PROMPT, list(OUTPUT))
+    sampler.remove_request(0)
+    sampler.add_request(0, SamplingParams(**newcomer, logprobs=-1), PROMPT, list(OUTPUT))
     lists = sampler.sample(logits, rows(0, 1), rows(5, 6)).logprobs.to_lists()
     assert lists.logprob_token_ids[0, 1:].tolist() == TOP
     assert lists.logprobs[0, 1:].tolist() == LOGITS[TOP].tolist()
@@ -149,7 +150,7 @@ def test_seeded_request_draws_the_same_alone_and_in_a_batch():
     own = rng.normal(size=(num_steps, wide)).astype(np.float32)
 
     alone = Sampler(wide, 1, seed=1)
-    alone.add(0, seeded, [1, 2], [])
+    alone.add_request(0, seeded, [1, 2], [])
     expected = generate(alone, own[:, None], rows(0), num_steps)[:, 0]
     assert len(set(expected.tolist())) > num_steps // 2
 
@@ -163,7 +164,7 @@ def test_seeded_request_draws_the_same_alone_and_in_a_batch():
     batch = Sampler(wide, 16, seed=99)
     req_indices = rng.permutation(16).astype(np.int32)
     for row, req_idx in enumerate(req_indices.tolist()):
-        batch.add(req_idx, seeded if row == 11 else others[row % 5], [1, 2], [])
+        batch.add_request(req_idx, seeded if row == 11 else others[row % 5], [1, 2], [])
     logits = rng.normal(size=(num_steps, 16, wide)).astype(np.float32)
     logits[:, 11] = own
     assert generate(batch, logits, req_indices, num_steps)[:, 11].tolist() == expected.tolist()
@@ -176,11 +177,11 @@ def test_resumed_seeded_request_goes_on_with_the_same_tokens():
     )
     logits = rng.normal(size=(10, 1, 12)).astype(np.float32)
     sampler = Sampler(12, 2)
-    sampler.add(0, params, [3], [])
+    sampler.add_request(0, params, [3], [])
     expected = generate(sampler, logits, rows(0), 10)[:, 0].tolist()
 
-    sampler.remove(0)
-    sampler.add(1, params, [3], expected[:4])
+    sampler.remove_request(0)
+    sampler.add_request(1, params, [3], expected[:4])
     resumed = [
         sampler.sample(mx.array(logits[i]), rows(1), rows(i)).token_ids.item() for i in range(4, 10)
     ]
@@ -190,7 +191,7 @@ def test_resumed_seeded_request_goes_on_with_the_same_tokens():
 def test_engine_seed_decides_unseeded_draws():
     def draws(seed: int) -> list[int]:
         sampler = Sampler(V, 1, seed=seed)
-        sampler.add(0, SamplingParams(), [], [])
+        sampler.add_request(0, SamplingParams(), [], [])
         return generate(sampler, np.zeros((20, 1, V), np.float32), rows(0), 20)[:, 0].tolist()
 
     assert draws(3) == draws(3)
@@ -203,7 +204,9 @@ def test_greedy_rows_take_the_argmax_beside_random_ones(dtype):
     sampler = Sampler(V, 6)
     for req_idx in range(6):
         greedy = req_idx % 2 == 0
-        sampler.add(req_idx, SamplingParams(temperature=0 if greedy else 2.0, top_p=0.99), [], [])
+        sampler.add_request(
+            req_idx, SamplingParams(temperature=0 if greedy else 2.0, top_p=0.99), [], []
+        )
     req_indices = np.arange(6, dtype=np.int32)
     best = np.array(mx.argmax(logits, axis=-1))
     varied = set()
@@ -218,9 +221,9 @@ def test_greedy_rows_take_the_argmax_beside_random_ones(dtype):
 
 def test_rows_follow_their_request_indices_not_their_position():
     sampler = Sampler(V, 8)
-    sampler.add(5, SamplingParams(temperature=0, logit_bias={9: 100}), [], [])
-    sampler.add(2, SamplingParams(temperature=0, allowed_token_ids=[4]), [], [])
-    sampler.add(7, SamplingParams(temperature=0, _bad_words_token_ids=[[TOP[0]]]), [], [])
+    sampler.add_request(5, SamplingParams(temperature=0, logit_bias={9: 100}), [], [])
+    sampler.add_request(2, SamplingParams(temperature=0, allowed_token_ids=[4]), [], [])
+    sampler.add_request(7, SamplingParams(temperature=0, _bad_words_token_ids=[[TOP[0]]]), [], [])
     logits = mx.array(np.stack([LOGITS] * 3))
     for order, expected in [((5, 2, 7), [9, 4, TOP[1]]), ((7, 5, 2), [TOP[1], 9, 4])]:
         out = sampler.sample(logits, rows(*order), rows(0, 0, 0))
@@ -233,8 +236,8 @@ def test_min_tokens_gives_way_when_a_grammar_leaves_only_stop_tokens():
         temperature=0, min_tokens=3, stop_token_ids=[8, 9], structured_outputs=grammar
     )
     sampler = Sampler(V, 2)
-    sampler.add(0, params, [], [])
-    sampler.add(1, params, [], [])
+    sampler.add_request(0, params, [], [])
+    sampler.add_request(1, params, [], [])
     mask = np.stack([bitmask([8]), bitmask([8, 20])])
     out = sampler.sample(mx.zeros((2, V)), rows(0, 1), rows(0, 0), GrammarMask(rows(0, 1), mask))
     assert out.token_ids.tolist() == [8, 20]
@@ -251,7 +254,7 @@ def test_token_ids_outside_the_vocabulary_change_nothing():
         _bad_words_token_ids=[[V + 2], [10**6, TOP[0]]],
     )
     sampler = Sampler(V, 1)
-    sampler.add(0, params, [V + 7, 10**9], [])
+    sampler.add_request(0, params, [V + 7, 10**9], [])
     out = sampler.sample(mx.array(LOGITS)[None], rows(0), rows(0))
     assert out.token_ids.item() == TOP[0]
 
@@ -266,7 +269,7 @@ def test_a_step_with_everything_on_evaluates_nothing(span):
     req_indices = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
     before = 5 + np.arange(num_rows, dtype=np.int32) % span
     for req_idx in range(len(lens)):
-        sampler.add(req_idx, params, PROMPT, list(OUTPUT))
+        sampler.add_request(req_idx, params, PROMPT, list(OUTPUT))
     mask = GrammarMask(rows(0, 1), np.full((2, wide // 32), -1, dtype=np.int32))
 
     def sample(logits: mx.array, draft_ids: mx.array) -> SamplerOutput:
@@ -289,28 +292,30 @@ def test_a_step_with_everything_on_evaluates_nothing(span):
 
 
 def test_no_parameter_needs_more_memory_than_the_heaviest():
-    """The peak while a step is sampled, in multiples of its logits; the memory profile relies on
-    that of `heaviest`. A quarter is left for MLX, which allocates for more or fewer operations
-    ahead of the CPU from run to run."""
+    """The memory profile relies on the peak of `heaviest`, here in multiples of the logits.
+
+    A tenth is left for the order in which MLX evaluates a smaller graph: it may hold one array for
+    longer (6.5 of penalties alone, 6.0 of the heaviest).
+    """
     num_rows, wide = 16, 16_384
+    logits = mx.zeros((num_rows, wide))
+    mx.eval(logits)
+    req_indices = np.arange(num_rows, dtype=np.int32)
 
     def peak(params: SamplingParams) -> float:
-        sampler = Sampler(wide, num_rows)
-        for req_idx in range(num_rows):
-            sampler.add(req_idx, params, PROMPT, list(OUTPUT))
-        logits = mx.zeros((num_rows, wide))
-        mx.eval(logits)
-        at_rest = mx.get_active_memory()
-        mx.reset_peak_memory()
-        req_indices = np.arange(num_rows, dtype=np.int32)
-        out = sampler.sample(logits, req_indices, np.full_like(req_indices, len(OUTPUT)))
-        mx.eval(list(out.arrays()))
-        return (mx.get_peak_memory() - at_rest) / logits.nbytes
+        def sample() -> None:
+            sampler = Sampler(wide, num_rows)
+            for req_idx in range(num_rows):
+                sampler.add_request(req_idx, params, PROMPT, list(OUTPUT))
+            out = sampler.sample(logits, req_indices, np.full_like(req_indices, len(OUTPUT)))
+            mx.eval(list(out.arrays()))
+
+        return least_peak(sample) / logits.nbytes
 
     heaviest = peak(SamplingParams(**Sampler(wide, 1).heaviest(), logprobs=3))
     assert heaviest > 2 * peak(SamplingParams(logprobs=3))
     for name, setting in SETTINGS.items():
-        assert peak(SamplingParams(**setting, logprobs=3)) < 1.25 * heaviest, name
+        assert peak(SamplingParams(**setting, logprobs=3)) <= 1.1 * heaviest, name
 
 
 def test_empty_step():
@@ -324,8 +329,8 @@ def test_contract_errors_name_the_cause():
     with pytest.raises(ValueError, match="logprobs_mode is 'raw'"):
         Sampler(V, 1, logprobs_mode="raw")
     sampler = Sampler(V, 1)
-    sampler.add(0, SamplingParams(), [], [])
+    sampler.add_request(0, SamplingParams(), [], [])
     with pytest.raises(ValueError, match="req_idx 0 already"):
-        sampler.add(0, SamplingParams(), [], [])
+        sampler.add_request(0, SamplingParams(), [], [])
     with pytest.raises(ValueError, match="logits have shape"):
         sampler.sample(mx.zeros((1, V + 1)), rows(0), rows(0))

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_write, paged_attention
+from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Tiles
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
@@ -21,7 +22,7 @@ from vllm_metal.kv_cache.layer_state import StepLayout
 class KernelPlan:
     """A step of one group and kind of layer."""
 
-    slot_mapping: mx.array  # [max(T, 8)] int32
+    slot_mapping: mx.array  # [max(T, MIN_ELEMENTS)] int32
     attention: AttentionPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
@@ -148,5 +149,5 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
 
 def _padded(slots: np.ndarray) -> mx.array:
-    """At least eight slots: for fewer elements a kernel would need another signature."""
-    return mx.array(np.pad(slots, (0, max(0, 8 - len(slots))), constant_values=-1))
+    """At least MIN_ELEMENTS slots: for fewer a kernel would have another signature."""
+    return mx.array(np.pad(slots, (0, max(0, MIN_ELEMENTS - len(slots))), constant_values=-1))

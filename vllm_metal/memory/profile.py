@@ -71,7 +71,7 @@ def profile_sampling(config: VllmConfig, vocab_size: int, rows: int) -> None:
     most_logprobs = min(max(model.max_logprobs, 0), vocab_size) or None
     params = SamplingParams(**sampler.heaviest(), logprobs=most_logprobs)
     for req_idx in range(rows):
-        sampler.add(req_idx, params, [0], [])
+        sampler.add_request(req_idx, params, [0], [])
     logits = mx.zeros((rows, vocab_size), mlx_dtype(config))
     sampled = sampler.sample(logits, np.arange(rows), np.zeros(rows, np.int32))
     mx.eval(sampled.token_ids, sampled.logprobs.arrays() if sampled.logprobs else ())

@@ -43,12 +43,12 @@ class CompactBatch:
     def __len__(self) -> int:
         return len(self._parameters)
 
-    def add(
+    def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> None:
         self._waiting[req_idx] = (params, list(prompt), output)
 
-    def remove(self, req_idx: int) -> None:
+    def remove_request(self, req_idx: int) -> None:
         if self._waiting.pop(req_idx, None) is not None:
             return
         index = self._index_of.pop(req_idx, None)
@@ -131,16 +131,16 @@ class CustomProcessors:
         """Whether some processors never change the most likely token."""
         return bool(self._processors.argmax_invariant)
 
-    def add(
+    def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> None:
         """Keeps `output` by reference: its owner appends to it, and processors read it."""
         self._outputs[req_idx] = output
-        self._batch.add(req_idx, params, prompt, output)
+        self._batch.add_request(req_idx, params, prompt, output)
 
-    def remove(self, req_idx: int) -> None:
+    def remove_request(self, req_idx: int) -> None:
         self._outputs.pop(req_idx, None)
-        self._batch.remove(req_idx)
+        self._batch.remove_request(req_idx)
 
     def begin_step(self, step: Step) -> None:
         """Tells the processors which requests came and went.
@@ -194,11 +194,11 @@ class ChangingProcessors(SamplingStage):
     def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> bool:
-        self._custom.add(req_idx, params, prompt, output)
+        self._custom.add_request(req_idx, params, prompt, output)
         return True
 
     def remove_request(self, req_idx: int) -> None:
-        self._custom.remove(req_idx)
+        self._custom.remove_request(req_idx)
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         self._custom.begin_step(step)

@@ -144,7 +144,7 @@ class Sampler:
         calls `sample`: only with custom processors. Steps cannot overlap then."""
         return self._has_custom
 
-    def add(
+    def add_request(
         self,
         req_idx: int,
         params: SamplingParams,
@@ -171,7 +171,7 @@ class Sampler:
             ],
         )
 
-    def remove(self, req_idx: int) -> None:
+    def remove_request(self, req_idx: int) -> None:
         """Empties a req_idx (finished or preempted request); an empty req_idx stays empty."""
         self._occupied.discard(req_idx)
         for part in self._parts:

@@ -20,7 +20,8 @@ from vllm_metal.spec_decode.speculator import Speculator
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-    from vllm_metal.models.executor import ModelExecutor, PagedLayers
+    from vllm_metal.models.executor import ModelExecutor
+    from vllm_metal.models.paged_layers import PagedLayers
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class ModelRunner:
         """Takes the scheduler's news: requests that came, went, resumed, or got on."""
         left, entered = self._requests.apply(scheduler_output)
         for state in left:
-            self._sampler.remove(state.req_idx)
+            self._sampler.remove_request(state.req_idx)
             if self._speculator is not None:
                 self._speculator.forget_request(state.req_idx)
         for state in entered:
             if self._speculator is not None:
                 self._speculator.begin_request(state)
-            self._sampler.add(
+            self._sampler.add_request(
                 state.req_idx,
                 state.sampling_params,
                 state.prompt_token_ids,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
-    from vllm_metal.models.executor import PagedLayers
+    from vllm_metal.models.paged_layers import PagedLayers
 
 
 class StepHooks:

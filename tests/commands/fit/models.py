@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 
 from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import Model
-from vllm_metal.memory import planner
 
 BASE = {
     "hidden_size": 128,
@@ -119,17 +118,3 @@ def settings(folder, dtype, **changes):
 def read(folder, dtype):
     content = json.loads((folder / "config.json").read_text())
     return Model.read(folder, content["model_type"], dtype)
-
-
-def least_peak(run):
-    """Bytes that a run takes where MLX waits for each operation.
-
-    Its CPU backend counts only every tenth of the tasks that it waits for
-    (mlx/backend/cpu/encoder.h), so that memory may come back some operations late. The runs begin
-    at different counts, and the least of them is the one that was waited for.
-    """
-    peaks = []
-    for _ in range(10):
-        mx.eval(mx.ones(1) + 1)  # moves the count on
-        peaks.append(planner.peak_of(run))
-    return min(peaks)

@@ -3,8 +3,8 @@
 
 import mlx.core as mx
 import pytest
-from commands.fit.models import least_peak
 from mlx_lm.models import activations
+from peaks import least_peak
 
 from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak

@@ -4,7 +4,8 @@
 import mlx.core as mx
 import pytest
 import torch
-from commands.fit.models import MODELS, least_peak, read, settings
+from commands.fit.models import MODELS, read, settings
+from peaks import least_peak
 
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.commands.fit.step import step_peak

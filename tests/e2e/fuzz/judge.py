@@ -149,8 +149,8 @@ class _Alone:
         """The token after `output`, from its logits [V]."""
         if self._sampler is None:
             return int(row.argmax())
-        self._sampler.remove(0)
-        self._sampler.add(0, self._params, self._prompt, list(output))
+        self._sampler.remove_request(0)
+        self._sampler.add_request(0, self._params, self._prompt, list(output))
         req_idx, length = np.zeros(1, np.int32), np.array([len(output)], np.int32)
         return int(self._sampler.sample(mx.array(row)[None], req_idx, length).token_ids.item())
 
