@@ -36,7 +36,7 @@ def serve(llm, prompts):
 
 #: Where a step can fail: while it is laid out, when the device gets it, when its tokens are due.
 PLACES = {
-    "laid out": (ModelExecutor, "forward"),
+    "laid out": (ModelExecutor, "forward_hidden"),
     "handed over": (mx, "async_eval"),
     "awaited": (StepOutput, "token_ids"),
 }
@@ -78,7 +78,7 @@ def test_an_engine_that_only_fails_gives_up(tiny, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(ModelExecutor, "forward", fail)
+    monkeypatch.setattr(ModelExecutor, "forward_hidden", fail)
     with (
         engine(tiny, max_model_len=128, max_num_seqs=1) as llm,
         pytest.raises(RuntimeError, match="no device"),
