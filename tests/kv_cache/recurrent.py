@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_metal.attention.layers import PROBES, Probe
 from vllm_metal.kv_cache import formats
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, StepScope
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 
 def recur(x, decay, state):

@@ -22,13 +22,8 @@ from metal_kernels.selfcheck import Case
 from vllm_metal.attention.paged_cache import PagedCache
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache, TrialPlan, row_bytes
-from vllm_metal.kv_cache.layer_state import (
-    LayerState,
-    StatefulLayer,
-    StepBounds,
-    StepLayout,
-    StepScope,
-)
+from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers.
 _KERNELS = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.kv_cache.layer_state import StatefulLayer
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 __all__ = ["PROBES", "AttentionLayer", "Probe", "attention_layers"]
 

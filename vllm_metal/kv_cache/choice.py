@@ -19,7 +19,7 @@ from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_cache.layer_state import StatefulLayer
+    from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 logger = init_logger(__name__)
 

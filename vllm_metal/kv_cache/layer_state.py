@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of what layers keep between steps: one description and one storage for each layer.
+"""What a layer keeps between steps: its storage, and the layers' part of a step.
 
-A `StatefulLayer` describes a layer as it was read off a model. It names the layer's vLLM spec,
-makes its storage, and says what the layer costs. A `LayerState` is that storage: arrays in which
-every block of the pool has a place. A `StepScope` holds what layers share of one step.
+A `LayerState` is the storage: arrays in which every block of the pool has a place. A `StepScope`
+holds what layers share of one step. `StatefulLayer` (stateful_layer.py) describes the layer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.layout import RaggedLayout
 from metal_kernels.pace import Pace
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-
-    from metal_kernels.selfcheck import Case
-    from vllm_metal.kv_cache.layer_cache import LayerKVCache
 
 #: What a kind of layer makes of a step's layout, for its storage.
 PlanT = TypeVar("PlanT")
@@ -204,116 +197,3 @@ class LayerState(ABC):
         found = [(array.shape, array.dtype) for array in arrays]
         if found != expected:
             raise ValueError(f"arrays: expected {expected} as exported, found {found}")
-
-
-@dataclass(frozen=True)
-class StatefulLayer(ABC):
-    """A layer that keeps something between steps, as it was read off a model."""
-
-    name: str  # "layers.N", as vLLM's KV cache groups list it
-
-    @property
-    @abstractmethod
-    def kind(self) -> Hashable:
-        """All but the name that tells layers apart: layers of one kind and group share plans."""
-
-    @property
-    @abstractmethod
-    def memory(self) -> Hashable:
-        """What layers must have in common to share a storage, for any one pool."""
-
-    @property
-    @abstractmethod
-    def context(self) -> Hashable:
-        """What of its context a layer keeps; vLLM puts layers that differ into several groups."""
-
-    @abstractmethod
-    def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
-        """The layer as vLLM's scheduler sees it.
-
-        Args:
-            block_size: tokens of a block.
-            elements: dtype of K and V in the pool: the model's, or uint8 or int8 for codes.
-            whole_context: keep all of it, so that layers with different windows form one group;
-                a layer that has no such form gives its own.
-        """
-
-    @abstractmethod
-    def allocate(
-        self,
-        num_blocks: int,
-        block_size: int,
-        elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
-    ) -> LayerState:
-        """The storage, of zeros; only layers of K/V make it a `kv_cache_type`."""
-
-    @abstractmethod
-    def scope(self, state: LayerState) -> StepScope:
-        """Of this layer's kind.
-
-        Args:
-            state: storage of one of the kind's layers, which stands for all.
-        """
-
-    @abstractmethod
-    def cache(self, state: LayerState, scope: StepScope) -> Any:
-        """Stands where the model expects mlx-lm's cache of this layer, for one network."""
-
-    def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
-        """Why our kernels cannot serve the layer; None where they can, or are not asked to.
-
-        Args:
-            dtype: of the model's queries.
-            block_size: of the pool.
-        """
-        return None
-
-    def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
-        """What the layer asks of our kernels, to be checked before it is served by them."""
-        return []
-
-    def trials(
-        self,
-        dtype: mx.Dtype,
-        elements: mx.Dtype,
-        block_size: int,
-        kv_cache_type: type[LayerKVCache],
-    ) -> Iterable[tuple[Hashable, Callable[[], mx.array]]]:
-        """Small launches that compile, between them, all kernels that the layer may ever launch.
-
-        Each has a key; of launches with one key any may stand for all.
-        """
-        return ()
-
-    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
-        """Whether a longer context takes more memory in a step, beside the pool: see `profile`."""
-        return False
-
-    def profile(
-        self,
-        context: int,
-        bounds: StepBounds,
-        dtype: mx.Dtype,
-        elements: mx.Dtype,
-        kv_cache_type: type[LayerKVCache],
-    ) -> None:
-        """Runs the layer's largest calls over so long a context, for the peak of MLX's memory.
-
-        Args:
-            context: tokens of a request.
-            bounds: of a step.
-            dtype: of the model's queries.
-            elements: dtype of K and V in the pool.
-            kv_cache_type: see `allocate`.
-        """
-        return
-
-
-@dataclass(frozen=True)
-class StepBounds:
-    """What a step may hold at most."""
-
-    num_tokens: int
-    max_num_seqs: int
-    block_size: int

@@ -11,7 +11,8 @@ import mlx.core as mx
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

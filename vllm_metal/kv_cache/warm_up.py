@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     from vllm_metal.kv_cache.layer_cache import LayerKVCache
-    from vllm_metal.kv_cache.layer_state import StatefulLayer
+    from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 
 def compile_kernels(

@@ -36,7 +36,7 @@ from vllm_metal.vllm_patches.kv_cache_planning import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_metal.kv_cache.layer_state import StatefulLayer
+    from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 logger = init_logger(__name__)
 

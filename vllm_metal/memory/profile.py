@@ -16,7 +16,7 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.formats import pool_dtype
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import StatefulLayer, StepBounds
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts

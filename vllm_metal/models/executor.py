@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 

@@ -13,7 +13,8 @@ import numpy as np
 from metal_kernels.pace import Pace
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer, StepLayout, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 
 class PagedLayers:

@@ -12,7 +12,8 @@ import numpy as np
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates

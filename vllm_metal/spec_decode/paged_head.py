@@ -14,7 +14,8 @@ from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers

@@ -14,7 +14,8 @@ import numpy as np
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StatefulLayer
+from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 

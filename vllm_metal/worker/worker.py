@@ -16,8 +16,8 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step

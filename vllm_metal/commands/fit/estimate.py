@@ -24,9 +24,9 @@ from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import StatefulLayer
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import kv_cache_specs
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import Beside, Needs, at_work, quantised_share, settings_of

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import StatefulLayer
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.settings import envs
