@@ -43,7 +43,10 @@ PROMPT = "Repeat exactly, three times: the quick brown fox jumps over the lazy d
 #: Phase by the calls it is spent in; a call within another counts for itself only.
 PHASES = {
     "draft: its passes": [(DraftModelProposer, "propose")],
-    "target: layout and graph": [(ModelExecutor, "forward")],
+    "target: layout and graph": [
+        (ModelExecutor, "forward_hidden"),
+        (ModelExecutor, "compute_logits"),
+    ],
     "sampling: graph": [(Sampler, "sample")],
     "device: target and sampling": [
         (mx, "async_eval"),

@@ -9,7 +9,6 @@ function, on a Mac, or another of the same signature, such as the interpreter's,
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,8 +97,8 @@ def interpreter() -> Compiler:
         if missing.name != "metal_interpreter":
             raise
         raise RuntimeError(
-            "Running kernels on a CPU needs the extra `interpreter`, which is not installed; in a "
-            f"clone of vllm-metal's repository: {sys.executable} -m pip install ./interpreter"
+            "running kernels on a CPU needs the package metal_interpreter (the extra "
+            "`interpreter`), which is not installed"
         ) from missing
     return metal_kernel
 

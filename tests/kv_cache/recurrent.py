@@ -14,7 +14,8 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_metal.attention.layers import PROBES, Probe
+from vllm_metal.attention.layers import PROBES
+from vllm_metal.attention.probe import Probe
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_state import LayerState, StepScope
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer

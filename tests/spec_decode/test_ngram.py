@@ -82,7 +82,7 @@ def test_agrees_with_vllm_token_for_token(vllm_ngram, text, lengths):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_index_kept_over_steps_finds_what_a_fresh_look_does(data):
-    """Texts that grow by several tokens a step, in req_indices that change hands."""
+    """Texts that grow by several tokens a step, in rows that change hands."""
     min_n = data.draw(st.integers(1, 3))
     max_n = data.draw(st.integers(min_n, 5))
     proposer = NgramProposer(min_n, max_n, num_drafts=3)

@@ -136,6 +136,12 @@ def test_a_step_whose_result_is_dropped_tells_of_transfers():
     assert dropped.kv_connector_output.finished_recving == {"transfer 2"}
 
 
+def test_transfers_end_before_the_engine_does():
+    runner, calls = make()
+    runner.close()
+    assert calls[1:] == ["pool goes"]
+
+
 def test_transfers_end_before_an_engine_sleeps():
     runner, calls = make()
     runner.release_pool()

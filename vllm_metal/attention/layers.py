@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,23 +11,11 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from vllm_metal.attention.attention_layer import AttentionLayer
+from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
-__all__ = ["PROBES", "AttentionLayer", "Probe", "attention_layers"]
-
-
-class Probe(ABC):
-    """Stands where the model expects a layer's cache, and notes what the layer does with it."""
-
-    @abstractmethod
-    def layer(self, name: str) -> StatefulLayer:
-        """What was noted, once a forward has been built.
-
-        Raises:
-            NotImplementedError: the layer cannot be served; the message goes on after the name of
-                the model's type.
-        """
+__all__ = ["PROBES", "AttentionLayer", "attention_layers"]
 
 
 class _AttentionProbe(AttendingCache, Probe):
@@ -111,6 +98,11 @@ def attention_layers(
         placed = [_probe(cache, probes) for cache in make_prompt_cache(model)]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+    if len(placed) != len(model.layers):
+        raise NotImplementedError(
+            f"model_type {model_type!r} has {len(model.layers)} layers that share the K/V of "
+            f"{len(placed)}, which the paged path does not serve"
+        )
     try:
         model(mx.zeros((1, 1), mx.int32), cache=placed)
     except Exception as error:

@@ -157,14 +157,14 @@ def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> m
 
 def _prompt_rows(
     requests: Requests,
-    states: list[RequestState],
+    scheduled_requests: list[RequestState],
     computed: np.ndarray,
     query_start_loc: np.ndarray,
     sampling: np.ndarray,
 ) -> tuple[PromptRows, ...]:
     """Prompt rows that predict another prompt token, for requests whose prompt logprobs are due."""
     found = []
-    for index, state in enumerate(states):
+    for index, state in enumerate(scheduled_requests):
         if state.prompt_logprobs is None:
             continue
         first, start = int(computed[index]), int(query_start_loc[index])

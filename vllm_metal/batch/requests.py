@@ -109,7 +109,8 @@ class Requests:
             given one, new or resumed. One of the latter may have the req_idx of one of the former.
         """
         left = [self.remove_request(req_id) for req_id in scheduler_output.finished_req_ids]
-        left += [self.preempt_request(x) for x in scheduler_output.preempted_req_ids or ()]
+        preempted = scheduler_output.preempted_req_ids or ()
+        left += [self.preempt_request(req_id) for req_id in preempted]
         entered = [self.add_request(data) for data in scheduler_output.scheduled_new_reqs]
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):

@@ -16,7 +16,7 @@ from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.settings import envs
+from vllm_metal.settings import envs, extras
 
 if TYPE_CHECKING:
     from vllm_metal.kv_cache.stateful_layer import StatefulLayer
@@ -54,7 +54,13 @@ def kv_cache_type(
         raise ValueError("VLLM_METAL_KERNELS=interpret needs VLLM_METAL_DEVICE=cpu")
     reasons = {layer.unsupported(dtype, block_size) for layer in layers} - {None}
     if wanted == "interpret":
-        kernel.use(kernel.interpreter())
+        try:
+            kernel.use(kernel.interpreter())
+        except RuntimeError as error:
+            raise ValueError(
+                f"VLLM_METAL_KERNELS=interpret: {error}; install it by "
+                f"{extras.install_advice('interpreter')}"
+            ) from error
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)

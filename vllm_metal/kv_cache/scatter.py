@@ -89,7 +89,9 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     def attend(
         self, plan: ScatterPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        keys, values = map(self._as_held, self._pending[-1][1:])  # of the layer that wrote last
+        slots, *written = self._pending[-1]
+        assert slots is plan.slot_mapping  # a layer attends right after it has written its K/V
+        keys, values = map(self._as_held, written)
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
         return reference.run(

@@ -64,8 +64,8 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     if advice:
         advice = f"Any one of these makes it fit:\n{advice}"
     else:
-        taken = _taken_beyond_the_share(measured, settings)
-        close = f"close other programs, which hold {_up(taken):.2f} GiB, and " if taken else ""
+        in_use = _in_use_beyond_the_share(measured, settings)
+        close = f"close other programs, which hold {_up(in_use):.2f} GiB, and " if in_use else ""
         advice = f"No one setting makes it fit: {close}take a smaller model, or more memory"
     raise BudgetError(f"{problem}:\n{budget.table()}\n{advice}")
 
@@ -115,12 +115,12 @@ def _other_pool(now: Change) -> Iterator[Change]:
 
 
 def _less_elsewhere(now: Change) -> Iterator[Change]:
-    taken = now.measured.in_use - now.measured.other_engines
+    in_use = now.measured.in_use - now.measured.other_engines
     missing = _missing(now)
-    if 0 < missing <= taken and now.settings.asked is None:
+    if 0 < missing <= in_use and now.settings.asked is None:
         yield replace(
             now,
-            advice=f"close other programs: they hold {taken / GIB:.2f} GiB, and "
+            advice=f"close other programs: they hold {in_use / GIB:.2f} GiB, and "
             f"{_up(missing):.2f} are missing",
             measured=replace(now.measured, in_use=now.measured.in_use - missing),
         )
@@ -184,13 +184,13 @@ def _quantised_cache(now: Change) -> Iterator[Change]:
 
 def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
     """Both, where others have taken so much that neither is enough."""
-    taken = _taken_beyond_the_share(now.measured, now.settings)
-    measured = replace(now.measured, in_use=now.measured.in_use - taken)
+    in_use = _in_use_beyond_the_share(now.measured, now.settings)
+    measured = replace(now.measured, in_use=now.measured.in_use - in_use)
     tokens = longest(measured, now.settings, now.request)
-    if taken and tokens and not now.settings.fitted:
+    if in_use and tokens and not now.settings.fitted:
         yield replace(
             now,
-            advice=f"close other programs that hold {_up(taken):.2f} GiB, and "
+            advice=f"close other programs that hold {_up(in_use):.2f} GiB, and "
             f"--max-model-len {tokens}, together",
             measured=measured,
             settings=replace(now.settings, max_model_len=tokens),
@@ -225,7 +225,7 @@ def _smaller_model(now: Change) -> Iterator[Change]:
         )
 
 
-def _taken_beyond_the_share(measured: Measured, settings: Settings) -> int:
+def _in_use_beyond_the_share(measured: Measured, settings: Settings) -> int:
     """Bytes that would be this engine's, were they not in use by other programs."""
     if settings.asked is not None:
         return 0

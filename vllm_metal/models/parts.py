@@ -18,7 +18,15 @@ class _Call:
 
     embeddings: mx.array | None = None  # in place of what the embedding would compute
     hidden_states: mx.array | None = None  # in place of what the decoder would compute
-    seen: mx.array | None = None  # what the decoder returned
+    stops: bool = False  # the call ends once the decoder has returned
+
+
+class _DecoderReturned(Exception):
+    """Ends a call of the model before its head."""
+
+    def __init__(self, hidden_states: mx.array) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states
 
 
 class ModelParts:
@@ -66,12 +74,13 @@ class ModelParts:
         """
         if embeddings is not None and self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
-        self._call = call = _Call(embeddings=embeddings)
+        self._call = _Call(embeddings=embeddings, stops=True)
         try:
-            out = self.model(input_ids[:, None], cache=caches)  # MLX is lazy: the head never runs
+            return self.model(input_ids[:, None], cache=caches)
+        except _DecoderReturned as returned:
+            return returned.hidden_states
         finally:  # a call that fails must leave nothing for the next one
             self._call = _Call()
-        return out if call.seen is None else call.seen
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, V] logits of [N, 1, H], rows of what `forward_hidden` gave."""
@@ -97,7 +106,8 @@ class ModelParts:
     def _show(self, hidden_states: mx.array) -> mx.array:
         if self._observer is not None:
             self._observer(hidden_states)
-        self._call.seen = hidden_states
+        if self._call.stops:
+            raise _DecoderReturned(hidden_states)
         return hidden_states
 
     @property

@@ -35,13 +35,13 @@ class CompactBatch:
     """
 
     def __init__(self) -> None:
-        self._parameters: list[int | None] = []
+        self._req_idx_at: list[int | None] = []  # by batch index; None: a hole
         self._index_of: dict[int, int] = {}
         self._waiting: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
         self._builder = BatchUpdateBuilder()
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self._req_idx_at)
 
     def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
@@ -53,7 +53,7 @@ class CompactBatch:
             return
         index = self._index_of.pop(req_idx, None)
         if index is not None:
-            self._parameters[index] = None
+            self._req_idx_at[index] = None
             self._builder.removed_append(index)
 
     def notify(self, processors: LogitsProcessors) -> None:
@@ -61,13 +61,13 @@ class CompactBatch:
         for req_idx, (params, prompt, output) in self._waiting.items():
             index = self._builder.pop_removed()
             if index is None:
-                index = len(self._parameters)
-                self._parameters.append(None)
+                index = len(self._req_idx_at)
+                self._req_idx_at.append(None)
             self._place(req_idx, index)
             self._builder.added.append((index, params, prompt, output))
         self._waiting.clear()
         self._fill_holes()
-        update = self._builder.get_and_reset(len(self._parameters))
+        update = self._builder.get_and_reset(len(self._req_idx_at))
         for processor in processors.all:
             processor.update_state(update)
 
@@ -79,21 +79,21 @@ class CompactBatch:
 
     def _fill_holes(self) -> None:
         while True:
-            while self._parameters and self._parameters[-1] is None:
-                self._parameters.pop()
+            while self._req_idx_at and self._req_idx_at[-1] is None:
+                self._req_idx_at.pop()
             hole = self._builder.peek_removed()
-            if hole is None or hole >= len(self._parameters):
+            if hole is None or hole >= len(self._req_idx_at):
                 return
-            last = len(self._parameters) - 1
-            req_idx = self._parameters[last]
+            last = len(self._req_idx_at) - 1
+            req_idx = self._req_idx_at[last]
             assert req_idx is not None
             self._builder.pop_removed()
             self._builder.moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
-            self._parameters[last] = None
+            self._req_idx_at[last] = None
             self._place(req_idx, hole)
 
     def _place(self, req_idx: int, index: int) -> None:
-        self._parameters[index] = req_idx
+        self._req_idx_at[index] = req_idx
         self._index_of[req_idx] = index
 
 

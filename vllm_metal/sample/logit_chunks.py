@@ -22,7 +22,7 @@ def rows_at_once(vocab_size: int) -> int:
 def logit_chunks(
     num_rows: int, draft_spans: DraftSpans | None, most: int
 ) -> Iterator[tuple[slice, DraftSpans | None]]:
-    """Yields the rows of each chunk and their draft_spans.
+    """Yields the rows of each chunk and their spans.
 
     A chunk has at most `most` rows, or a single span.
     """

@@ -61,6 +61,11 @@ class DraftModel(DraftNetwork):
             replace(layer, name=LAYER_PREFIX + layer.name)
             for layer in attention_layers(model, family)
         ]
+        if any(layer.rolls_back for layer in self.layers):
+            raise NotImplementedError(
+                f"--speculative-config model {speculation.model!r} keeps state that rejected drafts "
+                "change (recurrent layers), which only the target may: choose another draft model"
+            )
         self._parts = ModelParts(model)
 
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:

@@ -98,9 +98,8 @@ class StateProposer(Proposer):
         self._states = states
         self._num_drafts = num_drafts
         self._newest: mx.array | None = None  # [T, H] of the newest step
-        self._rows: dict[
-            int, tuple[int, int, int]
-        ] = {}  # by req_idx: first row, its position, count
+        # By req_idx: first row, its position, count.
+        self._rows: dict[int, tuple[int, int, int]] = {}
 
     def forget_request(self, req_idx: int) -> None:
         self._rows.pop(req_idx, None)

@@ -60,7 +60,7 @@ def tell_a_stop_from_a_failure() -> None:
     from vllm.v1.engine.core_client import MPClient
 
     replace(MPClient, "shutdown", _remembering_the_stop)
-    replace(MPClient, "_format_exception", _naming_the_stop)
+    replace(MPClient, "_format_exception", _marking_the_stop)
     logger = logging.getLogger("vllm.v1.engine.async_llm")
     if _is_failure not in logger.filters:
         logger.addFilter(_is_failure)
@@ -75,7 +75,7 @@ def _remembering_the_stop(shutdown: Callable[..., None]) -> Callable[..., None]:
     return shut_down
 
 
-def _naming_the_stop(
+def _marking_the_stop(
     format_exception: Callable[[Any, Exception], Exception],
 ) -> Callable[[Any, Exception], Exception]:
     from vllm.v1.engine.exceptions import EngineDeadError

@@ -110,6 +110,7 @@ class ModelRunner:
             drafts = self._speculator.step_drafts(
                 scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
             )
+            # vLLM's scheduler keeps this object, and reads its figures from it after the step.
             scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
         batch = prepare(
             self._requests,

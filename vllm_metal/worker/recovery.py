@@ -140,6 +140,10 @@ class RecoveringRunner:
         self.wait()
         self._drop_runner()
 
+    def close(self) -> None:
+        """Drops the pool for good; what is still queued on the device may have failed."""
+        self._drop_runner()
+
     def restore_pool(self) -> None:
         """Makes a new, empty pool where there is none."""
         if self._runner is None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class StepHooks:
     """Calls around each step that do nothing. What moves K/V overrides those it needs.
 
-    The engine's thread makes all of them. None may hold an array of the pool beyond the call: MLX
-    copies a whole pool that is written while something else holds it.
+    The engine's thread makes them; the thread that asks for a step's results does so where that
+    step turns out to have failed. None may hold an array of the pool beyond the call: MLX copies a
+    whole pool that is written while something else holds it.
     """
 
     def pool_made(self, layers: PagedLayers) -> None:

@@ -285,6 +285,7 @@ class MetalWorker(WorkerBase):
         """Lets go of the model and the pool, once nothing on the device uses them."""
         mx.synchronize()
         if hasattr(self, "runner"):  # start-up may have failed before
+            self.runner.close()
             del self.runner
         tokenizers.forget_tokenizers()
         self._release_weights()

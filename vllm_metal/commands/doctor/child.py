@@ -51,9 +51,8 @@ class Ended:
     status: int | None  # exit status; -n: ended by signal n; None: it hung, and we ended it
     seconds: float
     lines: tuple[str, ...]  # the last it printed, on stdout and stderr, without messages
-    told: dict[str, Any] = field(
-        default_factory=dict
-    )  # fields of its messages; later ones replace earlier ones
+    #: Fields of its messages; later ones replace earlier ones.
+    told: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

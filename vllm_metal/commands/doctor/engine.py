@@ -21,8 +21,8 @@ KV_CACHE_BYTES = 2**28
 #: up to some 2 %; attention over wrong K/V gives tokens that are behind by a quarter and more.
 ALLOWED_BEHIND = 0.05
 _ADVICE = {
-    "starting": "vLLM itself does not start. Make a new environment and install as the README "
-    "says; if that does not help, attach the report to a bug report.",
+    "starting": "vLLM itself does not start. Make a new environment and install as "
+    "docs/install.md says; if that does not help, attach the report to a bug report.",
     "loading the model": "The error says what is wrong with the model or a setting. If you gave "
     "--model, try without it; if that fails too, attach the report to a bug report.",
 }

@@ -11,6 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
+
+# isort: split
 from vllm_metal.commands.fit import engine, report
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
 from vllm_metal.commands.fit.machine import Machine
@@ -19,7 +22,6 @@ from vllm_metal.commands.fit.source import folder
 from vllm_metal.kv_cache import formats
 from vllm_metal.memory import advice, budget
 from vllm_metal.models.weight_files import ModelLoadError
-from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
 
 #: The quantised cache that is compared with the asked one; int8 takes the same bytes.
 _QUANTISED = "fp8"

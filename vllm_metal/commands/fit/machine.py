@@ -54,6 +54,6 @@ class Machine:
             )
         mlx_device.select(kind)
         figures = mlx_device.memory(kind)
-        taken = max(figures.total - figures.available - figures.active, 0)
+        in_use = max(figures.total - figures.available - figures.active, 0)
         name = "this machine's CPU" if kind == "cpu" else f"this Mac, {mlx_device.name(kind)}"
-        return Machine(name, kind, SOURCES[kind], figures.total, taken)
+        return Machine(name, kind, SOURCES[kind], figures.total, in_use)
