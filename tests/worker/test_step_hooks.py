@@ -27,9 +27,12 @@ class Connector(StepHooks):
     def before_step(self, scheduler_output):
         self.calls.append(("before", list(scheduler_output.num_scheduled_tokens)))
 
-    def after_step(self):
-        self.calls.append("after")
-        steps = sum(call == "after" for call in self.calls)
+    def before_forward(self):
+        self.calls.append("before forward")
+
+    def after_step(self, computed):
+        self.calls.append("after" if computed else "after none")
+        steps = sum(call in ("after", "after none") for call in self.calls)
         return KVConnectorOutput(finished_recving={f"transfer {steps}"})
 
 
@@ -51,6 +54,9 @@ class Runner:
 
     def update_requests(self, scheduler_output):
         self._call("update requests")
+
+    def update_blocks(self, scheduler_output):
+        self._call("update blocks")
 
     def forward(self, scheduler_output):
         self._call("forward")
@@ -98,6 +104,8 @@ def test_a_step_is_between_its_hooks_and_its_result_tells_of_transfers():
         ("before", ["a"]),
         "learn",
         "update requests",
+        "update blocks",
+        "before forward",
         "forward",
         "sample",
         "after",
@@ -110,7 +118,14 @@ def test_a_step_without_requests_has_its_hooks_too():
     result = runner.execute_model(scheduled())
     assert result.req_ids == []
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
-    assert calls[1:] == [("before", []), "learn", "update requests", "after"]
+    assert calls[1:] == [
+        ("before", []),
+        "learn",
+        "update requests",
+        "update blocks",
+        "before forward",
+        "after none",
+    ]
 
 
 @pytest.mark.parametrize("raising", ["learn", "forward", "sample", "output"])
@@ -119,7 +134,8 @@ def test_what_became_of_transfers_is_told_when_the_step_fails(raising):
     result = step(runner)
     assert result.failures == {"a": "the step failed: out of memory"} and result.pool_lost
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
-    assert calls.count("after") == 1
+    computed = raising == "output"  # fails after the device has it
+    assert (calls.count("after"), calls.count("after none")) == (computed, not computed)
     # Transfers end before the pool goes, and hear of the next one.
     assert calls.index("pool goes") < calls.index(("pool made", "layers 1"))
     assert step(runner).kv_connector_output.finished_recving == {"transfer 2"}
@@ -150,3 +166,40 @@ def test_transfers_end_before_an_engine_sleeps():
     assert calls.count("pool goes") == 1
     runner.restore_pool()
     assert calls[-1] == ("pool made", "layers 1")
+
+
+@pytest.mark.parametrize("hook", ["before_step", "before_forward", "after_step"])
+@pytest.mark.parametrize("req_ids", [["a"], []], ids=["step", "empty"])
+def test_a_hook_that_raises_fails_the_step_and_not_the_engine(hook, req_ids, monkeypatch):
+    runner, calls = make()
+    original = getattr(Connector, hook)
+
+    def raise_once(*arguments, **named):
+        monkeypatch.setattr(Connector, hook, original)
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Connector, hook, raise_once)
+    result = runner.execute_model(scheduled(*req_ids))
+    result = result if result is not None else runner.sample_tokens(None)
+    result = result.get_output()
+    assert result.pool_lost
+    assert result.failures == dict.fromkeys(req_ids, "the step failed: device lost")
+    assert calls.count(("pool made", "layers 1")) == 1
+    assert step(runner).sampled_token_ids == [[7]]
+
+
+def test_a_step_that_is_skipped_after_a_failure_is_told_apart():
+    runner, calls = make("forward")
+    assert runner.execute_model(scheduled("a")) is None
+    first = runner.sample_tokens(None)
+    del calls[:]
+    assert runner.execute_model(scheduled("a")) is None  # before anybody asks for the first
+    runner.sample_tokens(None)
+    assert calls == [("before", ["a"]), "update requests", "after none"]
+    assert first.get_output().pool_lost
+
+
+def test_the_pool_goes_when_the_engine_ends():
+    runner, calls = make()
+    runner.close()
+    assert calls[-1] == "pool goes"

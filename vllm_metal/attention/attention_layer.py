@@ -141,8 +141,8 @@ class AttentionLayer(StatefulLayer):
     ) -> None:
         """A chunk of one long context, then decodes of many.
 
-        Calls of a layer cache that gathers are bounded (metal_kernels.paged_attention.reference), so
-        this finds the most of any.
+        Calls that gather are bounded (metal_kernels.paged_attention.reference), so this finds the
+        most of any.
         """
         chunk = max(reference.MAX_SCORES // context, reference.MIN_ROWS)
         many = max(reference.MAX_GATHERED // context, 1)

@@ -63,8 +63,8 @@ class DraftModel(DraftNetwork):
         ]
         if any(layer.rolls_back for layer in self.layers):
             raise NotImplementedError(
-                f"--speculative-config model {speculation.model!r} keeps state that rejected drafts "
-                "change (recurrent layers), which only the target may: choose another draft model"
+                f"--speculative-config model {speculation.model!r} keeps state that rejected "
+                "drafts change (recurrent layers), as only the target may: choose another model"
             )
         self._parts = ModelParts(model)
 

@@ -96,14 +96,17 @@ class ModelRunner:
                 state.output_token_ids,
             )
 
-    def forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
+    def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Clears and copies blocks as the scheduler wants, also where it schedules nothing."""
         zeroed, copied = (
             scheduler_output.new_block_ids_to_zero,
             scheduler_output.kv_cache_block_copies,
         )
         if zeroed or copied:
             self._model.update_blocks(zeroed or (), copied or ())
+
+    def forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
         drafts = None
         if self._speculator is not None:
             self._requests.roll_back()

@@ -89,11 +89,14 @@ class RecoveringRunner:
         """
         step = _Step(list(scheduler_output.num_scheduled_tokens), self._pool)
         self._current_step = step
-        self._hooks.before_step(scheduler_output)
+        self._call_hook(lambda hooks: hooks.before_step(scheduler_output))
         self._attempt(lambda runner: runner.learn())
         self.runner.update_requests(scheduler_output)
+        self._attempt(lambda runner: runner.update_blocks(scheduler_output))
+        if self._unreported_failure is None:
+            self._call_hook(lambda hooks: hooks.before_forward())
         if not step.req_ids:
-            transfers = self._hooks.after_step()
+            transfers = self._call_hook(lambda hooks: hooks.after_step(computed=False))
             if (failure := self._current_failure()) is not None:
                 return failure.with_transfers(transfers)
             return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=transfers)
@@ -105,8 +108,9 @@ class RecoveringRunner:
         step, output = self._current_step, None
         if step.pool == self._pool:
             output = self._attempt(lambda runner: runner.sample_tokens(grammar_output))
-        transfers = self._hooks.after_step()
-        if output is not None:
+        computed = output is not None
+        transfers = self._call_hook(lambda hooks: hooks.after_step(computed))
+        if output is not None and step.pool == self._pool:
             return _RecoverableOutput(self, output, step.pool, transfers)
         failure = self._current_failure() or FailedStep(self, step, reason=None)
         return failure.with_transfers(transfers)
@@ -119,6 +123,17 @@ class RecoveringRunner:
             return call(self.runner)
         except Exception as error:
             self._unreported_failure = self._fail(self._current_step, error)
+            return None
+
+    def _call_hook(self, call: Callable[[StepHooks], T]) -> T | None:
+        """The hook's result; None if it raises, which fails the step unless one has failed."""
+        try:
+            return call(self._hooks)
+        except Exception as error:
+            if self._unreported_failure is None:
+                self._unreported_failure = self._fail(self._current_step, error)
+            else:
+                logger.exception("A hook failed after a step that failed")
             return None
 
     def _current_failure(self) -> FailedStep | None:

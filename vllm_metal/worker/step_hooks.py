@@ -17,14 +17,16 @@ class StepHooks:
 
     The engine's thread makes them; the thread that asks for a step's results does so where that
     step turns out to have failed. None may hold an array of the pool beyond the call: MLX copies a
-    whole pool that is written while something else holds it.
+    whole pool that is written while something else holds it. A call that raises fails the step, as
+    an array does that cannot be computed: blocks that leave the pool wait for the device.
     """
 
     def pool_made(self, layers: PagedLayers) -> None:
         """There is a pool, and it is empty.
 
         Args:
-            layers: the target's layers over it.
+            layers: the target's layers over it, and the storage of all networks. To be let go in
+                `before_pool_goes`, or the pool stays beside the next one.
         """
 
     def before_pool_goes(self) -> None:
@@ -36,16 +38,28 @@ class StepHooks:
     def before_step(self, scheduler_output: SchedulerOutput) -> None:
         """The scheduler's word has come; requests and blocks are as the step before left them.
 
+        The last moment to copy blocks out that the step clears or gives to other requests.
+
         Args:
             scheduler_output: of the step, which may have nothing scheduled.
         """
 
-    def after_step(self) -> KVConnectorOutput | None:
+    def before_forward(self) -> None:
+        """Requests are up to date, and blocks cleared and copied as the scheduler wants.
+
+        The moment to copy blocks in. Not called where the step's pool is lost by then.
+        """
+
+    def after_step(self, computed: bool) -> KVConnectorOutput | None:
         """The step is with the device, or has failed, or had nothing scheduled.
+
+        Args:
+            computed: whether the device has it, and the pool will hold its K/V. False also for
+                steps that are skipped until the scheduler hears of one that failed.
 
         Returns:
             What the scheduler is to hear of transfers. It goes with this step's result whatever
-            becomes of the step.
+            becomes of the step. Where the call raises it is lost: tell it after the next step.
         """
         return None
 
