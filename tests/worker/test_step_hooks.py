@@ -197,9 +197,3 @@ def test_a_step_that_is_skipped_after_a_failure_is_told_apart():
     runner.sample_tokens(None)
     assert calls == [("before", ["a"]), "update requests", "after none"]
     assert first.get_output().pool_lost
-
-
-def test_the_pool_goes_when_the_engine_ends():
-    runner, calls = make()
-    runner.close()
-    assert calls[-1] == "pool goes"
