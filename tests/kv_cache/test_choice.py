@@ -92,6 +92,18 @@ def test_without_a_write_or_any_attention_mlx_serves(monkeypatch, warned, failed
         kv_cache_type()
 
 
+def test_an_interpreter_that_is_not_installed_is_said_to_be_missing(monkeypatch):
+    def missing():
+        raise RuntimeError("it is not installed")
+
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    monkeypatch.setattr(kernel, "interpreter", missing)
+    with pytest.raises(
+        ValueError, match=r"=interpret: it is not installed; install it by .*/interp"
+    ):
+        choice.kv_cache_type("cpu", LAYERS, mx.float32, mx.float32, 16)
+
+
 def test_what_was_not_checked_is_not_used(monkeypatch):
     monkeypatch.setattr(selfcheck, "results", lambda cases: [])
     assert kv_cache_type() is ScatterKVCache

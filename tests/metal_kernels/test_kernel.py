@@ -46,8 +46,7 @@ def test_the_interpreter_compiles_as_mlx_does():
 def test_without_the_interpreter_the_extra_is_named():
     said = last_error("metal_interpreter", ASK)
     assert said.startswith("RuntimeError: ") and "the extra `interpreter`" in said
-    command = f"{sys.executable} -m pip install ./interpreter"
-    assert said.endswith(f"in a clone of vllm-metal's repository: {command}")
+    assert "metal_interpreter" in said and said.endswith("is not installed")
 
 
 def test_what_the_interpreter_itself_lacks_is_not_hidden():

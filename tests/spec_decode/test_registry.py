@@ -132,9 +132,10 @@ def test_a_method_without_a_row_is_refused_by_name(target):
     with pytest.raises(ValueError, match=r"method 'custom_class' \(choose one of ngram, ngram_gpu"):
         configure(target, {"method": "custom_class", "model": "a.Proposer"})
     given = SimpleNamespace(speculative_config=SimpleNamespace(method="custom_class"))
-    for make in (load_network, make_speculator):
-        with pytest.raises(ValueError, match="--speculative-config method 'custom_class' is not"):
-            make(given, None, None)
+    with pytest.raises(ValueError, match="--speculative-config method 'custom_class' is not"):
+        load_network(given, None)
+    with pytest.raises(ValueError, match="--speculative-config method 'custom_class' is not"):
+        make_speculator(given, None, None)
 
 
 TEXT = [7, 1, 2, 3, 4, 5, 6, 9, 1, 2]
@@ -143,7 +144,7 @@ TEXT = [7, 1, 2, 3, 4, 5, 6, 9, 1, 2]
 def drafts_of(config, text=TEXT):
     """What drafts for a text, the scheduler having reserved as many rows as it may."""
     requests = Requests(2, MAX_LEN, BlockTables(1, 2, 10))
-    requests.add(
+    requests.add_request(
         SimpleNamespace(
             req_id="a",
             prompt_token_ids=text[:-1],

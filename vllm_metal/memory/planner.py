@@ -82,7 +82,7 @@ class Beside:
         kv_cache_type: type[LayerKVCache],
         vocab_size: int,
     ) -> Beside:
-        """That of an engine."""
+        """What an engine with these settings and layers is asked for."""
         gathers = any(layer.gathers(kv_cache_type) for layer in layers)
         return Beside(
             partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
