@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -27,8 +27,6 @@ class StatefulLayer(ABC):
     """A layer that keeps something between steps, as it was read off a model."""
 
     name: str  # "layers.N", as vLLM's KV cache groups list it
-    #: Whether its storage has to be taken back to the last accepted token (`LayerState.restore`).
-    rolls_back: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -52,6 +52,7 @@ class DraftModel(DraftNetwork):
         speculation = config.speculative_config
         assert speculation is not None
         self._config = config
+        self._name = speculation.model
         self._num_drafts = speculation.num_speculative_tokens
         self._max_len = speculation.draft_model_config.max_model_len
         loader.check_draft_vocabulary(config)
@@ -61,11 +62,6 @@ class DraftModel(DraftNetwork):
             replace(layer, name=LAYER_PREFIX + layer.name)
             for layer in attention_layers(model, family)
         ]
-        if any(layer.rolls_back for layer in self.layers):
-            raise NotImplementedError(
-                f"--speculative-config model {speculation.model!r} keeps state that rejected "
-                "drafts change (recurrent layers), as only the target may: choose another model"
-            )
         self._parts = ModelParts(model)
 
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
@@ -78,6 +74,11 @@ class DraftModel(DraftNetwork):
         block_tables: BlockTables,
     ) -> Proposer:
         own = {layer.name: kv_caches[layer.name] for layer in self.layers}
+        if any(state.rolls_back for state in own.values()):
+            raise NotImplementedError(
+                f"--speculative-config model {self._name!r} keeps state that rejected "
+                "drafts change (recurrent layers), as only the target may: choose another model"
+            )
         block_size = self._config.cache_config.block_size
         executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
