@@ -18,17 +18,20 @@ class Connector(StepHooks):
     def __init__(self, calls):
         self.calls = calls
 
-    def pool_made(self, layers):
-        self.calls.append(("pool made", layers))
+    def pool_made(self, runner):
+        self.calls.append(("pool made", runner.number))
 
-    def before_pool_goes(self):
-        self.calls.append("pool goes")
+    def before_pool_goes(self, lost):
+        self.calls.append("pool lost" if lost else "pool goes")
 
-    def before_step(self, scheduler_output):
-        self.calls.append(("before", list(scheduler_output.num_scheduled_tokens)))
+    def before_step(self, scheduler_output, sound):
+        self.calls.append(("before", list(scheduler_output.num_scheduled_tokens), sound))
 
     def before_forward(self):
         self.calls.append("before forward")
+
+    def before_hand_over(self):
+        self.calls.append("before hand-over")
 
     def after_step(self, computed):
         self.calls.append("after" if computed else "after none")
@@ -40,7 +43,7 @@ class Runner:
     """A runner's calls, of which one may raise."""
 
     def __init__(self, calls, number, raising):
-        self.layers = f"layers {number}"
+        self.number = number
         self._calls, self._raising = calls, raising
 
     def _call(self, name):
@@ -100,13 +103,14 @@ def test_a_step_is_between_its_hooks_and_its_result_tells_of_transfers():
     assert result.sampled_token_ids == [[7]]
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
     assert calls == [
-        ("pool made", "layers 0"),
-        ("before", ["a"]),
+        ("pool made", 0),
         "learn",
+        ("before", ["a"], True),
         "update requests",
         "update blocks",
         "before forward",
         "forward",
+        "before hand-over",
         "sample",
         "after",
         "output",
@@ -119,12 +123,12 @@ def test_a_step_without_requests_has_its_hooks_too():
     assert result.req_ids == []
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
     assert calls[1:] == [
-        ("before", []),
         "learn",
+        ("before", [], True),
         "update requests",
         "update blocks",
         "before forward",
-        "after none",
+        "after",
     ]
 
 
@@ -137,7 +141,7 @@ def test_what_became_of_transfers_is_told_when_the_step_fails(raising):
     computed = raising == "output"  # fails after the device has it
     assert (calls.count("after"), calls.count("after none")) == (computed, not computed)
     # Transfers end before the pool goes, and hear of the next one.
-    assert calls.index("pool goes") < calls.index(("pool made", "layers 1"))
+    assert calls.index("pool lost") < calls.index(("pool made", 1))
     assert step(runner).kv_connector_output.finished_recving == {"transfer 2"}
 
 
@@ -155,7 +159,23 @@ def test_a_step_whose_result_is_dropped_tells_of_transfers():
 def test_transfers_end_before_the_engine_does():
     runner, calls = make()
     runner.close()
-    assert calls[1:] == ["pool goes"]
+    assert calls[1:] == ["wait", "pool goes"]
+
+
+def test_an_engine_ends_whose_device_has_failed():
+    runner, calls = make("wait")
+    runner.close()
+    assert calls[1:] == ["wait", "pool lost"]
+
+
+def test_a_step_without_requests_tells_of_a_failure_that_is_not_reported():
+    runner, calls = make("forward")
+    assert runner.execute_model(scheduled("a")) is None
+    first = runner.sample_tokens(None)
+    del calls[:]
+    runner.execute_model(scheduled())
+    assert calls == [("before", [], False), "update requests", "after none"]
+    assert first.get_output().pool_lost
 
 
 def test_transfers_end_before_an_engine_sleeps():
@@ -165,12 +185,16 @@ def test_transfers_end_before_an_engine_sleeps():
     runner.release_pool()
     assert calls.count("pool goes") == 1
     runner.restore_pool()
-    assert calls[-1] == ("pool made", "layers 1")
+    assert calls[-1] == ("pool made", 1)
 
 
-@pytest.mark.parametrize("hook", ["before_step", "before_forward", "after_step"])
+@pytest.mark.parametrize(
+    "hook", ["before_step", "before_forward", "before_hand_over", "after_step"]
+)
 @pytest.mark.parametrize("req_ids", [["a"], []], ids=["step", "empty"])
 def test_a_hook_that_raises_fails_the_step_and_not_the_engine(hook, req_ids, monkeypatch):
+    if hook == "before_hand_over" and not req_ids:
+        return  # there is nothing to hand over
     runner, calls = make()
     original = getattr(Connector, hook)
 
@@ -184,7 +208,7 @@ def test_a_hook_that_raises_fails_the_step_and_not_the_engine(hook, req_ids, mon
     result = result.get_output()
     assert result.pool_lost
     assert result.failures == dict.fromkeys(req_ids, "the step failed: device lost")
-    assert calls.count(("pool made", "layers 1")) == 1
+    assert calls.count(("pool made", 1)) == 1
     assert step(runner).sampled_token_ids == [[7]]
 
 
@@ -195,5 +219,5 @@ def test_a_step_that_is_skipped_after_a_failure_is_told_apart():
     del calls[:]
     assert runner.execute_model(scheduled("a")) is None  # before anybody asks for the first
     runner.sample_tokens(None)
-    assert calls == [("before", ["a"]), "update requests", "after none"]
+    assert calls == [("before", ["a"], False), "update requests", "after none"]
     assert first.get_output().pool_lost

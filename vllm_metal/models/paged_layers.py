@@ -14,6 +14,7 @@ from metal_kernels.pace import Pace
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
 from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
+from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 
@@ -39,6 +40,7 @@ class PagedLayers:
         """
         self._block_size = block_size
         self._pace = Pace() if paced else None
+        self._by_name, self._group_of = dict(layer_states), dict(group_of)
         self.layer_states = list(dict.fromkeys(layer_states.values()))
         #: Whether a step may be handed to the device while the one before still runs.
         self.pipelined = all(state.pipelined for state in self.layer_states)
@@ -101,6 +103,13 @@ class PagedLayers:
         finally:
             for _, scope in self._scopes:
                 scope.end()
+
+    def block_pages(self) -> BlockPages:
+        """Whole blocks of the pool, of all networks whose storage these layers look after."""
+        groups: list[list[str]] = [[] for _ in range(max(self._group_of.values()) + 1)]
+        for name, group in self._group_of.items():
+            groups[group].append(name)
+        return BlockPages(self._by_name, groups)
 
     def pool_arrays(self) -> list[mx.array]:
         """The pool as it stands, for whoever must wait for it or measure it."""

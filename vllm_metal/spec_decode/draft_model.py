@@ -135,11 +135,24 @@ class DraftModelProposer(PagedProposer):
         here = np.flatnonzero(ends > starts)
         if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
             spans = Spans(req_indices_np[here], starts[here], ends[here])
-            known = token_ids_np[spans.req_indices_np[spans.index_np], spans.positions_np]
-            drafts = self._draft(spans, mx.array(known), None, limits[here])
-            token_ids[mx.array(here)] = drafts
-            self._written_np[spans.req_indices_np] = spans.ends_np + np.maximum(limits[here] - 1, 0)
+            token_ids[mx.array(here)] = self._write(token_ids_np, spans, limits[here])
         return Drafts(token_ids, limits.astype(np.int32))
+
+    def settle(
+        self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
+    ) -> None:
+        starts, ends = self._written_np[req_indices_np], np.minimum(ends_np, self._max_len)
+        here = np.flatnonzero(ends > starts)
+        if len(here):
+            spans = Spans(req_indices_np[here], starts[here], ends[here])
+            self._write(token_ids_np, spans, np.zeros(len(here), np.int32))
+
+    def _write(self, token_ids_np: np.ndarray, spans: Spans, limits_np: np.ndarray) -> mx.array:
+        """Drafts that follow the spans, whose K/V count as written from now on."""
+        known = token_ids_np[spans.req_indices_np[spans.index_np], spans.positions_np]
+        drafts = self._draft(spans, mx.array(known), None, limits_np)
+        self._written_np[spans.req_indices_np] = spans.ends_np + np.maximum(limits_np - 1, 0)
+        return drafts
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         logits = self._executor.forward(rows, self._block_tables)

@@ -178,6 +178,13 @@ class HeadProposer(PagedProposer):
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
+    def settle(
+        self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
+    ) -> None:
+        nothing_np = np.zeros(len(req_indices_np), np.int32)
+        # Row i reads token i + 1, so K/V of so many positions take one token more.
+        self.propose(token_ids_np, req_indices_np, ends_np + 1, nothing_np)
+
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         assert hidden is not None
         with self._paged.step(rows, self._block_tables) as caches:

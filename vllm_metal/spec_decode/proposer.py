@@ -68,6 +68,19 @@ class Proposer(ABC):
     def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
         """The request is gone; another one may take its row."""
 
+    def settle(  # noqa: B027 - most keep no K/V
+        self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
+    ) -> None:
+        """Writes the K/V of positions before `ends_np`, where `propose` has not done so yet.
+
+        Their blocks are about to be kept for other requests, or other machines.
+
+        Args:
+            token_ids_np: see `propose`.
+            req_indices_np: [R] rows of the requests.
+            ends_np: [R] int32, each below its request's number of known tokens.
+        """
+
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
         """The target's forward of these rows has just been built."""
 

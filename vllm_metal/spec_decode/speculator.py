@@ -139,6 +139,19 @@ class Speculator:
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
+    def settle(self, ends: Mapping[str, int]) -> None:
+        """Has the proposer write K/V of requests' first tokens, where it has not yet.
+
+        Args:
+            ends: by request id, how many tokens; those of requests that are gone are left out.
+        """
+        here = {req_id: end for req_id, end in ends.items() if req_id in self._requests}
+        if here:
+            requests = self._requests
+            indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
+            ends_np = np.minimum(list(here.values()), requests.num_known_np[indices_np] - 1)
+            self._proposer.settle(requests.token_ids_np, indices_np, ends_np.astype(np.int32))
+
     def begin_request(self, state: RequestState) -> None:
         """A request starts or resumes."""
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
@@ -33,6 +34,7 @@ def end_failed_requests() -> None:
     """
     replace(Scheduler, "update_from_output", _ending_failed_requests)
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
+    replace(Scheduler, "reset_prefix_cache", _letting_go_of_blocks)
 
 
 def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +46,9 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
             return update(self, scheduler_output, result)
         if result.pool_lost:
             self.reset_prefix_cache(reset_running_requests=True)
+            _tell_connector(self, "blocks_lost", self.finished_req_ids)
         failed = result.failures.keys() & self.requests.keys()
+        _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in failed])
         held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
         _end_in_next_update(self, failed)
         outputs = update(self, scheduler_output, result)
@@ -59,6 +63,59 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return update_from_output
+
+
+def _letting_go_of_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
+    """A reset raises while requests that do not run hold blocks.
+
+    Those whose K/V are being loaded do, those whose K/V came and that wait to be scheduled, and
+    those that ended while K/V were loaded. So do steps in flight: with a connector that loads,
+    blocks are freed when these have ended. Steps and loads take their order from the engine's
+    thread here, so that no step in flight writes over what is loaded into a block after it.
+    """
+
+    def reset_prefix_cache(
+        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests:
+            _free_blocks_of_loads(self)
+        return reset(self, reset_running_requests, reset_connector)
+
+    return reset_prefix_cache
+
+
+def _free_blocks_of_loads(scheduler: Any) -> None:
+    """Has requests that hold blocks and do not run start from nothing."""
+    manager, loading = scheduler.kv_cache_manager, set()
+    for request in list(scheduler.kv_holding_waiting):
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            loading.add(request.request_id)
+            # Told of the end of its load, the scheduler takes it back to the start.
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            scheduler.kv_holding_waiting.remove_request(request)
+            scheduler.waiting.prepend_request(request)
+        else:
+            continue
+        manager.free(request)
+        request.num_computed_tokens = 0
+        scheduler._inflight_prefills.discard(request)
+    for request in scheduler.requests.values():
+        if request.is_finished():  # aborted while its K/V were loaded
+            loading.add(request.request_id)
+            manager.free(request)
+    scheduler.defer_block_free = False
+    while scheduler.deferred_frees:
+        _, blocks = scheduler.deferred_frees.popleft()
+        manager.block_pool.free_blocks(reversed(blocks))
+    _tell_connector(scheduler, "cancel_loads", loading)
+
+
+def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> None:
+    """Calls a method that only this plugin's connector has."""
+    tell = getattr(scheduler.connector, method, None)
+    if tell is not None:
+        tell(*arguments)
 
 
 def _with_blocks_to_clear(blocks_to_zero: Callable[..., Any]) -> Callable[..., Any]:

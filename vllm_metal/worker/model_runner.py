@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,11 +67,25 @@ class ModelRunner:
         self._forwarded: _Forwarded | None = None
         self._newest: StepOutput | None = None  # the step handed over last
         self._in_flight: list[mx.array] = []  # its arrays
+        self._joining: list[mx.array] = []  # what else the device computes with the step at hand
 
     @property
     def layers(self) -> PagedLayers:
         """The target's layers over the pool."""
         return self._model
+
+    def join_step(self, arrays: Sequence[mx.array]) -> None:
+        """Has the device compute these, too, when it is given the step that is being built."""
+        self._joining += arrays
+
+    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+        """Completes the drafts' share of blocks, also of requests that will not draft again.
+
+        Args:
+            ends: by request id, how many of its tokens must have their K/V.
+        """
+        if self._speculator is not None:
+            self._speculator.settle(ends)
 
     def learn(self) -> None:
         """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
@@ -211,7 +226,9 @@ class ModelRunner:
             *output.arrays(),
             *(array for chunk in chunks for array in chunk.arrays()),
             self._last_token_ids,
+            *self._joining,
         ]
+        self._joining = []
         if output.sampled is None:
             self._in_flight.append(logits)  # a chunk that yields no token still fills the pool
         mx.async_eval(self._in_flight)

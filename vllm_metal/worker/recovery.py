@@ -89,14 +89,16 @@ class RecoveringRunner:
         """
         step = _Step(list(scheduler_output.num_scheduled_tokens), self._pool)
         self._current_step = step
-        self._call_hook(lambda hooks: hooks.before_step(scheduler_output))
         self._attempt(lambda runner: runner.learn())
+        sound = self._unreported_failure is None
+        self._call_hook(lambda hooks: hooks.before_step(scheduler_output, sound))
         self.runner.update_requests(scheduler_output)
         self._attempt(lambda runner: runner.update_blocks(scheduler_output))
         if self._unreported_failure is None:
             self._call_hook(lambda hooks: hooks.before_forward())
         if not step.req_ids:
-            transfers = self._call_hook(lambda hooks: hooks.after_step(computed=False))
+            sound = self._unreported_failure is None
+            transfers = self._call_hook(lambda hooks: hooks.after_step(sound))
             if (failure := self._current_failure()) is not None:
                 return failure.with_transfers(transfers)
             return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=transfers)
@@ -106,7 +108,8 @@ class RecoveringRunner:
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         """Samples from the forward pass just built, and hands the step to the device."""
         step, output = self._current_step, None
-        if step.pool == self._pool:
+        if step.pool == self._pool and self._unreported_failure is None:
+            self._call_hook(lambda hooks: hooks.before_hand_over())
             output = self._attempt(lambda runner: runner.sample_tokens(grammar_output))
         computed = output is not None
         transfers = self._call_hook(lambda hooks: hooks.after_step(computed))
@@ -153,18 +156,23 @@ class RecoveringRunner:
     def release_pool(self) -> None:
         """Frees the pool, once nothing on the device uses it."""
         self.wait()
-        self._drop_runner()
+        self._drop_runner(lost=False)
 
     def close(self) -> None:
         """Drops the pool for good; what is still queued on the device may have failed."""
-        self._drop_runner()
+        try:
+            self.wait()
+            lost = False
+        except Exception:
+            lost = True
+        self._drop_runner(lost)
 
     def restore_pool(self) -> None:
         """Makes a new, empty pool where there is none."""
         if self._runner is None:
             self._runner = self._make_runner()
             self._pool += 1
-            self._hooks.pool_made(self._runner.layers)
+            self._hooks.pool_made(self._runner)
 
     def mark_reported(self, failure: FailedStep) -> None:
         """The scheduler is about to hear of a failed step."""
@@ -199,13 +207,13 @@ class RecoveringRunner:
             ", ".join(step.req_ids),
         )
         traceback.clear_frames(error.__traceback__)  # they hold the pool
-        self._drop_runner()
+        self._drop_runner(lost=True)
         self.restore_pool()
         return FailedStep(self, step, f"the step failed: {error}")
 
-    def _drop_runner(self) -> None:
+    def _drop_runner(self, lost: bool) -> None:
         if self._runner is not None:
-            self._hooks.before_pool_goes()
+            self._hooks.before_pool_goes(lost)
         self._runner = None
         mlx_device.give_back()
 

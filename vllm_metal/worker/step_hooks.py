@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
-    from vllm_metal.models.paged_layers import PagedLayers
+    from vllm_metal.worker.model_runner import ModelRunner
 
 
 class StepHooks:
@@ -21,27 +21,34 @@ class StepHooks:
     an array does that cannot be computed: blocks that leave the pool wait for the device.
     """
 
-    def pool_made(self, layers: PagedLayers) -> None:
+    def pool_made(self, runner: ModelRunner) -> None:
         """There is a pool, and it is empty.
 
         Args:
-            layers: the target's layers over it, and the storage of all networks. To be let go in
-                `before_pool_goes`, or the pool stays beside the next one.
+            runner: on that pool. To be let go in `before_pool_goes`, or the pool stays beside the
+                next one.
         """
 
-    def before_pool_goes(self) -> None:
-        """The pool is about to go: the engine sleeps, ends, or has lost a step.
+    def before_pool_goes(self, lost: bool) -> None:
+        """The pool is about to go.
 
         Transfers that read or write it must be over when this returns; it must not raise.
+
+        Args:
+            lost: a step failed, and nothing in the pool can be trusted. Else the engine sleeps,
+                loads other weights or ends, and the device has finished all steps.
         """
 
-    def before_step(self, scheduler_output: SchedulerOutput) -> None:
+    def before_step(self, scheduler_output: SchedulerOutput, sound: bool) -> None:
         """The scheduler's word has come; requests and blocks are as the step before left them.
 
-        The last moment to copy blocks out that the step clears or gives to other requests.
+        The last moment to copy blocks out that the step clears or gives to other requests. The host
+        knows the tokens of the step before where drafts follow them.
 
         Args:
             scheduler_output: of the step, which may have nothing scheduled.
+            sound: whether the pool holds what the scheduler believes. False until it has heard of a
+                step that failed; the step is skipped then.
         """
 
     def before_forward(self) -> None:
@@ -50,12 +57,19 @@ class StepHooks:
         The moment to copy blocks in. Not called where the step's pool is lost by then.
         """
 
+    def before_hand_over(self) -> None:
+        """The step's forward is built, and the device will be given it next.
+
+        The moment to have the device copy blocks out that earlier steps completed: `join_step` of
+        the runner takes the copies. Not called where nothing is scheduled, nor after a failure.
+        """
+
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         """The step is with the device, or has failed, or had nothing scheduled.
 
         Args:
-            computed: whether the device has it, and the pool will hold its K/V. False also for
-                steps that are skipped until the scheduler hears of one that failed.
+            computed: whether the pool holds what the scheduler believes, this step included. False
+                where the step failed, or is skipped until the scheduler hears of one that did.
 
         Returns:
             What the scheduler is to hear of transfers. It goes with this step's result whatever

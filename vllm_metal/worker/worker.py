@@ -18,6 +18,12 @@ from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.kv_transfer import weights_digest
+from vllm_metal.kv_transfer.config import PrefixCacheConfig
+from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
+from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.fingerprint import Fingerprint
+from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step
@@ -31,8 +37,12 @@ from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.worker.step_hooks import NO_HOOKS
+from vllm_metal.worker.transfer_hooks import TransferHooks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.config import VllmConfig
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -70,6 +80,7 @@ class MetalWorker(WorkerBase):
     """Owns the model, the KV pool and the runner of one process."""
 
     runner: RecoveringRunner
+    _transfers: TransferHooks | None = None
     _networks: Networks | None = None
     _memory: Memory | None = None
 
@@ -152,7 +163,30 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        self.runner = RecoveringRunner(self._make_runner)
+        self._transfers = self._open_prefix_cache()
+        self.runner = RecoveringRunner(self._make_runner, self._transfers or NO_HOOKS)
+
+    def _open_prefix_cache(self) -> TransferHooks | None:
+        """What moves blocks to and from the disk; None where the user named no folder."""
+        config = PrefixCacheConfig.of(self.vllm_config)
+        if config is None:
+            return None
+        limits = Limits(config.max_bytes, config.daily_write_bytes)
+        cache = DiskCache(config.directory, limits)
+        store = PageStore(cache, self._fingerprint(config.directory))
+        return TransferHooks(
+            store, lambda: self._fingerprint(config.directory), self.cache_config.block_size
+        )
+
+    def _fingerprint(self, directory: Path) -> Fingerprint:
+        """Of the weights that are loaded, and of all else that K/V in the pool depend on."""
+        weights = weights_digest.of_networks(self.vllm_config, directory / "weights.json")
+        pool = self._kv_cache_type.__name__
+        return Fingerprint.of(self.vllm_config, self._kv_cache_config, weights, pool)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], PageStore] | None:
+        """The store of pages, by (pipeline rank, tensor rank), for the scheduler's connector."""
+        return None if self._transfers is None else {(0, 0): self._transfers.store}
 
     def _make_runner(self) -> ModelRunner:
         """Allocates the pool, and makes all that works on it."""
@@ -287,6 +321,8 @@ class MetalWorker(WorkerBase):
         if hasattr(self, "runner"):  # start-up may have failed before
             self.runner.close()
             del self.runner
+            if self._transfers is not None:
+                self._transfers.close()
         tokenizers.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:

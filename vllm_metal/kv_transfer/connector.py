@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector that vLLM's scheduler holds; the worker's side is worker/transfer_hooks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm_metal.kv_transfer.config import SPEC
+
+from vllm_metal.kv_transfer.manager import DiskManager
+from vllm_metal.kv_transfer.messages import Discard, TransferMetadata
+from vllm_metal.kv_transfer.page_store import PageStore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+    )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.spec", SPEC)
+
+
+class MetalKVConnector(OffloadingConnector):
+    """vLLM's offloading scheduler over a store of pages, one page for each block of a group.
+
+    vLLM decides which blocks are stored and loaded, and follows each job. This class adds whose
+    pages a request may see, and what failures take back.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        if role is not KVConnectorRole.SCHEDULER:
+            raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._void: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._discards: list[Discard] = []
+
+    @property
+    def _manager(self) -> DiskManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, DiskManager)
+        return manager
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        (store,) = metadata.values()
+        assert isinstance(store, PageStore)
+        self._manager.open(store)
+
+    def on_new_request(self, request: Request) -> None:
+        self._manager.note_salt(request.request_id, request.cache_salt)
+        super().on_new_request(request)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        status = self.scheduler._req_status[request.request_id]
+        for group in status.group_states:
+            self._manager.touch_prefix(group.offload_keys, status.req_context)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        jobs: Any = super().build_connector_meta(scheduler_output)
+        metadata = TransferMetadata(
+            jobs.load_jobs,
+            jobs.store_jobs,
+            jobs.jobs_to_flush,
+            frozenset(self._void),
+            frozenset(self._cancelled),
+            self._discards,
+        )
+        self._void, self._cancelled, self._discards = set(), set(), []
+        return metadata
+
+    def cancel_loads(self, req_ids: Iterable[str]) -> None:
+        """Requests lose their blocks while these are being loaded; told to the worker next."""
+        self._cancelled.update(req_ids)
+
+    def blocks_lost(self, req_ids: Iterable[str]) -> None:
+        """Blocks of requests that have ended hold nothing any more; they are not to be stored."""
+        self._void.update(req_ids)
+
+    def requests_failed(self, requests: Iterable[Request]) -> None:
+        """Takes back all that was kept of requests whose numbers are not sound."""
+        groups = [group.group_idx for group in self.scheduler.config.kv_group_configs]
+        for request in requests:
+            self._void.add(request.request_id)
+            namespace = self._manager.namespace_of(request.cache_salt)
+            if namespace is not None:
+                hashes = request.block_hashes
+                keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
+                self._discards.append(Discard(namespace, keys))

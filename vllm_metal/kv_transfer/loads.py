@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load jobs: pages on their way from the disk to the pool."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+from vllm_metal.kv_cache.pages import BlockPages, page_views
+
+from vllm_metal.kv_transfer.messages import PageKeys
+
+if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.page_store import PageStore
+
+logger = init_logger(__name__)
+
+#: Pages are read in pieces of so many bytes, one at least.
+PIECE_BYTES = 8 << 20
+#: Threads that read. Two keep a disk busy while one checks what it has read.
+NUM_READERS = 2
+
+
+@dataclass(frozen=True)
+class FinishedLoad:
+    """A job that has ended; where it failed, the request computes its tokens."""
+
+    job_id: int
+    req_id: str
+    num_bytes: int
+    seconds: float
+    failed: bool
+
+
+@dataclass(eq=False)
+class _Job:
+    job_id: int
+    req_id: str
+    namespace: str
+    started: float
+    pages_left: int
+    num_bytes: int = 0
+    failed: bool = False
+
+
+@dataclass
+class _Staging:
+    """Arrays that pieces are read into, by group; made when first needed, and then kept."""
+
+    pages: BlockPages
+    max_bytes: int
+    free: dict[int, list[list[mx.array]]] = field(default_factory=dict)
+    num_bytes: int = 0  # of all arrays, in use or free
+
+    def count(self, group: int) -> int:
+        """Pages of a piece."""
+        return max(1, PIECE_BYTES // self.pages.page_bytes(group))
+
+    def _size(self, group: int) -> int:
+        return self.count(group) * self.pages.page_bytes(group)
+
+    def take(self, group: int) -> list[mx.array] | None:
+        """Arrays for a piece; None where all memory is in use."""
+        if self.free.get(group):
+            return self.free[group].pop()
+        for other, arrays in self.free.items():
+            while arrays and self.num_bytes + self._size(group) > self.max_bytes:
+                arrays.pop()
+                self.num_bytes -= self._size(other)
+        if self.num_bytes and self.num_bytes + self._size(group) > self.max_bytes:
+            return None
+        self.num_bytes += self._size(group)
+        return self.pages.staging(group, self.count(group))
+
+    def give_back(self, group: int, arrays: list[mx.array]) -> None:
+        self.free.setdefault(group, []).append(arrays)
+
+    def clear(self) -> None:
+        """Lets go of arrays that are not in use."""
+        for group, arrays in self.free.items():
+            self.num_bytes -= len(arrays) * self._size(group)
+        self.free.clear()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Pages of one group that are read together."""
+
+    job: _Job
+    group: int
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    arrays: list[mx.array]
+    staging: _Staging
+
+    def let_go(self) -> None:
+        self.staging.give_back(self.group, self.arrays)
+
+
+class Loads:
+    """Has threads read pages into staging arrays, and puts these into the pool between steps."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        staging_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            store: where they are.
+            staging_bytes: most memory of pages that are not in the pool yet; one piece at least.
+            clock: seconds.
+        """
+        self._store = store
+        self._staging_bytes = staging_bytes
+        self._clock = clock
+        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-load")
+        self._jobs: dict[str, _Job] = {}  # by request id, of those that have not ended
+        self._waiting: deque[tuple[_Job, int, bytes, int]] = deque()  # group, key, block
+        self._read: SimpleQueue[tuple[_Piece, bool]] = SimpleQueue()
+        self._ready: deque[_Piece] = deque()
+        self._num_reading = 0
+        self._ended: list[FinishedLoad] = []
+
+    def use(self, pages: BlockPages) -> None:
+        """There is a pool, and these are its blocks."""
+        self._pages = pages
+        self._staging = _Staging(pages, self._staging_bytes)
+
+    def lose_pool(self) -> None:
+        """Ends all loads: their blocks are gone. What threads still read goes nowhere."""
+        self.cancel()
+        self._ready.clear()
+        del self._pages, self._staging
+
+    def add(self, job_id: int, req_id: str, keys: PageKeys, blocks: Iterable[int]) -> None:
+        """Takes a job.
+
+        Args:
+            job_id: the scheduler's.
+            req_id: the request that waits for it.
+            keys: of its pages.
+            blocks: of the pool, in the order of the keys.
+        """
+        pages = list(zip(keys.keys, blocks, strict=True))
+        namespace = keys.place.namespace
+        assert namespace is not None  # nothing is found for such a request
+        job = _Job(job_id, req_id, namespace, self._clock(), len(pages))
+        self._jobs[req_id] = job
+        if not pages:
+            self._end(job)
+        for key, block in pages:
+            self._waiting.append((job, get_offload_group_idx(OffloadKey(key)), key, block))
+
+    def cancel(self, req_ids: Collection[str] | None = None) -> None:
+        """Ends loads of some requests, or all, as failed: nothing more goes into their blocks."""
+        jobs = self._jobs.values()
+        for job in [job for job in jobs if req_ids is None or job.req_id in req_ids]:
+            self._fail(job)
+
+    def _fail(self, job: _Job) -> None:
+        if job.failed or self._jobs.get(job.req_id) is not job:
+            return
+        job.failed = True
+        self._waiting = deque(page for page in self._waiting if page[0] is not job)
+        self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        del self._jobs[job.req_id]
+        seconds = self._clock() - job.started
+        self._ended.append(FinishedLoad(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
+
+    def read_on(self) -> None:
+        """Has the threads read as much as there is memory for; on the engine's thread."""
+        self._take_read()
+        while self._waiting:
+            job, group, _, _ = self._waiting[0]
+            arrays = self._staging.take(group)
+            if arrays is None:
+                return
+            keys, blocks = [], []
+            while self._waiting and len(keys) < self._staging.count(group):
+                other, its_group, key, block = self._waiting[0]
+                if other is not job or its_group != group:
+                    break
+                self._waiting.popleft()
+                keys.append(key)
+                blocks.append(block)
+            self._num_reading += 1
+            piece = _Piece(job, group, keys, blocks, arrays, self._staging)
+            self._readers.submit(self._read_piece, piece)
+
+    def _read_piece(self, piece: _Piece) -> None:
+        """Fills a piece; runs in a reader's thread, and never raises."""
+        good = True
+        try:
+            folder = self._store.folder(piece.job.namespace)
+            for index, key in enumerate(piece.keys):
+                good = not piece.job.failed and folder.read(key, page_views(piece.arrays, index))
+                if not good:
+                    break
+        except Exception:
+            logger.exception("Blocks could not be read from the prefix cache on disk")
+            good = False
+        self._read.put((piece, good))
+
+    def _take_read(self) -> None:
+        while True:
+            try:
+                piece, good = self._read.get_nowait()
+            except Empty:
+                return
+            self._num_reading -= 1
+            if not good:
+                self._fail(piece.job)
+            if piece.job.failed:
+                piece.let_go()
+            else:
+                self._ready.append(piece)
+
+    def import_ready(self, most_bytes: int) -> None:
+        """Puts pages that were read into the pool, between steps; waits for the device.
+
+        Args:
+            most_bytes: stop after so many; one piece at least.
+        """
+        self._take_read()
+        num_bytes = 0
+        while self._ready and (not num_bytes or num_bytes < most_bytes):
+            piece = self._ready.popleft()
+            job = piece.job
+            if not job.failed:
+                blocks_np = np.array(piece.blocks, np.int32)
+                self._pages.import_pages(piece.group, blocks_np, piece.arrays)
+                size = len(piece.blocks) * self._pages.page_bytes(piece.group)
+                num_bytes += size
+                job.num_bytes += size
+                job.pages_left -= len(piece.blocks)
+                if job.pages_left == 0:
+                    self._end(job)
+            piece.let_go()
+        if not self._jobs and not self._num_reading:
+            self._staging.clear()
+
+    def finished(self) -> list[FinishedLoad]:
+        """Jobs that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Ends all loads and the threads."""
+        self.cancel()
+        self._readers.shutdown(wait=True, cancel_futures=True)

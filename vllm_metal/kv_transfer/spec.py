@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's offloading connector makes its scheduler's side from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm_metal.kv_transfer.config import PrefixCacheConfig
+
+from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer.manager import DiskManager
+from vllm_metal.kv_transfer.metrics import DEFINITIONS
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+
+
+class MetalOffloadingSpec(OffloadingSpec):
+    """Pages on disk; the settings stand in kv_connector_extra_config."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return dict(DEFINITIONS)
+
+    def get_manager(self) -> OffloadingManager:
+        salt_key = PrefixCacheConfig.of_extra(self.extra_config).salt_key
+        return DiskManager(None if salt_key is None else salts.read_key(salt_key))
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store jobs: blocks on their way from the pool to the disk."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
+
+from vllm_metal.kv_transfer.messages import PageKeys
+
+if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.page_store import PageStore
+
+logger = init_logger(__name__)
+
+#: Pages are copied out of the pool in lots of so many bytes, or when the oldest has waited for so
+#: many steps: a copy costs the host some 5 µs an array, whatever its size.
+LOT_BYTES, LOT_STEPS = 8 << 20, 16
+
+
+@dataclass
+class Finished:
+    """A job that has ended, well or not."""
+
+    job_id: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Job:
+    job_id: int
+    req_id: str
+    place: str  # namespace
+    used_at: float
+    pages_left: int
+    started: float
+    num_bytes: int = 0  # written
+
+
+@dataclass(frozen=True)
+class _Page:
+    job: _Job
+    group: int
+    block: int
+    key: bytes
+    end: int  # tokens of the text that it completes
+    step: int  # number of the step that completed it
+
+
+@dataclass(frozen=True)
+class _Lot:
+    """Pages of one group, copied together."""
+
+    pages: Sequence[_Page]
+    parts: Sequence[PagePart]
+    arrays: list[mx.array]
+    num_bytes: int
+
+
+class Stores:
+    """Copies blocks of ended steps out of the pool, and has a thread write them.
+
+    A page is due once the step that completes it is with the device: the step after takes it along.
+    Copies that are not on disk yet take `staging_bytes` at most. A block whose memory is wanted for
+    another request before there is room for its copy is dropped. No step ever waits for the disk.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        block_size: int,
+        staging_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            store: where they go.
+            block_size: tokens of a block.
+            staging_bytes: most memory of copies; a single page may be larger.
+            clock: seconds.
+        """
+        self._store = store
+        self._block_size = block_size
+        self._staging_bytes = staging_bytes
+        self._clock = clock
+        self._due: deque[_Page] = deque()
+        self._lots: list[_Lot] = []  # copies queued, but not handed to the device
+        self._due_bytes = self._staged_bytes = 0
+        self._step = 0
+        self._ended: list[Finished] = []
+        self._written: SimpleQueue[tuple[_Lot, list[int]]] = SimpleQueue()
+
+    def use(self, pages: BlockPages) -> None:
+        """There is a pool, and these are its blocks."""
+        self._pages = pages
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has not ended."""
+        return bool(self._due or self._lots or self._staged_bytes)
+
+    def add(self, job_id: int, req_id: str, keys: PageKeys, blocks: Iterable[int]) -> None:
+        """Takes a job; its blocks are complete once the step at hand is.
+
+        Args:
+            job_id: the scheduler's.
+            req_id: whose blocks they are.
+            keys: where they go.
+            blocks: of the pool, in the order of the keys.
+        """
+        namespace = keys.place.namespace
+        pages = list(zip(keys.keys, keys.ends, blocks, strict=True))
+        if namespace is None or not pages:
+            self.refuse(job_id)
+            return
+        used_at, now = keys.place.used_at, self._clock()
+        job = _Job(job_id, req_id, namespace, used_at, len(pages), now)
+        for key, end, block in pages:
+            group = get_offload_group_idx(OffloadKey(key))
+            self._due.append(_Page(job, group, block, key, end, self._step))
+            self._due_bytes += self._pages.page_bytes(group)
+
+    def refuse(self, job_id: int) -> None:
+        """Ends a job of which nothing is kept."""
+        self._ended.append(Finished(job_id, 0, 0.0))
+
+    def end_step(self) -> None:
+        """Jobs that were added are due from now on."""
+        self._step += 1
+
+    def due_ends(self) -> dict[str, int]:
+        """By request id how many tokens of it the pages of the next lot complete."""
+        ends: dict[str, int] = {}
+        if self._worthwhile():
+            for page in self._due:
+                ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
+        return ends
+
+    def queue_lot(self) -> list[mx.array]:
+        """Copies of due pages, to be handed to the device with the step that is being built."""
+        if not self._worthwhile():
+            return []
+        fitting = self._take_fitting()
+        lots = [self._lot(group, pages, self._pages.queue_export) for group, pages in fitting]
+        self._lots += lots
+        return [array for lot in lots for array in lot.arrays]
+
+    def handed_over(self) -> None:
+        """The device has the copies that `queue_lot` gave."""
+        for lot in self._lots:
+            self._store.writer.submit(self._write, lot)
+        self._lots = []
+
+    def copy_now(self, job_ids: Collection[int] | None = None) -> None:
+        """Copies due pages of some jobs, or of all; waits for the device, between steps.
+
+        Pages of `job_ids` that have no room are dropped, for their blocks are about to change.
+        """
+        for group, pages in self._take_fitting(job_ids):
+            lot = self._lot(group, pages, self._pages.export)
+            self._store.writer.submit(self._write, lot)
+        if job_ids is not None:
+            self.drop(lambda page: page.job.job_id in job_ids)
+
+    def _worthwhile(self) -> bool:
+        if not self._due:
+            return False
+        return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= LOT_STEPS
+
+    def _take_fitting(
+        self, job_ids: Collection[int] | None = None
+    ) -> Iterator[tuple[int, list[_Page]]]:
+        """Takes due pages for which there is room, oldest first; yields them by group."""
+        self._take_written()
+        taken: dict[int, list[_Page]] = {}
+        kept: deque[_Page] = deque()
+        room = self._staging_bytes - self._staged_bytes
+        for page in self._due:
+            size = self._pages.page_bytes(page.group)
+            wanted = job_ids is None or page.job.job_id in job_ids
+            if wanted and (size <= room or (not taken and not self._staged_bytes)):
+                taken.setdefault(page.group, []).append(page)
+                room -= size
+            else:
+                kept.append(page)
+        self._keep(kept)
+        yield from taken.items()
+
+    def _keep(self, pages: deque[_Page]) -> None:
+        self._due = pages
+        self._due_bytes = sum(self._pages.page_bytes(page.group) for page in pages)
+
+    def _lot(
+        self, group: int, pages: list[_Page], export: Callable[[int, np.ndarray], list[mx.array]]
+    ) -> _Lot:
+        blocks_np = np.array([page.block for page in pages], np.int32)
+        num_bytes = len(pages) * self._pages.page_bytes(group)
+        lot = _Lot(pages, self._pages.parts(group), export(group, blocks_np), num_bytes)
+        self._staged_bytes += num_bytes
+        return lot
+
+    def _write(self, lot: _Lot) -> None:
+        """Writes a lot to the disk; runs in the store's thread, and never raises."""
+        sizes = []
+        try:
+            for index, page in enumerate(lot.pages):
+                views = page_views(lot.arrays, index)
+                sizes.append(0)
+                if not all_finite(lot.parts, views):
+                    logger.warning("A block with numbers that are not finite is not kept")
+                    continue
+                job = page.job
+                folder = self._store.folder(job.place)
+                depth = page.end // self._block_size
+                if folder.write(page.key, views, job.used_at, depth).stored:
+                    sizes[-1] = sum(view.nbytes for view in views)
+        except Exception:
+            logger.exception("Blocks could not be written to the prefix cache on disk")
+        sizes += [0] * (len(lot.pages) - len(sizes))
+        lot.arrays.clear()  # before the room they took is given to others
+        self._written.put((lot, sizes))
+
+    def _take_written(self) -> None:
+        while True:
+            try:
+                lot, sizes = self._written.get_nowait()
+            except Empty:
+                return
+            self._staged_bytes -= lot.num_bytes
+            for page, size in zip(lot.pages, sizes, strict=True):
+                page.job.num_bytes += size
+                self._count_off(page)
+
+    def _count_off(self, page: _Page) -> None:
+        job = page.job
+        job.pages_left -= 1
+        if job.pages_left == 0:
+            self._ended.append(Finished(job.job_id, job.num_bytes, self._clock() - job.started))
+
+    def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> None:
+        """Gives up due pages."""
+        dropped = [page for page in self._due if which(page)]
+        self._keep(deque(page for page in self._due if not which(page)))
+        for page in dropped:
+            self._count_off(page)
+        self._store.count_dropped(len(dropped))
+
+    def drop_requests(self, req_ids: Collection[str]) -> None:
+        """Gives up due pages of some requests."""
+        if req_ids:
+            self.drop(lambda page: page.job.req_id in req_ids)
+
+    def lose_pool(self) -> None:
+        """Gives up all that was not copied: what the pool held is lost."""
+        self.drop()
+        for lot in self._lots:  # queued behind a step that failed
+            self._staged_bytes -= lot.num_bytes
+            for page in lot.pages:
+                self._count_off(page)
+        self._lots = []
+        del self._pages
+
+    def finished(self) -> list[Finished]:
+        """Jobs that have ended since the last call."""
+        self._take_written()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drain(self, seconds: float) -> None:
+        """Copies and writes all that is due, for so long at most; between steps."""
+        deadline = self._clock() + seconds
+        while self.busy and self._clock() < deadline:
+            self.copy_now()
+            time.sleep(0.001)
+            self._take_written()

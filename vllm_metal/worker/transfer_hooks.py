@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves blocks between the pool and the disk around steps, as the scheduler's connector asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from vllm_metal.kv_transfer.loads import Loads
+from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata
+from vllm_metal.kv_transfer.page_store import PageStore
+from vllm_metal.kv_transfer.stores import Stores
+from vllm_metal.worker.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_metal.kv_transfer.fingerprint import Fingerprint
+    from vllm_metal.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+#: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.
+STAGING_BYTES = 64 << 20
+#: Bytes put into the pool before a step: while others decode, so many that a step of 30 ms grows by
+#: less than a tenth at 5 GB/s; else all that staging holds.
+IMPORT_BYTES_BESIDE = 16 << 20
+#: Seconds that what is still to be written may take when the engine sleeps or ends.
+DRAIN_SECONDS = 5.0
+
+
+class TransferHooks(StepHooks):
+    """Carries out a step's store and load jobs; both end in some later step.
+
+    Stores: a job's blocks are complete after the step that brings it. The step after copies them
+    out, and a thread writes the copies. Loads: threads read pages into staging memory, and they are
+    put into the pool before a step. A job that cannot be done ends as well: what is not stored is
+    computed again some day, and a load that failed is computed by its request.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        fingerprint: Callable[[], Fingerprint],
+        block_size: int,
+    ) -> None:
+        """
+        Args:
+            store: the pages on disk.
+            fingerprint: what they are kept under from now on; asked for each pool, since other
+                weights may have been loaded.
+            block_size: tokens of a block.
+        """
+        self._fingerprint = fingerprint
+        self.store = store
+        self._stores = Stores(self.store, block_size, STAGING_BYTES)
+        self._loads = Loads(self.store, STAGING_BYTES)
+        self._runner: ModelRunner | None = None
+        self._metadata = TransferMetadata({}, {})
+        self._decoding = False  # whether the step at hand computes anything
+
+    def pool_made(self, runner: ModelRunner) -> None:
+        if (fingerprint := self._fingerprint()) != self.store.fingerprint:
+            self.store.switch(fingerprint)
+        pages = runner.layers.block_pages()
+        self._stores.use(pages)
+        self._loads.use(pages)
+        self._runner = runner
+
+    def before_pool_goes(self, lost: bool) -> None:
+        try:
+            if not lost:
+                self._stores.drain(DRAIN_SECONDS)
+        except Exception:
+            logger.exception("Blocks could not be copied out of the KV pool before it goes")
+        self._stores.lose_pool()
+        self._loads.lose_pool()
+        self._runner = None
+
+    def before_step(self, scheduler_output: SchedulerOutput, sound: bool) -> None:
+        metadata = scheduler_output.kv_connector_metadata
+        assert isinstance(metadata, TransferMetadata)
+        self._metadata = metadata
+        self._decoding = bool(scheduler_output.num_scheduled_tokens)
+        self._take_back(metadata)
+        finished = scheduler_output.finished_req_ids
+        self._loads.cancel(metadata.cancelled_loads | finished)
+        for job_id, job in metadata.load_jobs.items():
+            self._loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
+        self._loads.read_on()
+        if not sound:
+            return
+        assert self._runner is not None
+        jobs = metadata.store_jobs.values()
+        self._runner.settle_drafts(
+            {job.req_id: _last_end(job) for job in jobs if job.req_id in finished}
+        )
+        self._flush(metadata)
+
+    def _take_back(self, metadata: TransferMetadata) -> None:
+        """Drops what requests without sound blocks would have kept."""
+        self._stores.drop_requests(metadata.void_requests)
+        for discard in metadata.discards:
+            self.store.discard(discard.namespace, discard.keys)
+
+    def _flush(self, metadata: TransferMetadata) -> None:
+        """Copies blocks out at once that this step gives to other requests."""
+        flushed = metadata.jobs_to_flush or set()
+        for job_id in flushed & metadata.store_jobs.keys():
+            self._add_store(job_id, metadata.store_jobs.pop(job_id))
+        if flushed:
+            self._stores.copy_now(flushed)
+
+    def _add_store(self, job_id: int, job: TransferJob) -> None:
+        if job.req_id in self._metadata.void_requests:
+            self._stores.refuse(job_id)
+            return
+        keys, blocks = _pages(job, job.dst_spec, job.src_spec)
+        self._stores.add(job_id, job.req_id, keys, blocks)
+
+    def before_forward(self) -> None:
+        self._loads.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
+        self._loads.read_on()
+
+    def before_hand_over(self) -> None:
+        assert self._runner is not None
+        self._runner.settle_drafts(self._stores.due_ends())
+        self._runner.join_step(self._stores.queue_lot())
+
+    def after_step(self, computed: bool) -> KVConnectorOutput | None:
+        metadata, self._metadata = self._metadata, TransferMetadata({}, {})
+        self._stores.handed_over()
+        for job_id, job in metadata.store_jobs.items():
+            if computed:
+                self._add_store(job_id, job)
+            else:
+                self._stores.refuse(job_id)
+        self._stores.end_step()
+        if computed and not self._decoding:
+            self._stores.copy_now()  # nothing else keeps the device busy
+        return self._outcome()
+
+    def _outcome(self) -> KVConnectorOutput | None:
+        """What has ended since the step before."""
+        stored, loaded = self._stores.finished(), self._loads.finished()
+        if not stored and not loaded:
+            return None
+        news = OffloadingWorkerMetadata()
+        for store in stored:
+            news.mark_completed(store.job_id)
+            if store.num_bytes:
+                news.transfer_stats.store.record(store.num_bytes, store.seconds)
+        for load in loaded:
+            news.mark_completed(load.job_id)
+            if load.num_bytes:
+                news.transfer_stats.load.record(load.num_bytes, load.seconds)
+        return KVConnectorOutput(
+            finished_recving={load.req_id for load in loaded},
+            failed_recving={load.req_id for load in loaded if load.failed},
+            kv_connector_worker_meta=news,
+        )
+
+    def close(self) -> None:
+        """Ends the threads; there is no pool any more."""
+        self._loads.close()
+        self.store.close()
+
+
+def _pages(job: TransferJob, keys: object, blocks: object) -> tuple[PageKeys, Iterable[int]]:
+    """A job's pages, and the block of each."""
+    assert isinstance(keys, PageKeys) and isinstance(blocks, GPULoadStoreSpec)
+    return keys, blocks.block_ids.tolist()
+
+
+def _last_end(job: TransferJob) -> int:
+    assert isinstance(job.dst_spec, PageKeys)
+    return max(job.dst_spec.ends, default=0)
