@@ -25,7 +25,7 @@ from vllm_metal.memory.budget import (
 MIB = 2**20
 NEEDS = (
     *("weights", "draft_weights", "forward", "attention"),
-    *("sampling", "logits", "counts", "cache"),
+    *("sampling", "logits", "counts", "cache", "transfers"),
 )
 
 
@@ -48,6 +48,7 @@ def machines(draw):
         logits=draw(st.integers(0, total // 8)),
         counts=draw(st.integers(0, total // 16)),
         cache=draw(st.integers(0, total // 64)),
+        transfers=draw(st.just(0) | st.integers(0, total // 16)),
     )
 
 
@@ -90,6 +91,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
     pool = pool_bytes(machine, flag)
     assert pool >= request.needed(1 if flag.fitted else flag.max_model_len)
     used = machine.other_engines + machine.weights + machine.draft_weights + pool
+    used += machine.transfers
     if flag.asked is None:
         assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
         sampling = machine.sampling + machine.logits
@@ -219,6 +221,20 @@ def test_zero_lines_are_left_out_of_the_table():
     assert "draft" not in table
     assert "other" not in table
     assert table.splitlines()[-1].split()[:3] == ["=", "KV", "pool"]
+
+
+def test_staging_of_transfers_has_a_line_and_leaves_less_for_all_else():
+    staged = replace(EIGHT_GB_MAC, transfers=GIB // 4)
+    for asked, result in (
+        (None, "KV pool"),
+        (AskedPool("--blocks", 1, GIB // 4), "left for steps"),
+    ):
+        settings = replace(DEFAULTS, asked=asked)
+        budget, without = budget_of(staged, settings), budget_of(EIGHT_GB_MAC, settings)
+        assert budget.left == without.left - GIB // 4
+        assert budget.result == result
+        assert "- staging of K/V transfers" in budget.table() and "-0.25 GiB" in budget.table()
+        assert "transfers" not in without.table()
 
 
 def test_more_than_there_is_cannot_be_asked_for():

@@ -69,7 +69,7 @@ class Gpu:
 def serve(model, monkeypatch):
     """Bytes of the KV pool on `mac`, measured while the model's pages are there."""
 
-    def serve(mac, loaded=None, weights=WEIGHTS, **options):
+    def serve(mac, loaded=None, weights=WEIGHTS, transfer_bytes=0, **options):
         args = EngineArgs(
             model=model,
             skip_tokenizer_init=True,
@@ -88,7 +88,7 @@ def serve(model, monkeypatch):
             (loaded or mac).take_over(patches)
             gpu.active = weights
             try:
-                return memory.pool_size(config, specs, 0, None, gpu.workload())
+                return memory.pool_size(config, specs, 0, None, gpu.workload(), transfer_bytes)
             finally:
                 memory.release()
 
@@ -117,6 +117,18 @@ def test_what_the_model_itself_takes_does_not_count_against_it(serve):
 def test_an_idle_mac_gives_what_metal_recommends(serve):
     pool = serve(IDLE, max_model_len=16_384)
     assert pool > 0.92 * IDLE.ram * IDLE.gpu_share - WEIGHTS - GIB
+
+
+def test_staging_of_transfers_is_taken_off_the_pool(serve):
+    pools = [serve(IDLE, max_model_len=4096, transfer_bytes=nbytes) for nbytes in (0, GIB // 8)]
+    assert pools[0] - pools[1] == GIB // 8
+
+
+def test_staging_may_leave_too_little_for_a_pool_that_is_asked_for(serve):
+    options = {"max_model_len": 4096, "kv_cache_memory_bytes": GIB}
+    assert serve(IDLE, **options) == GIB
+    message = refusal(serve, IDLE, transfer_bytes=10 * GIB, **options)
+    assert "no memory is left for steps" in message and "- staging of K/V transfers" in message
 
 
 def refusal(serve, *args, **options):

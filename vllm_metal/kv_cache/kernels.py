@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,6 +46,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
     """
 
     pipelined = True
+    fenced = True
     gathers = False
     #: Tiles that attention may use, by kind of layer; all, for one that is not here.
     tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
@@ -93,6 +94,14 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     def settle(self) -> None:
         mx.eval(self._since)  # MLX knows nothing of kernels in flight
+        mx.synchronize()  # a command buffer holds what it binds until its handler has run
+
+    @property
+    def fences(self) -> Sequence[mx.array]:
+        return self._since
+
+    def write_after(self, fence: mx.array) -> None:
+        self._since = [fence]
 
     def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
         if self.moves_blocks:

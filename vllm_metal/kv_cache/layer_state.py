@@ -93,6 +93,8 @@ class LayerState(ABC):
     rolls_back: ClassVar[bool] = False
     #: Axis of `arrays` that counts blocks.
     block_axis: ClassVar[int] = 0
+    #: Whether MLX sees no order of writes and reads, and fences make it.
+    fenced: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -118,6 +120,19 @@ class LayerState(ABC):
         Called between steps: after a step was handed to the device, before the next one's first
         write. MLX may then write the arrays in place, without a copy of the pool.
         """
+
+    @property
+    def fences(self) -> Sequence[mx.array]:
+        """Arrays that a queued read of `arrays` must be computed from, where they are `fenced`."""
+        return ()
+
+    def write_after(self, fence: mx.array) -> None:
+        """Has the next write come after a queued read.
+
+        Args:
+            fence: [8] uint32, computed from what was read, which in turn came after `fences`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no fences")
 
     def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
         """Copies whole blocks, between steps.
@@ -167,8 +182,12 @@ class LayerState(ABC):
         """
         self._check_exported(len(blocks_np), arrays)
         self.settle()
-        self._put(blocks_np, [mx.moveaxis(array, 0, self.block_axis) for array in arrays])
+        self.put_blocks(blocks_np, arrays)
         mx.eval(self.arrays)
+
+    def put_blocks(self, blocks_np: np.ndarray, arrays: Sequence[mx.array]) -> None:
+        """As `import_blocks`, once settled, and not evaluated: `arrays` must be before all else."""
+        self._put(blocks_np, [mx.moveaxis(array, 0, self.block_axis) for array in arrays])
 
     def restore(self, last_rows_np: np.ndarray) -> None:
         """Takes the state back to the last accepted token, where drafts after it were rejected.

@@ -35,6 +35,7 @@ class Measured:
     logits: int  # of all rows, held while sampling
     counts: int  # token counts of all requests, for penalties; held at all times
     cache: int  # buffers that MLX may keep for reuse
+    transfers: int = 0  # staging of K/V on their way to a prefix cache on disk, or from it
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,14 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         ("- weights", -measured.weights),
         ("- weights of the draft network", -measured.draft_weights),
     ]
+    staging = ("- staging of K/V transfers", -measured.transfers)
     if (asked := settings.asked) is not None:
         lines = [
             (measured.source, total),
             ("- margin for the system", most_of_it - total),
             ("- held by other engines of this process", -measured.other_engines),
             *networks,
+            staging,
             (f"- KV pool by {asked.setting} {asked.count}", -asked.nbytes),
         ]
         return Budget(_worth_showing(lines), "left for steps")
@@ -124,6 +127,7 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         *networks,
         ("- peak of a full step", -step),
         ("- more of it where contexts are longest", step - longest),
+        staging,
         ("- buffers MLX keeps for reuse", -measured.cache),
     ]
     left = sum(nbytes for _, nbytes in lines)

@@ -121,6 +121,7 @@ class Memory:
         draft_weights: int,
         quantised: float | None,
         workload: Workload,
+        transfer_bytes: int = 0,
     ) -> int:
         """Bytes for the KV pool; measures with the networks loaded and nothing else.
 
@@ -130,6 +131,7 @@ class Memory:
             draft_weights: bytes of what is loaded that are the draft network's.
             quantised: share of its bytes that a quantised cache would take; None: it is one.
             workload: of the model.
+            transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
 
         Raises:
             BudgetError: it would not hold one request of max_model_len.
@@ -137,7 +139,7 @@ class Memory:
         needs = Needs.of(config, specs)
         settings = settings_of(config, self._kind, needs.block_bytes)
         request = Request(needs, quantised)
-        measured = self._at_rest(draft_weights)
+        measured = replace(self._at_rest(draft_weights), transfers=transfer_bytes)
         if settings.asked is not None:
             advice.check(measured, settings, request)
             self._warn_of_much(measured, settings)

@@ -146,7 +146,12 @@ class MetalWorker(WorkerBase):
             self.networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
             Workload(self._largest_step, Beside.of(config, layers, kv_cache, self.vocab_size)),
+            self._transfer_bytes(),
         )
+
+    def _transfer_bytes(self) -> int:
+        """Of staging for K/V that leave the pool or enter it; nothing moves any."""
+        return 0
 
     def _largest_step(self) -> None:
         networks = self.networks

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole blocks of the pool as pages: bytes that threads may write to files and read from them.
+
+A page is all that the layers of one KV cache group keep of a block: for each layer, each array of
+its storage has a part. Only the engine's thread touches the pool. Other threads get copies of
+blocks, or arrays to fill, and see their bytes through memoryviews.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from vllm_metal.kv_cache.layer_state import LayerState
+
+#: Arrays of these dtypes come as integers: Python's memoryviews know no bfloat16.
+_CARRIERS = {mx.bfloat16: mx.uint16}
+#: Elements of a fence that are taken of a copied array: as many as a fence has.
+_FENCE_SIZE = 8
+#: By dtype: what numpy sees a number as, all its bits but the sign's, and the least of those that
+#: stand for no finite number. In a pool uint8 is fp8 e4m3, which has no infinity; int8 has neither.
+_FINITE: dict[mx.Dtype, tuple[type[np.unsignedinteger], int, int]] = {
+    mx.float32: (np.uint32, 0x7FFFFFFF, 0x7F800000),
+    mx.float16: (np.uint16, 0x7FFF, 0x7C00),
+    mx.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
+    mx.uint8: (np.uint8, 0x7F, 0x7F),
+}
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """One array's share of a page."""
+
+    shape: tuple[int, ...]  # of one block: the array's, without the axis that counts blocks
+    dtype: mx.Dtype  # of the array
+    nbytes: int
+
+    @staticmethod
+    def of(array: mx.array, block_axis: int) -> PagePart:
+        shape = array.shape[:block_axis] + array.shape[block_axis + 1 :]
+        return PagePart(shape, array.dtype, math.prod(shape) * array.dtype.size)
+
+    @property
+    def carrier(self) -> mx.Dtype:
+        """Dtype of the arrays that hold such parts."""
+        return _CARRIERS.get(self.dtype, self.dtype)
+
+
+class BlockPages:
+    """Whole blocks in and out of a pool, ordered with the steps.
+
+    Pages come and go in arrays, one for each of `parts`: [n, *shape], row-contiguous, in the pool's
+    dtype but for bfloat16, which comes as uint16. `page_views` gives their bytes.
+
+    To be let go with the pool. No method keeps an array of the pool beyond its call.
+    """
+
+    def __init__(
+        self, layer_states: Mapping[str, LayerState], groups: Sequence[Sequence[str]]
+    ) -> None:
+        """
+        Args:
+            layer_states: storage by layer name, of all networks.
+            groups: layer names of each KV cache group, in the order of a page's parts.
+        """
+        self._states = [[layer_states[name] for name in names] for names in groups]
+        self._parts = [
+            tuple(
+                PagePart.of(array, state.block_axis) for state in states for array in state.arrays
+            )
+            for states in self._states
+        ]
+
+    def parts(self, group: int) -> tuple[PagePart, ...]:
+        """What a page of the group consists of, in order."""
+        return self._parts[group]
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of a page of the group."""
+        return sum(part.nbytes for part in self._parts[group])
+
+    def queue_export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
+        """Copies of whole blocks, not computed yet; does not wait for the device.
+
+        Called when a step's forward is built, and before that step is handed to the device. The
+        copies hold what the steps before have left in the blocks. This step must not write to them:
+        where layers are pipelined, the copies come after its writes. All later writes come after
+        the copies.
+
+        Args:
+            group: KV cache group.
+            blocks_np: [n] integers, n at least 1.
+
+        Returns:
+            Arrays that are handed to the device all together, along with the step. Other threads
+            may read them after that. Where layers are not pipelined, the step must be over before
+            anything that writes to the pool is evaluated, as is the rule for its other reads: MLX
+            copies a pool that is written while a read of it is queued.
+        """
+        states = self._states[group]
+        fenced = [state for state in states if state.fenced]
+        fences = [fence for state in fenced for fence in state.fences]
+        copies = list(self._copies(group, blocks_np, fences))
+        if fenced:
+            after = _fence_of(copies)
+            for state in fenced:
+                state.write_after(after)
+            # So the fence is computed with the copies, or it would keep them until a layer writes.
+            copies[-1:] = mx.depends(copies[-1:], [after])
+        return copies
+
+    def export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
+        """Copies of whole blocks, between steps; waits for the device.
+
+        Args:
+            group: KV cache group.
+            blocks_np: [n] integers, n at least 1.
+
+        Returns:
+            Evaluated arrays, that other threads may read while steps go on.
+        """
+        for state in self._states[group]:
+            state.settle()
+        copies = list(self._copies(group, blocks_np))
+        mx.eval(copies)
+        return copies
+
+    def staging(self, group: int, count: int) -> list[mx.array]:
+        """Evaluated arrays for `count` pages, which other threads may fill through `page_views`."""
+        arrays = [mx.zeros((count, *part.shape), part.carrier) for part in self._parts[group]]
+        mx.eval(arrays)
+        return arrays
+
+    def import_pages(self, group: int, blocks_np: np.ndarray, staged: Sequence[mx.array]) -> None:
+        """Puts pages into whole blocks, between steps; waits for the device.
+
+        Args:
+            group: KV cache group.
+            blocks_np: [n] integers, where the pages go; none twice.
+            staged: arrays as of `staging` or an export, of n pages or more; the first n go into the
+                blocks. Free for other use afterwards.
+
+        Raises:
+            ValueError: the arrays are not the group's, or hold fewer pages.
+        """
+        count, parts, states = len(blocks_np), self._parts[group], self._states[group]
+        for part, array in zip(parts, staged, strict=True):
+            expected = (part.shape, part.carrier)
+            if (array.shape[1:], array.dtype) != expected or len(array) < count:
+                raise ValueError(
+                    f"staged: expected {count} pages of {expected}, found {array.shape} "
+                    f"{array.dtype}"
+                )
+        for state in states:
+            state.settle()
+        pages = (array[:count].view(part.dtype) for part, array in zip(parts, staged, strict=True))
+        for state in states:
+            state.put_blocks(blocks_np, [next(pages) for _ in state.arrays])
+        mx.eval([state.arrays for state in states])
+
+    def _copies(
+        self, group: int, blocks_np: np.ndarray, fences: Sequence[mx.array] = ()
+    ) -> Iterator[mx.array]:
+        """Lazy; one gather an array, whose indices are computed from the fences.
+
+        An index is an input of the gather that a kernel's fence went into: MLX's encoder orders
+        dispatches by the buffers they bind, so `mx.depends`, which dispatches nothing, would not.
+        """
+        nothing = mx.stack(list(fences)).min() * 0 if fences else None
+        rows: dict[tuple[int, ...], mx.array] = {}  # by an array's shape up to its blocks
+        parts = iter(self._parts[group])
+        for state in self._states[group]:
+            for array in state.arrays:
+                outer = array.shape[: state.block_axis + 1]
+                if outer not in rows:
+                    indices = mx.array(_rows(blocks_np, outer))
+                    rows[outer] = indices if nothing is None else indices + nothing
+                part = next(parts)
+                flat = array.reshape(math.prod(outer), *array.shape[state.block_axis + 1 :])
+                copy = mx.take(flat, rows[outer], 0)
+                yield copy if part.carrier == part.dtype else copy.view(part.carrier)
+
+
+def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
+    """[n, *outer[:-1]] uint32, each block's rows in an array of [prod(outer), ...]; blocks last."""
+    *lead, num_blocks = outer
+    starts = np.arange(math.prod(lead)).reshape(lead) * num_blocks
+    return (blocks_np.reshape(-1, *[1] * len(lead)) + starts).astype(np.uint32)
+
+
+def _fence_of(copies: Sequence[mx.array]) -> mx.array:
+    """A fence, [8] uint32, that comes after all the copies: computed from elements of each."""
+    firsts = [mx.as_strided(copy, (_FENCE_SIZE,), (1,), 0) for copy in copies]
+    return mx.stack(firsts).max(0).astype(mx.uint32)
+
+
+def page_views(arrays: Sequence[mx.array], index: int) -> list[memoryview]:
+    """The bytes of one page, part by part, in place; waits for arrays that are with the device.
+
+    Any thread may call it for arrays that are evaluated or were handed to the device. MLX keeps
+    their memory while a view is held.
+
+    Args:
+        arrays: of a `BlockPages`.
+        index: of the page in them.
+
+    Returns:
+        Flat, writable views of format "B".
+    """
+    views = []
+    for array in arrays:
+        whole = memoryview(array).cast("B")  # type: ignore[arg-type]
+        size = whole.nbytes // len(array)
+        views.append(whole[index * size : (index + 1) * size])
+    return views
+
+
+def all_finite(parts: Sequence[PagePart], views: Sequence[memoryview]) -> bool:
+    """Whether there is no NaN and no infinity among a page's numbers.
+
+    Args:
+        parts: of the page; uint8 counts as codes of fp8 e4m3, integers of other dtypes as finite.
+        views: its bytes, of each part.
+    """
+    for part, view in zip(parts, views, strict=True):
+        if part.dtype in _FINITE:
+            dtype, magnitude, least = _FINITE[part.dtype]
+            if (np.frombuffer(view, dtype) & dtype(magnitude)).max(initial=0) >= least:
+                return False
+    return True
