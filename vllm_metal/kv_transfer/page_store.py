@@ -73,7 +73,7 @@ class PageStore(KVConnectorHandshakeMetadata):
 
     def takes_pages(self) -> bool:
         """Whether a page that is not there would be written now."""
-        return self._cache.takes_pages()
+        return self._cache.takes_blocks()
 
     def touch(self, namespace: str, keys: Sequence[bytes], used_at: float) -> None:
         """Marks the pages of a text, from its first block on, as used; returns at once."""

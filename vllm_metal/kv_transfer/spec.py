@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
@@ -11,7 +12,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingSpec,
     OffloadingWorker,
 )
-from vllm_metal.kv_transfer.config import PrefixCacheConfig
 
 from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.manager import DiskManager
@@ -31,8 +31,8 @@ class MetalOffloadingSpec(OffloadingSpec):
         return dict(DEFINITIONS)
 
     def get_manager(self) -> OffloadingManager:
-        salt_key = PrefixCacheConfig.of_extra(self.extra_config).salt_key
-        return DiskManager(None if salt_key is None else salts.read_key(salt_key))
+        salt_key = self.extra_config.get("salt_key")
+        return DiskManager(None if salt_key is None else salts.read_key(Path(salt_key)))
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
 
+from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
@@ -223,7 +224,8 @@ class Stores:
                 job = page.job
                 folder = self._store.folder(job.place)
                 depth = page.end // self._block_size
-                if folder.write(page.key, views, job.used_at, depth).stored:
+                written = folder.write(page.key, views, job.used_at, depth)
+                if written is Written.STORED:
                     sizes[-1] = sum(view.nbytes for view in views)
         except Exception:
             logger.exception("Blocks could not be written to the prefix cache on disk")

@@ -185,8 +185,8 @@ class MetalWorker(WorkerBase):
 
     def _fingerprint(self, directory: Path) -> Fingerprint:
         """Of the weights that are loaded, and of all else that K/V in the pool depend on."""
-        weights = weights_digest.of_networks(self.vllm_config, directory / "weights.json")
-        pool = self._kv_cache_type.__name__
+        weights = weights_digest.of_networks(self.vllm_config, directory / ".weights.json")
+        pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         return Fingerprint.of(self.vllm_config, self._kv_cache_config, weights, pool)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], PageStore] | None:

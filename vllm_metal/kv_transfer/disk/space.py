@@ -281,6 +281,11 @@ class Space:
         self._warned = False
         return Written.STORED
 
+    def takes_files(self) -> bool:
+        """Whether a file would be made now, as far as this process knows; quick."""
+        today = date.fromtimestamp(self._clock()).toordinal()
+        return not (self._closed or self.is_paused() or self._day_of_last_refusal == today)
+
     def is_paused(self) -> bool:
         """Whether writes pause because one failed."""
         return 0 < self._paused_until - self._clock() <= _PAUSE
