@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockFolder: the blocks of one fingerprint and namespace, by key."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_metal.kv_transfer.disk import block_file, layout
+from vllm_metal.kv_transfer.disk.block_file import BlockFile
+from vllm_metal.kv_transfer.disk.space import Space, is_passing
+from vllm_metal.kv_transfer.disk.stats import Counters
+from vllm_metal.kv_transfer.disk.written import Written
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a fingerprint stands for, as a file in its folder."""
+
+    path: Path
+    content: bytes
+
+
+class BlockFolder:
+    """The blocks of one fingerprint and namespace, by key (1 to 64 bytes, a hash).
+
+    Every method may be called from any thread, and none raises. `contains` is quick: it asks a set
+    in memory, and for a key that is not in it the file system. All others block.
+
+    `DiskCache.blocks` makes them.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, space: Space, counters: Counters) -> None:
+        self._path = path
+        self._name = "/".join(path.parts[-2:])
+        self._manifest = manifest
+        self._space = space
+        self._counters = counters
+        # Operations of a set on one key of bytes are atomic; no lock is needed.
+        self._known: set[bytes] = set()
+        self._unremovable: set[bytes] = set()  # bad files in a folder that cannot be written
+        self._in_flight: dict[bytes, threading.Event] = {}
+        self._in_flight_lock = threading.Lock()
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the block is on disk. Another engine may evict it before it is read."""
+        if key in self._known:
+            return True
+        if key in self._unremovable:
+            return False
+        # Another engine may have written it.
+        if not os.path.exists(layout.block_path(self._path, key)):
+            return False
+        self._known.add(key)
+        return True
+
+    def read(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Fills `parts` with the block's bytes; False is a miss, and `parts` are undefined then.
+
+        A file that is not this block, whole and unchanged, is removed.
+
+        Args:
+            parts: writable and contiguous. The same sizes altogether as when it was written.
+        """
+        try:
+            payload = block_file.as_bytes(parts)
+            block = BlockFile(self._name, key, block_file.total(payload))
+            if key in self._unremovable or not self._read(block, payload):
+                return False
+        except Exception:
+            logger.exception("A block could not be read")
+            return False
+        self._counters.add("read")
+        self._counters.add("read_bytes", block.size)
+        return True
+
+    def write(self, key: bytes, parts: Sequence[memoryview], used_at: float, depth: int) -> Written:
+        """Stores a block, once: a second thread that writes it waits for the first.
+
+        Args:
+            parts: contiguous. They must not change meanwhile.
+            used_at: when it was last used, seconds since the epoch.
+            depth: number of blocks before it in its prompt. Of blocks that were used at the same
+                time, the deepest are evicted first: they are of no use without those before them.
+        """
+        try:
+            payload = block_file.as_bytes(parts)
+            block = BlockFile(self._name, key, block_file.total(payload))
+            with self._alone(key):
+                if self.contains(key):
+                    return Written.PRESENT
+                return self._write(block, payload, _mtime_ns(used_at, depth))
+        except Exception:
+            logger.exception("A block could not be written")
+            self._counters.add("refused_failed")
+            return Written.FAILED
+
+    def touch(self, keys: Sequence[bytes], used_at: float, first_depth: int = 0) -> None:
+        """Says that blocks were used.
+
+        Args:
+            keys: consecutive blocks of a prompt.
+            used_at: seconds since the epoch.
+            first_depth: number of blocks before the first of them.
+        """
+        for depth, key in enumerate(keys, first_depth):
+            mtime_ns = _mtime_ns(used_at, depth)
+            try:
+                os.utime(layout.block_path(self._path, key), ns=(mtime_ns, mtime_ns))
+            except FileNotFoundError:
+                self._known.discard(key)
+            except (OSError, ValueError, OverflowError):
+                return  # a read-only disk: eviction order is all that is lost
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Removes blocks."""
+        for key in keys:
+            self._remove(key)
+
+    def forget(self, key: bytes) -> None:
+        """Takes note that a block's file is gone."""
+        self._known.discard(key)
+
+    def load_index(self, stopped: Callable[[], bool]) -> None:
+        """Lists what is on disk, so that `contains` need not ask for each."""
+        with suppress(OSError):
+            for shard in os.listdir(self._path):
+                if stopped():
+                    return
+                with suppress(OSError):
+                    found = map(layout.block_key, os.listdir(self._path / shard))
+                    self._known.update(key for key in found if key is not None)
+
+    def store_manifest(self) -> None:
+        """Writes the manifest, unless it is there."""
+        manifest = self._manifest
+        if not manifest.path.exists():
+            self._space.store(
+                manifest.path,
+                len(manifest.content),
+                lambda descriptor: _write_all(descriptor, manifest.content),
+            )
+
+    def _read(self, block: BlockFile, payload: list[memoryview]) -> bool:
+        path = layout.block_path(self._path, block.key)
+        identity = None
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                identity = (status.st_dev, status.st_ino)
+                good = block_file.read(descriptor, block, payload)
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            if block.key in self._known:
+                self._known.discard(block.key)
+                self._counters.add("vanished")
+            return False
+        except OSError as error:
+            if is_passing(error):
+                return False
+            good = False
+        if not good:
+            self._counters.add("corrupt")
+            self._remove(block.key, identity)
+        return good
+
+    def _remove(self, key: bytes, identity: tuple[int, int] | None = None) -> None:
+        self._known.discard(key)
+        if not self._space.remove(layout.block_path(self._path, key), identity):
+            self._unremovable.add(key)
+
+    def _write(self, block: BlockFile, payload: list[memoryview], mtime_ns: int) -> Written:
+        paused = self._space.is_paused()
+        self.store_manifest()
+        outcome = self._space.store(
+            layout.block_path(self._path, block.key),
+            block.size,
+            lambda descriptor: block_file.write(descriptor, block, payload),
+            mtime_ns,
+        )
+        if outcome is Written.STORED:
+            self._counters.add("written")
+            self._counters.add("written_bytes", block.size)
+        if outcome in (Written.STORED, Written.PRESENT):
+            self._unremovable.discard(block.key)
+            self._known.add(block.key)
+        else:
+            self._counters.add(f"refused_{'paused' if paused else outcome.value}")
+        return outcome
+
+    @contextmanager
+    def _alone(self, key: bytes) -> Iterator[None]:
+        """Waits until no other thread writes a block."""
+        mine = threading.Event()
+        while True:
+            with self._in_flight_lock:
+                other = self._in_flight.setdefault(key, mine)
+            if other is mine:
+                break
+            other.wait()
+        try:
+            yield
+        finally:
+            with self._in_flight_lock:
+                del self._in_flight[key]
+            mine.set()
+
+
+def _mtime_ns(used_at: float, depth: int) -> int:
+    return int(used_at * 1e6) * 1000 - depth * 1000
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files a root holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_metal.kv_transfer.disk import engine_lock, layout
+from vllm_metal.kv_transfer.disk.layout import BlockName
+
+
+@dataclass(frozen=True)
+class FoundBlock:
+    """A block's file."""
+
+    path: Path
+    name: BlockName
+    room: int  # bytes that it counts for
+    used_ns: int  # when it was last used: its mtime
+
+
+@dataclass(frozen=True)
+class Found:
+    """All files of a root."""
+
+    bytes: int  # of every file, ours or not
+    blocks: list[FoundBlock]
+
+
+def scan(root: Path) -> Found:
+    """Looks at every file, and removes those that engines left half-written when they died.
+
+    With the ledger locked, the sum is exact.
+
+    Raises:
+        OSError: the root cannot be read.
+    """
+    living = engine_lock.living(root)
+    size = 0
+    blocks = []
+    for entry in _files(root):
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        writer = layout.writer_of(entry.name)
+        if writer is not None and writer not in living and _is_ours(root, entry):
+            with suppress(OSError):
+                os.unlink(entry.path)
+                continue
+        room = layout.room_of(status.st_size)
+        size += room
+        path = Path(entry.path)
+        if (name := layout.block_name(root, path)) is not None:
+            blocks.append(FoundBlock(path, name, room, status.st_mtime_ns))
+    return Found(size, blocks)
+
+
+def _is_ours(root: Path, entry: os.DirEntry[str]) -> bool:
+    """Whether a file lies in a fingerprint's folder: users may put other things into a root."""
+    return bool(layout.FINGERPRINT.fullmatch(Path(entry.path).relative_to(root).parts[0]))
+
+
+def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            found = list(entries)
+    except FileNotFoundError:
+        return  # removed meanwhile
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(entry.path)
+        else:
+            yield entry

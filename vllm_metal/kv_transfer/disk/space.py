@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes files within the limits of a root, and removes them. Blocking, and for any thread.
+
+A file's room is reserved with the ledger locked: it is counted, and a temporary file of its full
+size is made. Its contents are written without the lock; renaming it takes the lock again.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+from vllm_metal.kv_transfer.disk import eviction, layout
+from vllm_metal.kv_transfer.disk.engine_lock import EngineLock
+from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Balance, Ledger
+from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.scan import Found, FoundBlock, scan
+from vllm_metal.kv_transfer.disk.stats import Counters
+from vllm_metal.kv_transfer.disk.written import Written
+
+logger = logging.getLogger(__name__)
+
+#: Eviction goes this far below the limit, so that not every write needs one: 5 %.
+_KEPT_OF_100 = 95
+#: Seconds without writes after one failed, such as on a full disk.
+_PAUSE = 60.0
+#: Seconds until an eviction is tried again that could not make enough room.
+_NO_ROOM_PAUSE = 10.0
+_FULL = "Free space on its disk, or lower prefix_cache_bytes."
+_READ_ONLY = "Make the folder that prefix_cache_dir names writable."
+_ADVICE = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "Its file system, or a limit of this process (ulimit -f), takes no such files.",
+    errno.EROFS: _READ_ONLY,
+    errno.EACCES: _READ_ONLY,
+    errno.EPERM: _READ_ONLY,
+}
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether the process is short of something: no file is at fault."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    """Room for a file, and the temporary file that holds it."""
+
+    path: Path
+    temporary: Path
+    descriptor: int
+    room: int
+
+
+class Space:
+    """What a root has room for."""
+
+    def __init__(
+        self,
+        root: Path,
+        limits: Limits,
+        clock: Callable[[], float],
+        counters: Counters,
+        forget: Callable[[FoundBlock], None],
+    ) -> None:
+        """
+        Args:
+            clock: seconds since the epoch.
+            forget: is told of each block that is evicted, with the ledger locked.
+        """
+        self._root = root
+        self._limits = limits
+        self._clock = clock
+        self._counters = counters
+        self._forget = forget
+        self._ledger = Ledger(root)
+        self._engine: EngineLock | None = None
+        self._numbers = itertools.count()
+        self._scanned = False
+        self._closed = False
+        self._paused_until = 0.0
+        self._no_room_until = 0.0
+        self._warned = False
+        self._day_of_last_refusal = 0
+
+    def start(self) -> None:
+        """Scans the root: corrects the ledger, and evicts what is above the limit.
+
+        Never raises. Warns if nothing can be written.
+        """
+        try:
+            with self._locked():
+                pass
+        except OSError as error:
+            self._pause(error)
+
+    def close(self) -> None:
+        """Refuses all later writes."""
+        self._closed = True
+        with suppress(OSError), self._ledger.locked():
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+        self._ledger.close()
+
+    def store(
+        self, path: Path, size: int, fill: Callable[[int], None], mtime_ns: int | None = None
+    ) -> Written:
+        """Makes a file, unless it is there.
+
+        Args:
+            path: below the root; its folders are made.
+            size: bytes of the file.
+            fill: writes them, given a file descriptor.
+            mtime_ns: the file's mtime, nanoseconds since the epoch; None: now.
+
+        Raises:
+            what `fill` raises, but for OSError.
+        """
+        if self._closed or self.is_paused():
+            return Written.FAILED
+        try:
+            reserved = self._reserve(path, size)
+        except OSError as error:
+            self._pause(error)
+            return Written.FAILED
+        if isinstance(reserved, Written):
+            return reserved
+        try:
+            return self._filled(reserved, fill, mtime_ns)
+        except OSError as error:
+            self.remove(reserved.temporary)
+            self._pause(error)
+            return Written.FAILED
+        except BaseException:
+            self.remove(reserved.temporary)
+            raise
+
+    def remove(self, path: Path, identity: tuple[int, int] | None = None) -> bool:
+        """Removes a file; whether it is gone.
+
+        Args:
+            identity: device and inode. Another file in its place stays.
+        """
+        try:
+            with self._locked() as balance:
+                try:
+                    status = os.lstat(path)
+                except FileNotFoundError:
+                    return True
+                if identity is not None and (status.st_dev, status.st_ino) != identity:
+                    return True
+                os.unlink(path)
+                self._ledger.enter(balance.plus(-layout.room_of(status.st_size)))
+                return True
+        except OSError:
+            # Without the lock: the ledger says too much then, until the next scan.
+            return eviction.remove(path)
+
+    def today(self, balance: Balance) -> Balance:
+        """What a ledger says, on the local calendar day that it is now."""
+        day = date.fromtimestamp(self._clock()).toordinal()
+        # One day back: an engine whose clock or time zone differs a little opens no new budget.
+        return balance if day in (balance.day, balance.day - 1) else Balance(balance.bytes, day, 0)
+
+    @contextmanager
+    def _locked(self) -> Iterator[Balance]:
+        """Holds the ledger's lock; gives what it says, right since this process looked at it once.
+
+        Raises:
+            OSError: it cannot be locked or the root cannot be scanned.
+        """
+        if self._closed:
+            raise OSError(errno.EBADF, "the cache is closed")
+        with self._ledger.locked() as balance:
+            if self._engine is None or not self._engine.is_known():
+                self._engine = EngineLock(self._root)
+            if balance is None or not self._scanned:
+                if balance is None:
+                    balance = UNKNOWN
+                    self._ledger.enter(balance)  # so that the ledger's own file is counted
+                found = scan(self._root)
+                balance = replace(balance, bytes=found.bytes)
+                self._ledger.enter(balance)
+                if balance.bytes > self._limits.max_bytes:
+                    balance = self._evicted(balance, found, room=0, keep=None)
+                self._scanned = True
+            yield balance
+
+    def _reserve(self, path: Path, size: int) -> _Reserved | Written:
+        """Room for a file, or why there is none."""
+        room = layout.room_of(size)
+        with self._locked() as balance:
+            if path.exists():
+                return Written.PRESENT
+            balance = self.today(balance)
+            budget = self._limits.daily_write_bytes
+            if budget is not None and balance.written + room > budget:
+                self._log_budget(balance.day, budget)
+                return Written.OVER_BUDGET
+            if balance.bytes + room > self._limits.max_bytes:
+                balance = self._make_room(balance, room, path)
+                if balance.bytes + room > self._limits.max_bytes:
+                    return Written.NO_ROOM
+            self._ledger.enter(replace(balance.plus(room), written=balance.written + room))
+            try:
+                return self._preallocated(path, size, room)
+            except BaseException:
+                self._ledger.enter(balance)
+                raise
+
+    def _make_room(self, balance: Balance, room: int, path: Path) -> Balance:
+        """Evicts if that makes enough room for `path`; what the ledger says then."""
+        limit = self._limits.max_bytes
+        now = self._clock()
+        if room > limit or 0 < self._no_room_until - now <= _NO_ROOM_PAUSE:
+            return balance
+        found = scan(self._root)
+        balance = replace(balance, bytes=found.bytes)
+        self._ledger.enter(balance)
+        if found.bytes + room <= limit:
+            return balance
+        if found.bytes - sum(block.room for block in found.blocks) + room > limit:
+            self._no_room_until = now + _NO_ROOM_PAUSE
+            return balance
+        return self._evicted(balance, found, room, path.relative_to(self._root).parts[0])
+
+    def _evicted(self, balance: Balance, found: Found, room: int, keep: str | None) -> Balance:
+        limit = self._limits.max_bytes
+        allowed = min(limit - room, limit * _KEPT_OF_100 // 100)
+        left = eviction.evict(self._root, found, allowed, self._gone, keep)
+        balance = replace(balance, bytes=left)
+        self._ledger.enter(balance)
+        return balance
+
+    def _gone(self, block: FoundBlock) -> None:
+        self._counters.add("evicted")
+        self._forget(block)
+
+    def _preallocated(self, path: Path, size: int, room: int) -> _Reserved:
+        assert self._engine is not None
+        temporary = layout.temporary_path(path, self._engine.name, next(self._numbers))
+        flags = os.O_RDWR | os.O_EXCL
+        try:
+            descriptor = layout.create_file(temporary, flags)
+        except FileNotFoundError:
+            layout.make_folder(self._root, path.parent)
+            descriptor = layout.create_file(temporary, flags)
+        try:
+            os.ftruncate(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            eviction.remove(temporary)
+            raise
+        return _Reserved(path, temporary, descriptor, room)
+
+    def _filled(
+        self, reserved: _Reserved, fill: Callable[[int], None], mtime_ns: int | None
+    ) -> Written:
+        """Fills a temporary file and gives it its name."""
+        try:
+            fill(reserved.descriptor)
+            if mtime_ns is not None:
+                os.utime(reserved.descriptor, ns=(mtime_ns, mtime_ns))
+        finally:
+            os.close(reserved.descriptor)
+        with self._locked() as balance:
+            if reserved.path.exists():  # another engine was faster
+                os.unlink(reserved.temporary)
+                self._ledger.enter(balance.plus(-reserved.room))
+                return Written.PRESENT
+            os.rename(reserved.temporary, reserved.path)
+        self._warned = False
+        return Written.STORED
+
+    def is_paused(self) -> bool:
+        """Whether writes pause because one failed."""
+        return 0 < self._paused_until - self._clock() <= _PAUSE
+
+    def _pause(self, error: OSError) -> None:
+        self._paused_until = self._clock() + _PAUSE
+        if not self._warned and not self._closed:
+            self._warned = True
+            advice = _ADVICE.get(error.errno or 0, "It is tried again every minute.")
+            reason = error.strerror or str(error)
+            logger.warning(
+                "The prefix cache in %s stores no blocks now: %s. %s Blocks that it has are "
+                "still read.", self._root, reason, advice
+            )  # fmt: skip
+
+    def _log_budget(self, day: int, budget: int) -> None:
+        if day != self._day_of_last_refusal:
+            self._day_of_last_refusal = day
+            logger.info(
+                "The prefix cache in %s has written the %.3g GB that it may write in a day, and "
+                "stores no more blocks until tomorrow. Blocks that it has are still read.",
+                self._root,
+                budget / 1e9,
+            )
