@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
 #: Files of a draft head on the target's hidden states.
-_HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
+HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 _LONGEST_REASON = 400  # characters of another package's message
 
 
@@ -54,7 +54,7 @@ def load_draft(config: VllmConfig) -> nn.Module:
 
 
 def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
-    path = _model_folder(model_config, config)
+    path = model_folder(model_config, config)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code)
     _materialise(model, path)
     return model
@@ -103,7 +103,7 @@ def load_weights(
     Raises:
         ModelLoadError: the folder is missing or has no weights, or they are unreadable.
     """
-    folder = _model_folder(model_config, config, _HEAD_PATTERNS)
+    folder = model_folder(model_config, config, HEAD_PATTERNS)
     found: dict[str, mx.array] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
@@ -132,9 +132,14 @@ def _torch_arrays(path: Path) -> dict[str, mx.array]:
     }
 
 
-def _model_folder(
+def model_folder(
     model_config: ModelConfig, config: VllmConfig, patterns: tuple[str, ...] = _PATTERNS
 ) -> Path:
+    """The folder of a checkpoint, fetched from the hub where it is not there.
+
+    Raises:
+        ModelLoadError: there is no such folder, and the hub has no such model.
+    """
     download_dir = config.load_config.download_dir
     return _folder(model_config.model, model_config.revision, download_dir, patterns)
 
@@ -209,7 +214,7 @@ def check_draft_vocabulary(config: VllmConfig) -> None:
     """
     assert config.speculative_config is not None
     pair = (config.model_config, config.speculative_config.draft_model_config)
-    target, draft = (_model_folder(model_config, config) for model_config in pair)
+    target, draft = (model_folder(model_config, config) for model_config in pair)
     tokenizer = Path(config.model_config.tokenizer)  # often the same folder
     meant = _tokens(tokenizer if tokenizer.is_dir() else target)
     for token_id, token in _tokens(draft).items():

@@ -21,10 +21,12 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
+from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
+    kv_transfer,
     logs,
     mlp_speculators,
     probe,
@@ -174,6 +176,7 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
+        settle_kv_transfer(vllm_config)
 
     @classmethod
     def validate_request(
@@ -187,3 +190,8 @@ class MetalPlatform(Platform):
         if isinstance(params, SamplingParams):
             validate(params)
             remember_salt(params, processed_inputs.get("cache_salt"))
+
+
+# Last, as vLLM's configuration asks for the platform while it is imported. Not later, as users make
+# a KVTransferConfig before any engine.
+kv_transfer.recompute_by_default()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_metal.kv_cache import formats
+from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode import checkpoint
 from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
@@ -24,7 +25,12 @@ def refuse_unsupported(config: VllmConfig) -> None:
             where there is a choice.
     """
     AdditionalConfig.of(config)
-    refusals = _engine_refusals(config) | _model_refusals(config) | _speculation_refusals(config)
+    refusals = (
+        _engine_refusals(config)
+        | _transfer_refusals(config)
+        | _model_refusals(config)
+        | _speculation_refusals(config)
+    )
     refused = [setting for setting, asked in refusals.items() if asked]
     if refused:
         raise ValueError("vllm-metal does not support " + ", ".join(refused))
@@ -39,9 +45,42 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--enable-lora": config.lora_config is not None,
-        "--kv-transfer-config": config.kv_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
+    }
+
+
+def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
+    """The same of what moves K/V out of the pool and back."""
+    instead = (
+        f"use {CONNECTOR!r}, or --additional-config prefix_cache_dir, for a prefix cache on disk"
+    )
+    refused = {
+        "--kv-offloading-size (memory is unified: there is no other side to offload to; "
+        "--additional-config prefix_cache_dir keeps K/V on disk)": (
+            config.cache_config.kv_offloading_size is not None
+        )
+    }
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return refused
+    option = "--kv-transfer-config "
+    connector, module = transfer.kv_connector, transfer.kv_connector_module_path
+    reason = "vLLM's connectors need CUDA, or packages that do not exist for a Mac"
+    if connector == "MultiConnector":
+        reason = "it combines connectors, and all but one are refused"
+    if connector is None:
+        return refused | {f"{option}without kv_connector ({instead})": True}
+    if connector != CONNECTOR:
+        return refused | {f"{option}kv_connector {connector!r} ({reason}: {instead})": True}
+    return refused | {
+        f"{option}kv_role {transfer.kv_role!r} (one engine prefills and decodes: 'kv_both')": (
+            transfer.kv_role != "kv_both"
+        ),
+        f"{option}kv_connector_module_path {module!r} (leave it out)": (
+            module not in (None, CONNECTOR_MODULE)
+        ),
+        f"{option}enable_permute_local_kv": transfer.enable_permute_local_kv,
     }
 
 

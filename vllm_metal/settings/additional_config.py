@@ -3,59 +3,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from vllm_metal.settings import values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+OPTION = "--additional-config"
 #: Keys under which vLLM passes on options of its own, for attention that this plugin does not
 #: serve: --gdn-prefill-backend, --kda-prefill-backend, --kda-decode-backend.
 VLLM_KEYS = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
+_READERS: Mapping[str, values.Reader] = {
+    "fixed_draft_length": values.flag,
+    "prefix_cache_dir": values.path,
+    "prefix_cache_bytes": values.size,
+    "prefix_cache_daily_writes": values.daily_size,
+    "prefix_cache_salt_key": values.path,
+}
+#: Keys that say something of the cache on disk.
+PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cache"))
 
 
 @dataclass(frozen=True)
 class AdditionalConfig:
-    """A field for each key, all of them true or false, under the names users give."""
+    """A field for each key, under the names users give."""
 
     #: Always draft num_speculative_tokens tokens, whatever verifying them costs.
     fixed_draft_length: bool = False
+    #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
+    prefix_cache_dir: Path | None = None
+    #: Most bytes of that folder; None: the default, which depends on the free space.
+    prefix_cache_bytes: int | None = None
+    #: Most bytes written in a calendar day; None: the default.
+    prefix_cache_daily_writes: int | Literal["unlimited"] | None = None
+    #: File of the secret that `cache_salt`s are derived from; None: no request with a salt is kept.
+    prefix_cache_salt_key: Path | None = None
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> AdditionalConfig:
         """What the user gave, defaults elsewhere.
 
         Raises:
-            ValueError: it is no JSON object, has a key that nobody reads, or a value of another
-                type than the key's.
+            ValueError: it is no JSON object, has a key that nobody reads, a value of another type
+                than the key's, or a key that needs prefix_cache_dir without it.
         """
         given = vllm_config.additional_config
         if given is None:
             return AdditionalConfig()
         if not isinstance(given, dict):
             raise ValueError(
-                f"--additional-config must be a JSON object with keys of {_known()}, not a "
+                f"{OPTION} must be a JSON object with keys of {values.known(_READERS)}, not a "
                 f"{type(given).__name__}"
             )
-        values = {key: value for key, value in given.items() if key not in VLLM_KEYS}
-        for key, value in values.items():
-            if key not in _names():
-                close = get_close_matches(str(key), _names(), n=1)
-                meant = f"; did you mean {close[0]!r}?" if close else ""
-                raise ValueError(
-                    f"--additional-config has no key {key!r} (known: {_known()}){meant}"
-                )
-            if not isinstance(value, bool):
-                raise ValueError(
-                    f"--additional-config {key!r} must be true or false, not {value!r}"
-                )
-        return AdditionalConfig(**values)
-
-
-def _names() -> list[str]:
-    return [field.name for field in fields(AdditionalConfig)]
-
-
-def _known() -> str:
-    return ", ".join(map(repr, _names()))
+        ours = {key: value for key, value in given.items() if key not in VLLM_KEYS}
+        found = AdditionalConfig(**values.read(ours, _READERS, OPTION))
+        alone = [key for key in PREFIX_CACHE_KEYS if key in given]
+        if alone and found.prefix_cache_dir is None:
+            raise ValueError(
+                f"{OPTION} {alone[0]!r} needs 'prefix_cache_dir', the folder of the cache on disk"
+            )
+        return found

@@ -8,6 +8,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from contextlib import suppress
 
+from vllm_metal.settings import sizes
+
 _MEMORY = {"MB": 2**20, "GB": 2**30, "TB": 2**40}  # Macs are sold by these
 _TOKENS = {"": 1, "K": 2**10, "M": 2**20}  # as in "128k context"
 
@@ -54,8 +56,7 @@ def share(text: str) -> float:
 
 
 def _parse(text: str, units: Mapping[str, int], example: str) -> int:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
-    unit = None if found is None else units.get(found[2].upper())
-    if found is None or unit is None or not (size := int(float(found[1]) * unit)):
-        raise ArgumentTypeError(f"{text!r} is not understood; write for example {example}")
-    return size
+    try:
+        return sizes.parse(text, units, example)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

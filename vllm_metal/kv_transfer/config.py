@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the prefix cache on disk, the short way and vLLM's, and what they change of vLLM.
+
+The short way is `--additional-config '{"prefix_cache_dir": ...}'`, vLLM's is `--kv-transfer-config`
+with the connector `MetalKVConnector`. Both end as vLLM's, every value read and absolute, which goes
+to the engine's process and is read there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm.logger import init_logger
+
+from vllm_metal.kv_transfer import salts
+from vllm_metal.settings import values
+from vllm_metal.settings.additional_config import OPTION, PREFIX_CACHE_KEYS, AdditionalConfig
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+logger = init_logger(__name__)
+
+CONNECTOR = "MetalKVConnector"
+CONNECTOR_MODULE = "vllm_metal.kv_transfer.connector"
+SPEC = "MetalOffloadingSpec"
+#: vLLM's default pickles, and equal texts can have different pickles: by which strings are shared.
+HASH_ALGORITHM: Literal["sha256_cbor"] = "sha256_cbor"
+EXTRA = "--kv-transfer-config kv_connector_extra_config"
+
+
+def _text(expected: str) -> values.Reader:
+    def read(value: Any) -> str:
+        if value != expected:
+            raise ValueError(f"must be {expected!r}, not {value!r}")
+        return expected
+
+    return read
+
+
+def _one(value: Any) -> int:
+    if isinstance(value, bool) or value != 1:
+        raise ValueError(f"must be 1, as each block has a file of its own, not {value!r}")
+    return 1
+
+
+def _tokens(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"must be a number of tokens, not {value!r}")
+    return value
+
+
+_READERS: Mapping[str, values.Reader] = {
+    "path": values.path,
+    "bytes": values.size,
+    "daily_writes": values.daily_size,
+    "salt_key": values.path,
+    "offload_prompt_only": values.flag,
+    "blocks_per_chunk": _one,
+    "block_size": _tokens,
+    "spec_name": _text(SPEC),
+}
+
+
+@dataclass(frozen=True)
+class PrefixCacheConfig:
+    """What the connector reads of --kv-transfer-config."""
+
+    directory: Path  # absolute
+    max_bytes: int  # of all that the folder holds
+    daily_write_bytes: int | None  # in a calendar day; None: no limit
+    salt_key: Path | None  # file of the secret of derived salts; None: salted requests are not kept
+
+    @staticmethod
+    def of(vllm_config: VllmConfig) -> PrefixCacheConfig | None:
+        """Of a configuration that `settle_kv_transfer` has seen; None: no connector is on."""
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or transfer.kv_connector is None:
+            return None
+        given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
+        daily = given["daily_writes"]
+        return PrefixCacheConfig(
+            directory=given["path"],
+            max_bytes=given["bytes"],
+            daily_write_bytes=None if daily == values.UNLIMITED else daily,
+            salt_key=given.get("salt_key"),
+        )
+
+
+def settle_kv_transfer(vllm_config: VllmConfig) -> None:
+    """Makes vLLM's configuration whole: the connector, and the hashes that it needs.
+
+    vLLM checks a configuration again in the engine's process; a settled one stays as it is.
+
+    Raises:
+        ValueError: the settings contradict each other or cannot be honoured, the folder cannot be
+            made, or the file of the salts' key cannot be used. The message names the setting.
+    """
+    short, given = AdditionalConfig.of(vllm_config), vllm_config.additional_config
+    transfer = vllm_config.kv_transfer_config
+    if short.prefix_cache_dir is not None:
+        if transfer is not None:
+            raise ValueError(
+                f"{OPTION} 'prefix_cache_dir' and --kv-transfer-config both set up a cache: leave "
+                "one of them out"
+            )
+        vllm_config.kv_transfer_config = transfer = _of_short_way(short)
+        assert isinstance(given, dict)  # else it could not have had the key
+        # Only one way is left for the engine's process, which settles again.
+        vllm_config.additional_config = {
+            key: value for key, value in given.items() if key not in PREFIX_CACHE_KEYS
+        }
+    if transfer is None:
+        return
+    transfer.kv_connector_module_path = CONNECTOR_MODULE
+    extra = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
+    if "path" not in extra:
+        raise ValueError(f"{EXTRA} lacks 'path', the folder of the cache on disk")
+    _check_cache(vllm_config, extra)
+    directory: Path = extra["path"]
+    _prepare(directory)
+    if "salt_key" in extra:
+        salts.read_key(extra["salt_key"])
+    transfer.kv_connector_extra_config = _settled(extra)
+    vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM
+
+
+def _of_short_way(short: AdditionalConfig) -> KVTransferConfig:
+    from vllm.config import KVTransferConfig
+
+    extra = {
+        "path": short.prefix_cache_dir,
+        "bytes": short.prefix_cache_bytes,
+        "daily_writes": short.prefix_cache_daily_writes,
+        "salt_key": short.prefix_cache_salt_key,
+    }
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={k: v for k, v in extra.items() if v is not None},
+    )
+
+
+def _settled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as JSON has it, with every default."""
+    from vllm_metal.kv_transfer.disk import limits
+
+    max_bytes = given.get("bytes")
+    if max_bytes is None:  # of a full disk the default is 0, which is no size
+        max_bytes = max(limits.default_max_bytes(given["path"]), 1)
+    settled = {
+        "spec_name": SPEC,
+        "path": str(given["path"]),
+        "bytes": max_bytes,
+        "daily_writes": given.get("daily_writes", limits.DEFAULT_DAILY_WRITE_BYTES),
+        "offload_prompt_only": given.get("offload_prompt_only", False),
+    }
+    if "salt_key" in given:
+        settled["salt_key"] = str(given["salt_key"])
+    return settled
+
+
+def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
+    """Raises where the cache in memory does not allow one on disk."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        raise ValueError(
+            "a prefix cache on disk (prefix_cache_dir, --kv-transfer-config) needs prefix caching: "
+            "leave out --no-enable-prefix-caching (enable_prefix_caching=False)"
+        )
+    if cache.prefix_caching_hash_algo.startswith("xxhash"):
+        raise ValueError(
+            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} does not go with a "
+            "prefix cache on disk: it is no cryptographic hash, so a text can be made that hashes "
+            f"like another's, and its seed changes with each process; choose {HASH_ALGORITHM}"
+        )
+    tokens = given.get("block_size", cache.block_size)
+    if tokens != cache.block_size:
+        raise ValueError(
+            f"{EXTRA} 'block_size' {tokens} must be the cache's, {cache.block_size}, as each block "
+            "has a file of its own: leave it out, or set --block-size"
+        )
+
+
+def _prepare(directory: Path) -> None:
+    """Makes the folder, for its owner alone; warns where nothing can be written to it.
+
+    Raises:
+        ValueError: it cannot be made or read, or is a file.
+    """
+    setting = f"the folder of the prefix cache (prefix_cache_dir, or 'path' of {EXTRA})"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.listdir(directory)
+    except FileExistsError as error:
+        raise ValueError(f"{setting}: {directory} is a file; name a folder") from error
+    except OSError as error:
+        raise ValueError(
+            f"{setting}: {error.filename or directory} cannot be used ({error.strerror or error}); "
+            "name a folder that you may write to"
+        ) from error
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written to (%s): the prefix cache reads what is there and keeps nothing "
+            "new",
+            directory,
+            error.strerror or error,
+        )

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that K/V depend on but the text: what names the folder of a prefix cache.
+
+Two engines of one fingerprint compute the same K/V for the same tokens, and lay them out the same.
+Numbers that only say how much is computed at once, such as --max-model-len, have no part in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import blake3
+import torch
+
+from vllm_metal.kv_cache import formats
+from vllm_metal.settings import envs
+from vllm_metal.spec_decode.registry import method_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: Raised whenever a page's parts, or their order, change.
+FORMAT = 1
+#: Raised whenever the plugin computes other K/V for the same text.
+NUMERICS = 1
+#: Of config.json: where it came from, who wrote it, and what vLLM writes into a draft's for itself.
+_NO_FACTS = ("transformers_version", "num_lookahead_tokens")
+#: Of a spec: which blocks vLLM frees when, which does not change what is in them.
+_NO_CONTENT = ("extra_retained_tokens",)
+#: Facts that have facts, and how a message names these.
+_PARTS = {"weights": "weights of the", "draft": "the draft's"}
+_LONGEST_VALUE = 40  # characters of a value in a message; longer ones have "changed"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The facts, and their digest."""
+
+    digest: str  # 32 hex digits: BLAKE3 of the facts as canonical JSON
+    facts: Mapping[str, Any]  # JSON has it unchanged; goes into manifest.json
+
+    @staticmethod
+    def of(
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        weights: Mapping[str, str],
+        pool: str,
+    ) -> Fingerprint:
+        """Of an engine.
+
+        Args:
+            vllm_config: after the platform's check.
+            kv_cache_config: of the pool: groups, layers and their specs.
+            weights: digests by network, of `weights_digest.of_networks`.
+            pool: who computes on the K/V, whose roundings differ: "scatter" or "kernels".
+        """
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        facts = {
+            "format": FORMAT,
+            "numerics": NUMERICS,
+            "device": envs.requested_device(),
+            "pool": pool,
+            "mlx": version("mlx"),
+            "mlx_lm": version("mlx-lm"),
+            **_network(model),
+            "weights": dict(weights),
+            "dtype": _plain(model.dtype),
+            "kv_cache_dtype": _pool_dtype(cache.cache_dtype, _plain(model.dtype)),
+            "draft": _draft(vllm_config),
+            "block_size": cache.block_size,
+            "groups": [
+                {"layers": list(group.layer_names), "spec": _plain(group.kv_cache_spec)}
+                for group in kv_cache_config.kv_cache_groups
+            ],
+            "hash_algorithm": cache.prefix_caching_hash_algo,
+            "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
+        }
+        return Fingerprint(_digest(facts), facts)
+
+    def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
+        """Why a cache with folders holds nothing for this engine, in one line.
+
+        Args:
+            others: facts of the folders that are there, as their manifests have them.
+
+        Returns:
+            None: there are no other folders, or one is this engine's own.
+        """
+        known = [other for other in others if isinstance(other, Mapping) and other]
+        same_model = [other for other in known if other.get("model") == self.facts["model"]]
+        changes = [self._changes(other) for other in same_model or known]
+        closest = min(changes, key=len, default=[])
+        if not closest:
+            return None
+        return f"the prefix cache holds nothing for this set-up: {'; '.join(closest)}"
+
+    def _changes(self, other: Mapping[str, Any]) -> list[str]:
+        now = self.facts
+        names = [*now, *(name for name in other if name not in now)]
+        return [
+            change
+            for name in names
+            for change in _change(str(name), other.get(name), now.get(name))
+        ]
+
+
+def _change(name: str, was: Any, now: Any) -> list[str]:
+    """What differs between two values of a fact, in words."""
+    if was == now:
+        return []
+    if isinstance(was, Mapping) and isinstance(now, Mapping) and (part := _PARTS.get(name)):
+        keys = [*now, *(key for key in was if key not in now)]
+        return [c for k in keys for c in _change(f"{part} {k}", was.get(k), now.get(k))]
+    values = (_word(was), _word(now))
+    if None in values or any(word in name for word in ("weights", "hf_config", "seed")):
+        return [f"{name} changed"]
+    return [f"{name} {values[0]}, now {values[1]}"]
+
+
+def _word(value: Any) -> str | None:
+    """A short value as a user would write it; None: it is long, or has parts."""
+    if value is None:
+        return "none"
+    text = str(value)
+    plain = isinstance(value, str | int | float) and len(text) <= _LONGEST_VALUE
+    return text if plain else None
+
+
+def _network(model: ModelConfig) -> dict[str, Any]:
+    """Facts of a checkpoint: its name, and config.json after --hf-overrides.
+
+    What users change most has a fact of its own, and no part in the digest of all else.
+    """
+    config = _without_origin(model.hf_config.to_dict())
+    rope, config = _split(config, ("rope", "rotary"))
+    quantization, config = _split(config, ("quantization",))
+    return {
+        "model": _name(model.model),
+        "hf_config": _digest(config),
+        "rope": rope,
+        "quantization": quantization,
+    }
+
+
+def _name(model: str) -> str:
+    """A model's name on the hub, or the last two parts of its path.
+
+    Without network, vLLM puts the snapshot's path in the place of the name.
+    """
+    if found := re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", model):
+        return f"{found[1]}/{found[2]}"
+    path = PurePath(model)
+    return "/".join([part for part in path.parts if part != path.anchor][-2:])
+
+
+def _draft(config: VllmConfig) -> dict[str, Any] | None:
+    """Facts of a draft network; lookups in the text keep no K/V, and are none."""
+    method = method_of(config)
+    if method is None or not method.has_network:
+        return None
+    assert config.speculative_config is not None
+    return {
+        "method": config.speculative_config.method,
+        **_network(config.speculative_config.draft_model_config),
+    }
+
+
+def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """Less the keys that say where a configuration came from; some are paths of this machine."""
+    return {
+        key: _without_origin(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not str(key).startswith("_") and key not in _NO_FACTS
+    }
+
+
+def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys that have one of the words in them, also of parts of the configuration; the rest."""
+    taken, rest = {}, {}
+    for key, value in config.items():
+        if any(word in str(key) for word in words):
+            if value is not None:
+                taken[str(key)] = _plain(value)
+        elif isinstance(value, dict):
+            inner, rest[key] = _split(value, words)
+            taken |= {f"{key}.{name}": found for name, found in inner.items()}
+        else:
+            rest[key] = value
+    return taken, rest
+
+
+def _pool_dtype(cache_dtype: str, model_dtype: str) -> str:
+    """Of the pool's elements by one name: a model's own dtype may be given as "auto", too."""
+    name = formats.canonical(cache_dtype)
+    return model_dtype if name == "auto" else name
+
+
+def _hash_seed(algorithm: str) -> str:
+    """What the hash of a first block starts from: PYTHONHASHSEED where it is set."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    return resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, the same in every process: no addresses, no order of sets."""
+    if value is None or isinstance(value, str | int | float):
+        return value.name if isinstance(value, enum.Enum) else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(each) for each in value), key=json.dumps)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: _plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name not in _NO_CONTENT
+        }
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    kind = type(value)  # its text could hold an address
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    text = json.dumps(_plain(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return blake3.blake3(text.encode()).hexdigest(length=16)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests' K/V are kept on disk, and in which folder: told by their `cache_salt`.
+
+vLLM mixes a request's salt into the hash of its first block, so requests of different salts never
+share blocks. A salt that a client chose is secret only as long as the client keeps it, and may be
+new with each request: its blocks stay in memory. A salt that a server derives from a secret of its
+own is stable; its blocks are kept, in a folder for each tenant.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import stat
+from pathlib import Path
+
+SHARED = "shared"  # the folder of requests without a salt
+#: Bytes that a key must have: 128 bits, as `openssl rand -hex 8` would print them.
+MIN_KEY_BYTES = 16
+#: Hex digits kept of the HMACs that name a tenant and a client's salt: half of SHA-256, which
+#: RFC 2104, section 5, names as the least to keep.
+_ID_DIGITS = 32
+_DERIVED = re.compile(r"(vm1-([0-9a-f]{32})-[0-9a-f]{32})-([0-9a-f]{64})")
+
+
+def derive(key: bytes, tenant: str, client_salt: str = "") -> str:
+    """The `cache_salt` that a server's middleware writes into a request.
+
+    `vm1-<tenant>-<client>-<mac>`, each the hex digits of an HMAC-SHA256 (RFC 2104) under the key:
+    of the tenant's name, of the client's salt within that tenant, and of the two before it. So two
+    salts of one tenant's clients never share blocks, though they are kept in one folder; and nobody
+    without the key can make a salt that `namespace` accepts.
+
+    Args:
+        key: the server's secret, as `read_key` returns it.
+        tenant: whom the request is served for; any text.
+        client_salt: the salt that the client sent; "" for none.
+    """
+    tenant_id = _hmac(key, "tenant", tenant)[:_ID_DIGITS]
+    client_id = _hmac(key, "client", f"{tenant_id}-{client_salt}")[:_ID_DIGITS]
+    signed = f"vm1-{tenant_id}-{client_id}"
+    return f"{signed}-{_hmac(key, 'salt', signed)}"
+
+
+def namespace(key: bytes | None, salt: str | None) -> str | None:
+    """The folder that keeps the blocks of a request; None: they are not kept.
+
+    "shared" for a request without a salt (vLLM takes "" for none), "tenant-<32 hex digits>" for a
+    salt that `derive` made with this key. It never raises, whatever the salt.
+
+    Args:
+        key: the server's secret; None: it has none, and no request with a salt is kept.
+        salt: the request's `cache_salt`.
+    """
+    if salt is None or (isinstance(salt, str) and not salt):
+        return SHARED
+    if key is None or not isinstance(salt, str):
+        return None
+    found = _DERIVED.fullmatch(salt)
+    if found is None or not hmac.compare_digest(_hmac(key, "salt", found[1]), found[3]):
+        return None
+    return f"tenant-{found[2]}"
+
+
+def read_key(path: Path) -> bytes:
+    """The secret in a file, white space around it left out.
+
+    Raises:
+        ValueError: the file cannot be read, others than its owner may read or write it, or it holds
+            fewer than 16 bytes. The message names the setting.
+    """
+    setting = f"prefix_cache_salt_key: {path}"
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            key = file.read().strip()
+    except OSError as error:
+        raise ValueError(f"{setting} cannot be read ({error.strerror or error})") from error
+    if mode & 0o077:
+        raise ValueError(
+            f"{setting} holds a secret, but its mode {mode:04o} lets other users at it: run "
+            f"`chmod 600 {path}`"
+        )
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(
+            f"{setting} holds {len(key)} bytes, and a secret needs {MIN_KEY_BYTES}: make one by "
+            f"`openssl rand -hex 32 > {path}`"
+        )
+    return key
+
+
+def _hmac(key: bytes, purpose: str, text: str) -> str:
+    """HMAC-SHA256 in hex; `purpose` keeps the uses of the one key apart."""
+    message = f"vllm-metal {purpose}\0{text}".encode(errors="surrogatepass")
+    return hmac.new(key, message, "sha256").hexdigest()

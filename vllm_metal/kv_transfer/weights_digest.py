@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of networks' weights, from the contents of their files.
+
+Reading a large model's files takes seconds to a minute, so a file's digest is remembered until its
+size, its time of change or its inode is another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import blake3
+from tqdm.auto import tqdm
+from vllm.logger import init_logger
+
+from vllm_metal.models import loader
+from vllm_metal.spec_decode.registry import method_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+#: A file changed so recently is not remembered: a second change could leave the same time, as the
+#: clocks of file systems tick by up to 2 s (FAT; git's "racy" index entries are the same problem).
+_SETTLED_NS = 2 * 10**9
+_BAR_AFTER = 2.0  # seconds before a progress bar shows
+
+
+def of_networks(vllm_config: VllmConfig, memo: Path | None) -> dict[str, str]:
+    """Digests of the target's weights, and of the draft's where they have a part in K/V.
+
+    Args:
+        vllm_config: of an engine whose weights are in their folders, which a loaded model's are.
+        memo: the file that remembers digests; None: nothing is remembered.
+
+    Returns:
+        "target", and "draft" for methods with a network, to 32 hex digits.
+
+    Raises:
+        OSError: a file cannot be read.
+        ModelLoadError: a folder is gone.
+    """
+    found = {"target": digest(_target_files(vllm_config), memo)}
+    method = method_of(vllm_config)
+    if method is not None and method.has_network:
+        found["draft"] = digest(_draft_files(vllm_config), memo)
+    return found
+
+
+def digest(files: Sequence[Path], memo: Path | None) -> str:
+    """BLAKE3 of the files' names and contents, as 32 hex digits; their order does not matter.
+
+    Args:
+        files: of one network; no two of one name.
+        memo: a JSON file of digests by path, made where there is none, private to its owner. One
+            that cannot be read or written costs time only.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    remembered = _remembered(memo)
+    found: dict[str, str] = {}
+    renewed: dict[str, list[int | str]] = {}
+    total = sum(path.stat().st_size for path in files)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="Hashing weights", delay=_BAR_AFTER)
+    with bar:
+        for path in files:
+            before = _state(path)
+            known = remembered.get(str(path.absolute()))
+            if isinstance(known, list) and known[:-1] == before:
+                found[path.name] = str(known[-1])
+            else:
+                found[path.name] = _of_file(path)
+                if _state(path) == before and time.time_ns() - before[1] > _SETTLED_NS:
+                    renewed[str(path.absolute())] = [*before, found[path.name]]
+            bar.update(before[0])
+    if memo is not None and renewed:
+        _remember(memo, renewed)
+    listed = json.dumps(sorted(found.items()))
+    return blake3.blake3(listed.encode()).hexdigest(length=16)
+
+
+def _target_files(config: VllmConfig) -> list[Path]:
+    """Those that mlx-lm reads."""
+    return sorted(loader.model_folder(config.model_config, config).glob("model*.safetensors"))
+
+
+def _draft_files(config: VllmConfig) -> list[Path]:
+    """All weights of the draft's checkpoint; of torch's files only where there are no others."""
+    assert config.speculative_config is not None
+    model_config = config.speculative_config.draft_model_config
+    folder = loader.model_folder(model_config, config, loader.HEAD_PATTERNS)
+    return sorted(folder.glob("*.safetensors")) or sorted(
+        path for path in folder.iterdir() if path.suffix in (".bin", ".pt")
+    )
+
+
+def _state(path: Path) -> list[int]:
+    """What changes with a file's contents: size, time of change in ns, inode."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _of_file(path: Path) -> str:
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    return hasher.update_mmap(path).hexdigest(length=16)
+
+
+def _remembered(memo: Path | None) -> dict[str, object]:
+    try:
+        found = {} if memo is None else json.loads(memo.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(memo: Path, renewed: dict[str, list[int | str]]) -> None:
+    """Adds to the file, by a rename: another engine may do the same, and the later one stays."""
+    kept = {path: known for path, known in _remembered(memo).items() if os.path.exists(path)}
+    name = None
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=memo.parent, prefix=f".{memo.name}.")  # mode 0600
+        with os.fdopen(handle, "w") as file:
+            json.dump(kept | renewed, file, indent=1)
+        os.replace(name, memo)
+    except OSError as error:
+        logger.warning("Digests of weights are not remembered in %s: %s", memo, error)
+        if name is not None and os.path.exists(name):
+            os.unlink(name)
