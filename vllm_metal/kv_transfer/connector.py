@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-from vllm_metal.kv_transfer.config import SPEC
 
+from vllm_metal.kv_transfer.config import SPEC
 from vllm_metal.kv_transfer.manager import DiskManager
 from vllm_metal.kv_transfer.messages import Discard, TransferMetadata
 from vllm_metal.kv_transfer.page_store import PageStore

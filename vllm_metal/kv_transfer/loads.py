@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
-from vllm_metal.kv_cache.pages import BlockPages, page_views
 
+from vllm_metal.kv_cache.pages import BlockPages, page_views
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ class Loads:
             arrays = self._staging.take(group)
             if arrays is None:
                 return
-            keys, blocks = [], []
+            keys: list[bytes] = []
+            blocks: list[int] = []
             while self._waiting and len(keys) < self._staging.count(group):
                 other, its_group, key, block = self._waiting[0]
                 if other is not job or its_group != group:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.logger import init_logger
+
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.fingerprint import Fingerprint

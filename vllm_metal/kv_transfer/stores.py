@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
-from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
 
+from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
 from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.messages import PageKeys
 

@@ -38,7 +38,7 @@ from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.step_hooks import NO_HOOKS
-from vllm_metal.worker.transfer_hooks import TransferHooks
+from vllm_metal.worker.transfer_hooks import STAGING_BYTES, TransferHooks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,8 +150,8 @@ class MetalWorker(WorkerBase):
         )
 
     def _transfer_bytes(self) -> int:
-        """Of staging for K/V that leave the pool or enter it; nothing moves any."""
-        return 0
+        """Of staging for K/V that leave the pool and enter it."""
+        return 2 * STAGING_BYTES if self.vllm_config.kv_transfer_config is not None else 0
 
     def _largest_step(self) -> None:
         networks = self.networks
