@@ -7,7 +7,8 @@ tests/vllm_patches/test_touched.py compares it with the sources.
 from vllm_metal.vllm_patches.touched.engine import ENGINE
 from vllm_metal.vllm_patches.touched.entry import GPU_WORKER, Touched
 from vllm_metal.vllm_patches.touched.options import OPTIONS
+from vllm_metal.vllm_patches.touched.transfers import TRANSFERS
 
-TOUCHED = (*OPTIONS, *ENGINE)
+TOUCHED = (*OPTIONS, *ENGINE, *TRANSFERS)
 
 __all__ = ["GPU_WORKER", "TOUCHED", "Touched"]

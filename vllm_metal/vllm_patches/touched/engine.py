@@ -86,7 +86,7 @@ _STEP = (
         by="batch/requests.py worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py",
         fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
         "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
-        "new_block_ids_to_zero kv_cache_block_copies",
+        "new_block_ids_to_zero kv_cache_block_copies kv_connector_metadata",
     ),
     # Tells drafters of vLLM's own second model runner, which this plugin refuses, to skip a step;
     # with the first, the scheduler never sets it.
@@ -120,7 +120,9 @@ _STEP = (
     Touched("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT", by="worker/recovery.py"),
     Touched(
         "vllm.v1.outputs:KVConnectorOutput",
-        by="vllm_patches/async_output.py worker/recovery.py worker/step_hooks.py",
+        by="vllm_patches/async_output.py worker/recovery.py worker/step_hooks.py "
+        "worker/transfer_hooks.py",
+        called="finished_recving= failed_recving= kv_connector_worker_meta=",
     ),
     Touched(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
@@ -156,31 +158,51 @@ _SCHEDULER = (
     Touched(
         "vllm.v1.core.sched.scheduler:Scheduler",
         by="vllm_patches/scheduler.py",
-        fields="requests kv_cache_manager kv_cache_config grammar_compile_error_reqs",
-        calls={"reset_prefix_cache": "reset_running_requests="},
+        fields="requests kv_cache_manager kv_cache_config grammar_compile_error_reqs "
+        "finished_req_ids connector waiting kv_holding_waiting failed_recving_kv_req_ids "
+        "_inflight_prefills deferred_frees defer_block_free",
         methods={
             "update_from_output": "scheduler_output model_runner_output",
             "_get_new_block_ids_to_zero": "",
+            "reset_prefix_cache": "reset_running_requests reset_connector",
         },
     ),
     Touched(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         by="vllm_patches/scheduler.py",
         fields="block_pool",
-        calls={"get_block_ids": "request_id", "evict_blocks": "block_ids"},
+        calls={"get_block_ids": "request_id", "evict_blocks": "block_ids", "free": "request"},
     ),
     Touched(
         "vllm.v1.core.block_pool:BlockPool",
         by="vllm_patches/scheduler.py",
         fields="blocks",
-        calls={"get_cached_block": "block_hash kv_cache_group_ids"},
+        calls={
+            "get_cached_block": "block_hash kv_cache_group_ids",
+            "free_blocks": "ordered_blocks",
+        },
     ),
     Touched(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",
         by="vllm_patches/scheduler.py",
         fields="block_id ref_cnt",
     ),
-    Touched("vllm.v1.request:Request", by="vllm_patches/scheduler.py", fields="block_hashes"),
+    Touched(
+        "vllm.v1.request:Request",
+        by="vllm_patches/scheduler.py kv_transfer/connector.py",
+        fields="request_id block_hashes cache_salt status num_computed_tokens",
+        calls={"is_finished": ""},
+    ),
+    Touched(
+        "vllm.v1.request:RequestStatus",
+        by="vllm_patches/scheduler.py",
+        fields="WAITING PREEMPTED WAITING_FOR_REMOTE_KVS",
+    ),
+    Touched(
+        "vllm.v1.core.sched.request_queue:RequestQueue",
+        by="vllm_patches/scheduler.py",
+        calls={"remove_request": "request", "prepend_request": "request"},
+    ),
     Touched("vllm.v1.engine:EngineCoreOutputs", by="vllm_patches/scheduler.py", fields="outputs"),
     Touched(
         "vllm.v1.engine:EngineCoreOutput",
