@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--additional-config: every key has a reader, and mistakes are named before a model is loaded."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_metal.settings.additional_config import VLLM_KEYS, AdditionalConfig
+
+DIR = {"prefix_cache_dir": "/cache"}
 
 
 def read(given):
@@ -31,15 +34,51 @@ def test_defaults_and_what_is_given(model):
     assert AdditionalConfig.of(args.create_engine_config()).fixed_draft_length
 
 
+def test_the_cache_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    found = read(
+        {
+            "prefix_cache_dir": "~/cache",
+            "prefix_cache_bytes": "5GB",
+            "prefix_cache_daily_writes": 7,
+            "prefix_cache_salt_key": "key",
+        }
+    )
+    assert found == AdditionalConfig(
+        prefix_cache_dir=Path("/home/me/cache"),
+        prefix_cache_bytes=5_000_000_000,
+        prefix_cache_daily_writes=7,
+        prefix_cache_salt_key=tmp_path / "key",
+    )
+    assert read(DIR) == AdditionalConfig(prefix_cache_dir=Path("/cache"))
+    assert read(DIR | {"prefix_cache_daily_writes": "unlimited"}).prefix_cache_daily_writes == (
+        "unlimited"
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"fixed_draft_lenght": True}, "no key 'fixed_draft_lenght' .*mean 'fixed_draft_length'"),
-        ({"else": 1}, r"no key 'else' \(known: 'fixed_draft_length'\)$"),
+        ({"else": 1}, r"no key 'else' \(known: 'fixed_draft_length', 'prefix_.*_key'\)$"),
         ({"fixed_draft_length": 1}, "'fixed_draft_length' must be true or false, not 1"),
         ({"fixed_draft_length": "true"}, "must be true or false, not 'true'"),
         ({"fixed_draft_length": None}, "must be true or false, not None"),
-        ([], "must be a JSON object .*'fixed_draft_length', not a list"),
+        ({"prefix_cache_dir": 5}, "'prefix_cache_dir' must be a path, not 5"),
+        ({"prefix_cache_dir": " "}, "'prefix_cache_dir' must be a path, not ' '"),
+        ({"prefix_cache_dir": "~nobody-of-that-name/x"}, "'prefix_cache_dir' must be a path"),
+        (DIR | {"prefix_cache_bytes": "lots"}, "'prefix_cache_bytes' is no size: 'lots' .*50GB"),
+        (DIR | {"prefix_cache_bytes": True}, "'prefix_cache_bytes' must be a number of bytes"),
+        (DIR | {"prefix_cache_bytes": "unlimited"}, "'prefix_cache_bytes' is no size"),
+        (DIR | {"prefix_cache_daily_writes": 0}, 'daily_writes\' must .*"unlimited" lifts the'),
+        (DIR | {"prefix_cache_daily_writes": "0 GB"}, 'daily_writes\' is no size: .*"unlimited"'),
+        (DIR | {"prefix_cache_salt_key": b"secret"}, "'prefix_cache_salt_key' must be a path"),
+        (DIR | {"prefix_cache_size": "5GB"}, "no key 'prefix_cache_size' .*mean 'prefix_cache_"),
+        ({"prefix_cache_bytes": "5GB"}, "'prefix_cache_bytes' needs 'prefix_cache_dir'"),
+        ({"prefix_cache_daily_writes": "5GB"}, "'prefix_cache_daily_writes' needs 'prefix_cache_d"),
+        ({"prefix_cache_salt_key": "k"}, "'prefix_cache_salt_key' needs 'prefix_cache_dir'"),
+        ([], "must be a JSON object .*'fixed_draft_length', .*, not a list"),
         (SimpleNamespace(compute_hash=str), "must be a JSON object .*not a SimpleNamespace"),
     ],
 )

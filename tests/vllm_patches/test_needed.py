@@ -139,6 +139,7 @@ def test_without_changes_means_without_all_of_them():
 MADE_AT_ONCE = (
     "engine_args.set_batch_defaults",
     "engine_args.accept_int8_kv_cache",
+    "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
     "mlp_speculators.allow_mlp_speculators",
     "refusals.allow_min_p_and_logit_bias",

@@ -25,6 +25,7 @@ from typing import Any
 CHANGING = (
     "engine_args",
     "environment",
+    "kv_transfer",
     "logs",
     "mlp_speculators",
     "processes",
@@ -168,6 +169,17 @@ def unknown_variable(folder):
     finally:
         del os.environ["VLLM_METAL_A_PROBE"]
     return "VLLM_METAL_" in found, found  # it names one of those that it finds
+
+
+@probe("kv_transfer.recompute_by_default")
+def load_failure_policy(folder):
+    """A request whose blocks cannot be loaded ends, unless its user asked for a recomputation."""
+    from pydantic import TypeAdapter
+    from vllm.config import KVTransferConfig
+
+    made = KVTransferConfig(), TypeAdapter(KVTransferConfig).validate_json("{}")
+    found = [config.kv_load_failure_policy for config in made]
+    return found == ["fail", "fail"], found
 
 
 @probe("logs.drop_unhelpful_warnings")

@@ -8,7 +8,6 @@ to the engine's process and is read there.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer.disk import layout
+from vllm_metal.kv_transfer.disk.limits import DEFAULT_DAILY_WRITE_BYTES, default_max_bytes
 from vllm_metal.settings import values
 from vllm_metal.settings.additional_config import OPTION, PREFIX_CACHE_KEYS, AdditionalConfig
 
@@ -150,16 +151,14 @@ def _of_short_way(short: AdditionalConfig) -> KVTransferConfig:
 
 def _settled(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same as JSON has it, with every default."""
-    from vllm_metal.kv_transfer.disk import limits
-
     max_bytes = given.get("bytes")
     if max_bytes is None:  # of a full disk the default is 0, which is no size
-        max_bytes = max(limits.default_max_bytes(given["path"]), 1)
+        max_bytes = max(default_max_bytes(given["path"]), 1)
     settled = {
         "spec_name": SPEC,
         "path": str(given["path"]),
         "bytes": max_bytes,
-        "daily_writes": given.get("daily_writes", limits.DEFAULT_DAILY_WRITE_BYTES),
+        "daily_writes": given.get("daily_writes", DEFAULT_DAILY_WRITE_BYTES),
         "offload_prompt_only": given.get("offload_prompt_only", False),
     }
     if "salt_key" in given:
@@ -193,26 +192,30 @@ def _prepare(directory: Path) -> None:
     """Makes the folder, for its owner alone; warns where nothing can be written to it.
 
     Raises:
-        ValueError: it cannot be made or read, or is a file.
+        ValueError: it cannot be made or read, is a file, or holds other things than a cache.
     """
     setting = f"the folder of the prefix cache (prefix_cache_dir, or 'path' of {EXTRA})"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.listdir(directory)
-    except FileExistsError as error:
-        raise ValueError(f"{setting}: {directory} is a file; name a folder") from error
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{setting}: {directory} is a file; name a folder")
+        layout.make_folder(directory, directory)
+        ours = layout.may_be_cache(directory)
     except OSError as error:
         raise ValueError(
             f"{setting}: {error.filename or directory} cannot be used ({error.strerror or error}); "
-            "name a folder that you may write to"
+            "name a folder that you may read and write"
         ) from error
+    if not ours:
+        raise ValueError(
+            f"{setting}: {directory} holds other things; name an empty folder, or a new one"
+        )
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         logger.warning(
-            "%s cannot be written to (%s): the prefix cache reads what is there and keeps nothing "
-            "new",
+            "%s cannot be written to (%s): the prefix cache serves what is there, and keeps "
+            "nothing new",
             directory,
             error.strerror or error,
         )

@@ -257,7 +257,7 @@ _KV_CACHE = (
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        by="worker/worker.py memory/planner.py kv_cache/specs.py",
+        by="worker/worker.py memory/planner.py kv_cache/specs.py kv_transfer/fingerprint.py",
         fields="num_blocks kv_cache_tensors kv_cache_groups",
     ),
     Touched(
@@ -266,7 +266,19 @@ _KV_CACHE = (
         fields="size layers offset layer_stride",
     ),
     Touched(
-        "vllm.v1.kv_cache_interface:KVCacheGroupSpec", by="worker/worker.py", fields="layer_names"
+        "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
+        by="worker/worker.py kv_transfer/fingerprint.py",
+        fields="layer_names kv_cache_spec",
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_utils:resolve_none_hash_seed",
+        by="kv_transfer/fingerprint.py",
+        called="hash_fn",
+    ),
+    Touched(
+        "vllm.utils.hashing:get_hash_fn_by_name",
+        by="kv_transfer/fingerprint.py",
+        called="hash_fn_name",
     ),
 )
 

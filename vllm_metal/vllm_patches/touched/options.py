@@ -9,7 +9,7 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
         by="platform settings/additional_config.py worker/worker.py memory/planner.py models "
-        "spec_decode sample/custom.py commands/fit",
+        "spec_decode kv_transfer sample/custom.py commands/fit",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
         "load_config lora_config kv_transfer_config compilation_config attention_config "
         "additional_config "
@@ -17,7 +17,8 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:ModelConfig",
-        by="platform/refusals.py worker/worker.py memory/planner.py models spec_decode",
+        by="platform/refusals.py worker/worker.py memory/planner.py models spec_decode "
+        "kv_transfer/fingerprint.py",
         fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
         "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
         "multimodal_config enable_prompt_embeds is_encoder_decoder architectures",
@@ -26,10 +27,24 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:CacheConfig",
         by="platform worker/worker.py memory/planner.py memory/profile.py "
-        "spec_decode commands/fit/engine.py",
+        "spec_decode kv_transfer commands/fit/engine.py",
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
-        "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout",
+        "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout "
+        "enable_prefix_caching prefix_caching_hash_algo kv_offloading_size",
+    ),
+    Touched(
+        "vllm.config:KVTransferConfig",
+        by="kv_transfer/config.py platform/refusals.py",
+        called="kv_connector= kv_connector_module_path= kv_role= kv_load_failure_policy= "
+        "kv_connector_extra_config=",
+        fields="kv_connector kv_connector_module_path kv_role kv_connector_extra_config "
+        "enable_permute_local_kv",
+    ),
+    Touched(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        by="vllm_patches/kv_transfer.py",
+        fields="kv_load_failure_policy",
     ),
     Touched(
         "vllm.config:ParallelConfig",
@@ -48,7 +63,8 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:SpeculativeConfig",
-        by="platform/refusals.py models/loader.py spec_decode vllm_patches/speculation.py",
+        by="platform/refusals.py models/loader.py spec_decode kv_transfer "
+        "vllm_patches/speculation.py",
         fields="method model num_speculative_tokens draft_model_config rejection_sample_method "
         "draft_sample_method kv_cache_dtype use_heterogeneous_vocab parallel_drafting "
         "disable_padded_drafter_batch prompt_lookup_min prompt_lookup_max "
@@ -178,7 +194,7 @@ _PLATFORM = (
     Touched(
         "vllm.logger:init_logger",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "
-        "worker/recovery.py kv_cache/choice.py spec_decode/speculator.py vllm_patches",
+        "worker/recovery.py kv_cache/choice.py spec_decode/speculator.py kv_transfer vllm_patches",
         called="name",
     ),
 )
