@@ -12,6 +12,7 @@ from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.pages import BlockPages, page_views
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory import profile
@@ -178,6 +179,29 @@ def test_a_request_goes_on_in_another_engine_from_exported_blocks(model, config)
     for name, state in first.states.items():
         exported = state.export_blocks(first.all_blocks(0))
         second.states[name].import_blocks(second.all_blocks(2), exported)
+    close(second.step([(2, 30, tokens[30:])])[0], dense(model, tokens)[30:])
+
+
+def test_a_request_goes_on_in_another_engine_from_pages(model, config):
+    """Queued behind a step of another request, whose state and K/V are pages of their groups."""
+    first, second = Server(model, config), Server(model, config)
+    groups = [group.layer_names for group in first.placed.kv_cache_groups]
+    ours, theirs = BlockPages(first.states, groups), BlockPages(second.states, groups)
+    tokens = text(40, 3)
+    first.begin(0), first.begin(1), second.begin(5), second.begin(2)
+    first.step([(0, 0, tokens[:30])])
+    first.step([(1, 0, text(9, 1))])
+    sources = [np.array(blocks, np.int32) for blocks in first.blocks[0]]
+    queued = [ours.queue_export(group, blocks) for group, blocks in enumerate(sources)]
+    mx.async_eval(queued)
+    first.paged.update_blocks(first.all_blocks(0).tolist(), [])
+    for group, (blocks, arrays) in enumerate(zip(second.blocks[2], queued, strict=True)):
+        staged = theirs.staging(group, len(blocks) + 1)
+        for index in range(len(blocks)):
+            views = zip(page_views(arrays, index), page_views(staged, index), strict=True)
+            for source, target in views:
+                target[:] = source
+        theirs.import_pages(group, np.array(blocks, np.int32), staged)
     close(second.step([(2, 30, tokens[30:])])[0], dense(model, tokens)[30:])
 
 

@@ -68,6 +68,9 @@ class BlockPages:
             groups: layer names of each KV cache group, in the order of a page's parts.
         """
         self._states = [[layer_states[name] for name in names] for names in groups]
+        self._num_blocks = min(
+            state.arrays[0].shape[state.block_axis] for states in self._states for state in states
+        )
         self._parts = [
             tuple(
                 PagePart.of(array, state.block_axis) for state in states for array in state.arrays
@@ -95,12 +98,16 @@ class BlockPages:
             group: KV cache group.
             blocks_np: [n] integers, n at least 1.
 
+        Raises:
+            ValueError: a block is not the pool's; MLX would read elsewhere.
+
         Returns:
             Arrays that are handed to the device all together, along with the step. Other threads
             may read them after that. Where layers are not pipelined, the step must be over before
             anything that writes to the pool is evaluated, as is the rule for its other reads: MLX
             copies a pool that is written while a read of it is queued.
         """
+        self._check(blocks_np)
         states = self._states[group]
         fenced = [state for state in states if state.fenced]
         fences = [fence for state in fenced for fence in state.fences]
@@ -120,9 +127,13 @@ class BlockPages:
             group: KV cache group.
             blocks_np: [n] integers, n at least 1.
 
+        Raises:
+            ValueError: a block is not the pool's.
+
         Returns:
             Evaluated arrays, that other threads may read while steps go on.
         """
+        self._check(blocks_np)
         for state in self._states[group]:
             state.settle()
         copies = list(self._copies(group, blocks_np))
@@ -145,22 +156,31 @@ class BlockPages:
                 blocks. Free for other use afterwards.
 
         Raises:
-            ValueError: the arrays are not the group's, or hold fewer pages.
+            ValueError: the arrays are not the group's, or hold fewer pages; or a block is not the
+                pool's.
         """
+        self._check(blocks_np)
         count, parts, states = len(blocks_np), self._parts[group], self._states[group]
-        for part, array in zip(parts, staged, strict=True):
-            expected = (part.shape, part.carrier)
-            if (array.shape[1:], array.dtype) != expected or len(array) < count:
-                raise ValueError(
-                    f"staged: expected {count} pages of {expected}, found {array.shape} "
-                    f"{array.dtype}"
-                )
+        expected = [(part.shape, part.carrier) for part in parts]
+        found = [(array.shape[1:], array.dtype) for array in staged]
+        if found != expected:
+            raise ValueError(f"staged: expected pages of {expected}, found {found}")
+        if (fewest := min(map(len, staged))) < count:
+            raise ValueError(f"staged: expected {count} pages, found {fewest}")
         for state in states:
             state.settle()
         pages = (array[:count].view(part.dtype) for part, array in zip(parts, staged, strict=True))
         for state in states:
             state.put_blocks(blocks_np, [next(pages) for _ in state.arrays])
         mx.eval([state.arrays for state in states])
+
+    def _check(self, blocks_np: np.ndarray) -> None:
+        """Raises ValueError: MLX would read or write wherever an index leads."""
+        outside = blocks_np[(blocks_np < 0) | (blocks_np >= self._num_blocks)]
+        if outside.size:
+            raise ValueError(
+                f"blocks_np: block {outside[0]} is not one of the pool's {self._num_blocks}"
+            )
 
     def _copies(
         self, group: int, blocks_np: np.ndarray, fences: Sequence[mx.array] = ()

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages leave a pool while steps are in flight, and enter another, bit by bit and in order.
+
+A page is compared with the bytes that numpy finds in the pool's arrays. The interpreter runs a
+kernel when it is called, once its inputs are computed. So these tests see a write that does not
+wait for the copies before it; that copies wait for the writes before them shows in the graph alone.
+"""
+
+import io
+import re
+import threading
+
+import metal_interpreter
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_cache.pools import DTYPES, KINDS, bits, built, make
+from kv_cache.test_specs import BLOCK, CASES
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+from metal_kernels import kernel
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
+
+NAMES = ["layers.0", "draft.layers.0"]
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with kernel.using(metal_interpreter.metal_kernel):
+        yield
+
+
+def fill(state, seed):
+    """Random bits in every block, NaN among them."""
+    rng = np.random.default_rng(seed)
+    arrays = [
+        mx.array(np.frombuffer(rng.bytes(array.nbytes), bits(array).dtype).reshape(array.shape))
+        for array in state.arrays
+    ]
+    state.arrays = [
+        random.view(array.dtype) for random, array in zip(arrays, state.arrays, strict=True)
+    ]
+    mx.eval(state.arrays)
+    return state
+
+
+def two_layers(kv_cache_type, dtype, seed=0):
+    """A target's layer, and one of a draft network of another shape, filled."""
+    draft = kv_cache_type(12, 16, 3, 32, dtype)
+    return {
+        NAMES[0]: fill(make(kv_cache_type, dtype), seed),
+        NAMES[1]: fill(draft, seed + 1),
+    }
+
+
+def naive(states, names, block):
+    """A page's bytes: layer by layer, array by array, [heads, slots, ...] of the block."""
+    parts = [bits(array)[:, block] for name in names for array in states[name].arrays]
+    return b"".join(part.tobytes() for part in parts)
+
+
+def joined(arrays, index):
+    return b"".join(bytes(view) for view in page_views(arrays, index))
+
+
+def in_thread(run):
+    """Its result; what it raises, too."""
+    out = []
+
+    def caught():
+        try:
+            out.append((run(), None))
+        except BaseException as error:
+            out.append((None, error))
+
+    thread = threading.Thread(target=caught)
+    thread.start()
+    thread.join()
+    result, error = out[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def carried(arrays, count, staged):
+    """The first pages' bytes put into staging, as reading files would."""
+    for index in range(count):
+        pages = zip(page_views(arrays, index), page_views(staged, index), strict=True)
+        for source, target in pages:
+            target[:] = bytes(source)
+
+
+class Steps:
+    """Steps handed over as the runner does: two at a time, where the pool allows it."""
+
+    def __init__(self, kv_cache):
+        self.kv_cache, self.in_flight = kv_cache, []
+
+    def hand_over(self, *arrays):
+        if not self.kv_cache.pipelined:
+            mx.eval(self.in_flight)
+        self.in_flight = list(arrays)
+        mx.async_eval(self.in_flight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
+def test_pages_are_the_pools_bytes_and_enter_another_bit_by_bit(kv_cache_type, dtype):
+    here, there = two_layers(kv_cache_type, dtype), two_layers(kv_cache_type, dtype, seed=2)
+    ours, theirs = BlockPages(here, [NAMES]), BlockPages(there, [NAMES])
+    target = here[NAMES[0]]
+    steps = Steps(target)
+    steps.hand_over(built(target, [3, 1, 7, 9], 0, 40))
+    sources, targets = np.array([7, 1, 3], np.int32), np.array([8, 2, 4], np.int32)
+
+    following = built(target, [3, 1, 7, 9], 48, 1)
+    queued = ours.queue_export(0, sources)
+    steps.hand_over(following, *queued)
+    staged = theirs.staging(0, 4)
+    in_thread(lambda: carried(queued, 3, staged))
+    settled = ours.export(0, sources)
+    expected = [naive(here, NAMES, block) for block in sources]
+    assert [joined(queued, index) for index in range(3)] == expected
+    assert [joined(settled, index) for index in range(3)] == expected
+    assert ours.page_bytes(0) == len(expected[0])
+    assert [part.nbytes for part in ours.parts(0)] == [
+        view.nbytes for view in page_views(queued, 0)
+    ]
+
+    before = [naive(there, NAMES, block) for block in range(12)]
+    mine = there[NAMES[0]]
+    built(mine, [5], 0, 9)  # written, and not handed to the device yet
+    theirs.import_pages(0, targets, staged)
+    for array in staged:  # free for other use
+        page_views([array], 0)[0][:] = bytes(array.nbytes // len(array))
+    for page, block in zip(expected, targets, strict=True):
+        assert naive(there, NAMES, block) == page
+    for block in {*range(12)} - {8, 2, 4, 5}:
+        assert naive(there, NAMES, block) == before[block]
+    assert naive(there, NAMES, 5) != before[5]
+
+
+def test_parts_are_a_blocks_share_of_each_array_in_order():
+    pages = BlockPages(two_layers(ScatterKVCache, mx.int8), [NAMES, NAMES[1:]])
+    wide = [PagePart((2, 16, 64), mx.int8, 2048), PagePart((2, 16), mx.bfloat16, 64)]
+    narrow = [PagePart((3, 16, 32), mx.int8, 1536), PagePart((3, 16), mx.bfloat16, 96)]
+    assert pages.parts(0) == (*wide, *wide, *narrow, *narrow)
+    assert pages.parts(1) == (*narrow, *narrow)
+    assert pages.page_bytes(1) == 2 * (1536 + 96)
+
+
+@pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.int8], ids=str)
+@pytest.mark.parametrize("case", ["windows, one shape", "windows in both", "two windows"])
+def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype, kv_cache_type):
+    """Layers of windows and full ones, with a draft network's, as vLLM's planner places them."""
+    layers, _ = CASES[case]
+    specs = kv_cache_specs(layers, BLOCK, dtype)
+    (placed,) = get_kv_cache_configs(config, [dict(specs)], [8 << 20])
+    here, there = (
+        allocate_kv_caches(placed, layers, BLOCK, dtype, kv_cache_type) for _ in range(2)
+    )
+    for index, state in enumerate(dict.fromkeys(here.values())):
+        fill(state, index)
+    groups = [group.layer_names for group in placed.kv_cache_groups]
+    assert (len(set(here.values())) < len(here)) == (len(groups) > 1)
+    ours, theirs = BlockPages(here, groups), BlockPages(there, groups)
+    blocks = {g: np.array([1 + g, 9 + g], np.int32) for g in range(len(groups))}
+    queued = {g: ours.queue_export(g, blocks[g]) for g in blocks}
+    mx.async_eval(queued)
+    for g, names in enumerate(groups):
+        targets = blocks[g] + 20
+        theirs.import_pages(g, targets, queued[g])
+        for index in range(2):
+            page = naive(here, names, blocks[g][index])
+            assert joined(queued[g], index) == page
+            assert naive(there, names, targets[index]) == page
+    moved = {int(block) + 20 for of_group in blocks.values() for block in of_group}
+    for block in {*range(placed.num_blocks)} - moved:
+        assert not any(naive(there, [name], block).strip(b"\0") for name in there)
+
+
+def overwrite(target, draft, pages):
+    return built(target, [7, 1], 0, 32, seed=9)
+
+
+def clear(target, draft, pages):
+    for state in (target, draft):
+        state.begin_step()
+        state.clear_blocks(np.array([1, 7], np.int32))
+
+
+def copy(target, draft, pages):
+    for state in (target, draft):
+        state.begin_step()
+        state.copy_blocks(np.array([2, 4], np.int32), np.array([7, 1], np.int32))
+
+
+def import_others(target, draft, pages):
+    pages.import_pages(0, np.array([7, 1]), pages.export(0, np.array([2, 4])))
+
+
+@pytest.mark.parametrize("later", [overwrite, clear, copy, import_others])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.uint8], ids=str)
+@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
+def test_queued_copies_see_the_steps_before_and_nothing_later(kv_cache_type, dtype, later):
+    states = two_layers(kv_cache_type, dtype)
+    target, draft = (states[name] for name in NAMES)
+    pages, steps = BlockPages(states, [NAMES]), Steps(target)
+    steps.hand_over(built(target, [7, 1, 9], 0, 33))
+    target.begin_step()  # so that numpy sees what that step has written
+    expected = [naive(states, NAMES, block) for block in (7, 1)]
+
+    following = built(target, [7, 1, 9], 33, 1)
+    queued = pages.queue_export(0, np.array([7, 1], np.int32))
+    steps.hand_over(following, *queued)
+    out = later(target, draft, pages)
+    steps.hand_over(built(target, [5], 0, 3) if out is None else out)
+    assert [joined(queued, index) for index in range(2)] == expected
+    target.settle()
+    assert naive(states, NAMES[:1], 7) not in expected[0]
+
+
+@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
+def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(kv_cache_type):
+    states = two_layers(kv_cache_type, mx.float16)
+    target = states[NAMES[0]]
+    pages, steps = BlockPages(states, [NAMES, NAMES[:1]]), Steps(target)
+    expected = [naive(states, NAMES, 7), naive(states, NAMES[:1], 1)]
+    following = built(target, [9], 0, 1)
+    first, second = (
+        pages.queue_export(group, np.array([block], np.int32)) for group, block in ((0, 7), (1, 1))
+    )
+    steps.hand_over(following, *first, *second)
+    steps.hand_over(built(target, [7, 1], 0, 32))
+    assert [joined(first, 0), joined(second, 0)] == expected
+
+
+def graph_of(array, **named):
+    """Operations and the nodes that each node is computed from, of a graph not computed yet."""
+    file = io.StringIO()
+    mx.export_to_dot(file, array, **named)
+    text = file.getvalue()
+    labels = dict(re.findall(r"\{ (\d+) \[label =\"([^\"]+)\"", text))
+    inputs = {}
+    for source, node in re.findall(r"^\"?([^\s\"]+)\"? -> \"?([^\s\"]+)\"?$", text, re.M):
+        inputs.setdefault(node, []).append(source)
+    return labels, inputs
+
+
+def ancestors(node, inputs):
+    found, left = set(), [node]
+    while left:
+        for source in inputs.get(left.pop(), ()):
+            if source not in found:
+                found.add(source)
+                left.append(source)
+    return found
+
+
+def test_on_a_gpu_a_copy_binds_what_writes_left_and_the_next_write_what_copies_left():
+    """By arrays that dispatches compute: MLX's encoder orders by them, and by nothing else.
+
+    `mx.depends` gives out its inputs' buffers, so it orders what MLX hands over, not the GPU.
+    """
+    states = two_layers(KernelKVCache, mx.int8)
+    target, draft = (states[name] for name in NAMES)
+    mx.eval(built(target, [7, 1], 0, 20))
+    draft.clear_blocks(np.array([3], np.int32))
+    before = {f"f{i}": fence for i, fence in enumerate([*target.fences, *draft.fences])}
+    assert len(before) == 2
+    pools = {f"p{i}": array for i, array in enumerate([*target.arrays, *draft.arrays])}
+    BlockPages(states, [NAMES]).queue_export(0, np.array([7, 1], np.int32))
+    (after,) = target.fences
+    assert draft.fences[0] is after
+    labels, inputs = graph_of(after, **before, **pools)
+    assert "Depends" not in labels.values()
+    gathers = {node for node, label in labels.items() if label == "Gather"}
+    assert len(gathers) == len(pools) == 8
+    read = set()
+    for gather in gathers:
+        pool, indices = inputs[gather]
+        read |= ancestors(pool, inputs)
+        assert before.keys() <= ancestors(indices, inputs)
+    assert pools.keys() <= read
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.int8], ids=str)
+@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
+def test_pages_move_amid_steps_without_a_copy_of_the_pool(kv_cache_type, dtype):
+    states = {
+        f"layers.{index}": make(kv_cache_type, dtype, num_blocks=8192 // dtype.size)
+        for index in range(2)
+    }
+    names, layers = list(states), list(states.values())
+    mx.eval([state.arrays for state in layers])
+    pages = BlockPages(states, [names])
+    one_array = layers[0].arrays[0].nbytes
+    assert sum(array.nbytes for state in layers for array in state.arrays) >= 64 << 20
+    blocks, others = np.arange(1, 9), np.arange(20, 28)
+    staged = pages.staging(0, 8)
+    moved = 8 * pages.page_bytes(0)
+    arrays = [array for state in layers for array in state.arrays]
+    steps = Steps(layers[0])
+
+    def step(start, exports=False):
+        out = [built(state, [*range(1, 9)], start, 1) for state in layers]
+        queued = pages.queue_export(0, blocks) if exports else []
+        steps.hand_over(*out, *queued)
+        return queued
+
+    step(0), step(1)
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for start in range(2, 14, 4):
+        queued = step(start, exports=True)
+        step(start + 1)
+        in_thread(lambda exported=queued: carried(exported, 8, staged))
+        exported = pages.export(0, blocks)
+        step(start + 2)
+        pages.import_pages(0, others, staged)
+        step(start + 3)
+        assert joined(exported, 7) == naive(states, names, 8)
+        mx.synchronize()
+    assert mx.get_peak_memory() - before < 3 * moved + one_array / 4
+    assert 3 * moved < one_array / 4
+    if kv_cache_type.pipelined:  # kernels hold them as inputs
+        now = [array for state in layers for array in state.arrays]
+        assert all(array is then for array, then in zip(now, arrays, strict=True))
+
+
+@pytest.mark.parametrize("kv_cache_type", KINDS.values(), ids=KINDS)
+def test_an_idle_engine_keeps_no_copies(kv_cache_type):
+    states = two_layers(kv_cache_type, mx.float16)
+    pages = BlockPages(states, [NAMES])
+    mx.eval(built(states[NAMES[0]], [3, 1], 0, 20))
+    mx.eval([state.arrays for state in states.values()])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    queued = pages.queue_export(0, np.arange(1, 11))
+    mx.eval(queued)
+    held = mx.get_active_memory() - before
+    del queued
+    assert held >= 10 * pages.page_bytes(0)
+    assert mx.get_active_memory() - before < held / 10
+
+
+def test_pages_of_another_group_are_refused_by_what_they_are():
+    pages = BlockPages(two_layers(ScatterKVCache, mx.bfloat16), [NAMES, NAMES[1:]])
+    staged = pages.staging(1, 2)
+    with pytest.raises(ValueError, match=r"staged: expected 3 pages, found 2"):
+        pages.import_pages(1, np.array([1, 2, 3]), staged)
+    with pytest.raises(ValueError, match=r"staged: expected pages of .*uint16.*, found .*uint16"):
+        pages.import_pages(0, np.array([1]), staged)
+    others = BlockPages(two_layers(ScatterKVCache, mx.float16), [NAMES]).staging(0, 2)
+    with pytest.raises(ValueError, match=r"staged: expected .*uint16.*, found .*float16"):
+        pages.import_pages(0, np.array([1]), others)
+
+
+@pytest.mark.parametrize("block", [-1, 12])
+def test_blocks_that_the_pool_has_not_are_refused(block):
+    pages = BlockPages(two_layers(ScatterKVCache, mx.float16), [NAMES])
+    blocks, message = np.array([3, block]), f"block {block} is not one of the pool's 12"
+    for call in (pages.queue_export, pages.export):
+        with pytest.raises(ValueError, match=message):
+            call(0, blocks)
+    with pytest.raises(ValueError, match=message):
+        pages.import_pages(0, blocks, pages.staging(0, 2))
+
+
+FLOATS = [mx.float32, mx.float16, mx.bfloat16, mx.uint8]
+CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def finite_codes(codes, dtype):
+    """Of each number whether it is finite, decoded by numpy or torch."""
+    if dtype == mx.bfloat16:
+        return np.isfinite((codes.astype(np.uint32) << 16).view(np.float32))
+    if dtype == mx.uint8:
+        numbers = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn)
+        return np.isfinite(numbers.to(torch.float32).numpy())
+    return np.isfinite(codes.view(np.float16 if dtype == mx.float16 else np.float32))
+
+
+def part_of(count, dtype):
+    return PagePart((count,), dtype, count * dtype.size)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.uint8], ids=str)
+def test_every_code_is_told_finite_or_not(dtype):
+    codes = np.arange(256**dtype.size).astype(CODES[dtype.size])
+    part, views = part_of(1, dtype), memoryview(codes).cast("B")
+    found = [
+        all_finite([part], [views[start : start + dtype.size]])
+        for start in range(0, codes.nbytes, dtype.size)
+    ]
+    np.testing.assert_array_equal(found, finite_codes(codes, dtype))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_page_is_finite_if_all_its_numbers_are(data):
+    """Finite numbers, and now and then one anywhere that may be anything."""
+    parts, views, expected = [], [], True
+    for _ in range(data.draw(st.integers(1, 4))):
+        dtype = data.draw(st.sampled_from([*FLOATS, mx.int8]))
+        count = data.draw(st.integers(1, 300))
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+        codes = rng.integers(0, 256, count * dtype.size, np.uint8).view(CODES[dtype.size])
+        codes = codes.copy()
+        if dtype != mx.int8:
+            codes[~finite_codes(codes, dtype)] = 0
+            if data.draw(st.booleans()):
+                place = data.draw(st.integers(0, count - 1))
+                special = {1: [0x7F, 0xFF, 0x7E], 2: [0x7C00, 0xFF80, 0x7F80, 0x7BFF, 0xFFFF]}
+                special[4] = [0x7F800000, 0xFF800001, 0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001]
+                codes[place] = data.draw(st.sampled_from(special[dtype.size]))
+            expected &= bool(finite_codes(codes, dtype).all())
+        parts.append(part_of(count, dtype))
+        views.append(memoryview(codes).cast("B"))
+    assert all_finite(parts, views) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_number_that_is_none_is_found_wherever_it_lies_in_a_page(dtype):
+    pages = BlockPages(two_layers(ScatterKVCache, dtype), [NAMES])
+    staged = pages.staging(0, 3)
+    assert all_finite(pages.parts(0), page_views(staged, 1))
+    rng, parts = np.random.default_rng(0), pages.parts(0)
+    for index, (part, view) in enumerate(zip(parts, page_views(staged, 1), strict=True)):
+        codes = np.frombuffer(view, CODES[part.dtype.size])
+        for place in (0, len(codes) - 1, *rng.integers(0, len(codes), 5)):
+            codes[place] = np.iinfo(codes.dtype).max  # NaN in every format
+            finite = all_finite(parts, page_views(staged, 1))
+            assert finite == (parts[index].dtype == mx.int8)
+            assert all_finite(parts, page_views(staged, 0))
+            assert all_finite(parts, page_views(staged, 2))
+            codes[place] = 0
