@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_metal.kv_transfer.disk import block_file, layout
+from vllm_metal.kv_transfer.disk import block_file, eviction, layout
 from vllm_metal.kv_transfer.disk.block_file import BlockFile
 from vllm_metal.kv_transfer.disk.space import Space, is_passing
 from vllm_metal.kv_transfer.disk.stats import Counters
@@ -154,8 +154,7 @@ class BlockFolder:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                status = os.fstat(descriptor)
-                identity = (status.st_dev, status.st_ino)
+                identity = eviction.identity_of(os.fstat(descriptor))
                 good = block_file.read(descriptor, block, payload)
             finally:
                 os.close(descriptor)

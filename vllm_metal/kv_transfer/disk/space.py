@@ -152,14 +152,7 @@ class Space:
         """
         try:
             with self._locked() as balance:
-                try:
-                    status = os.lstat(path)
-                except FileNotFoundError:
-                    return True
-                if identity is not None and (status.st_dev, status.st_ino) != identity:
-                    return True
-                os.unlink(path)
-                self._ledger.enter(balance.plus(-layout.room_of(status.st_size)))
+                eviction.remove_counted(self._ledger, balance, path, identity)
                 return True
         except OSError:
             # Without the lock: the ledger says too much then, until the next scan.
@@ -305,8 +298,9 @@ class Space:
         if day != self._day_of_last_refusal:
             self._day_of_last_refusal = day
             logger.info(
-                "The prefix cache in %s has written the %.3g GB that it may write in a day, and "
-                "stores no more blocks until tomorrow. Blocks that it has are still read.",
+                "The prefix cache in %s has written the %.3g GB that it may write in a day "
+                "(prefix_cache_daily_writes), and stores no more blocks until tomorrow. Blocks "
+                "that it has are still read.",
                 self._root,
                 budget / 1e9,
             )
