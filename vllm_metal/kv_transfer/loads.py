@@ -20,6 +20,7 @@ from vllm_metal.kv_cache.pages import BlockPages, page_views
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
     from vllm_metal.kv_transfer.page_store import PageStore
 
 logger = init_logger(__name__)
@@ -45,7 +46,7 @@ class FinishedLoad:
 class _Job:
     job_id: int
     req_id: str
-    namespace: str
+    folder: BlockFolder
     started: float
     pages_left: int
     num_bytes: int = 0
@@ -155,7 +156,7 @@ class Loads:
         pages = list(zip(keys.keys, blocks, strict=True))
         namespace = keys.place.namespace
         assert namespace is not None  # nothing is found for such a request
-        job = _Job(job_id, req_id, namespace, self._clock(), len(pages))
+        job = _Job(job_id, req_id, self._store.folder(namespace), self._clock(), len(pages))
         self._jobs[req_id] = job
         if not pages:
             self._end(job)
@@ -205,9 +206,10 @@ class Loads:
         """Fills a piece; runs in a reader's thread, and never raises."""
         good = True
         try:
-            folder = self._store.folder(piece.job.namespace)
             for index, key in enumerate(piece.keys):
-                good = not piece.job.failed and folder.read(key, page_views(piece.arrays, index))
+                good = not piece.job.failed and piece.job.folder.read(
+                    key, page_views(piece.arrays, index)
+                )
                 if not good:
                     break
         except Exception:
