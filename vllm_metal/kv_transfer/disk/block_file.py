@@ -124,7 +124,7 @@ def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
     Raises:
         OSError: the file cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         block = BlockFile(folder, key, os.fstat(descriptor).st_size - HEADER_BYTES)
         if block.payload_bytes < 0:
