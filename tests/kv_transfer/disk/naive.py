@@ -56,3 +56,10 @@ def wait_until(condition) -> None:
             return
         assert time.monotonic() < deadline, "it never came"
         time.sleep(pause)
+
+
+def blocks(cache, fingerprint: str = FINGERPRINT, namespace: str = "shared"):
+    """A folder of a cache, when its manifest is written: a thread does it."""
+    folder = cache.blocks(fingerprint, FACTS, namespace)
+    wait_until(lambda: fingerprint in cache.manifests())
+    return folder

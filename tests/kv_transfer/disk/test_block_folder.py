@@ -21,7 +21,7 @@ def cache(make_cache):
 
 @pytest.fixture
 def folder(cache):
-    return cache.blocks(naive.FINGERPRINT, naive.FACTS)
+    return naive.blocks(cache)
 
 
 def write(folder, number, used_at=1000.0, depth=0):
@@ -116,7 +116,7 @@ def test_what_another_engine_wrote_is_found(folder, make_cache):
 def test_another_engine_that_is_faster_wins(folder, make_cache, root, monkeypatch):
     """Both find nothing and write; one file is left, and counted once."""
     cache = make_cache()
-    other = cache.blocks(naive.FINGERPRINT, naive.FACTS)
+    other = naive.blocks(cache)
     pwritev = os.pwritev
 
     def while_other_writes(*args):

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 
 import pytest
 from kv_transfer.disk import naive
+from kv_transfer.disk.naive import blocks
 
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
@@ -35,12 +36,6 @@ def read(folder, number):
 
 def there(folder, numbers):
     return [number for number in numbers if read(folder, number)]
-
-
-def blocks(cache, fingerprint=naive.FINGERPRINT, namespace="shared"):
-    folder = cache.blocks(fingerprint, naive.FACTS, namespace)
-    naive.wait_until(lambda: fingerprint in cache.manifests())
-    return folder
 
 
 def test_a_restart_finds_all(make_cache):
@@ -139,6 +134,26 @@ def test_the_limit_holds_at_every_write(make_cache, root):
         assert naive.room(root) == cache.stats().bytes <= limit
     assert cache.stats().num_evicted == 50 - len(naive.files(root))
     assert len(naive.files(root)) >= 9
+
+
+def test_eviction_goes_a_little_below_the_limit(make_cache):
+    """By 5 % of it, so that not every write needs a scan: three of these forty blocks."""
+    cache = make_cache(REST + 40 * ROOM)
+    folder = blocks(cache)
+    evicted = []
+    for number in range(45):
+        write(folder, number)
+        evicted.append(cache.stats().num_evicted)
+    assert evicted[39:] == [0, 3, 3, 3, 6, 6]
+
+
+def test_the_manifest_of_what_is_being_stored_stays(make_cache, root):
+    cache = make_cache(REST + ROOM)
+    folder = blocks(cache)
+    for number in range(3):
+        assert write(folder, number) is Written.STORED
+        assert cache.manifests().keys() == {naive.FINGERPRINT}
+        assert cache.stats().bytes == naive.room(root) == REST + ROOM
 
 
 def test_the_least_recently_used_go_first_and_heads_last(make_cache, root):
