@@ -41,7 +41,7 @@ def test_a_file_is_a_header_and_the_payload(path):
     content = path.read_bytes()
     assert len(content) == block.size == HEADER_BYTES + 4000
     assert content[HEADER_BYTES:] == naive.joined(parts)
-    covered = content[: HEADER_BYTES - 16] + content[HEADER_BYTES:]
+    covered = content[HEADER_BYTES:] + content[: HEADER_BYTES - 16]
     assert content[HEADER_BYTES - 16 : HEADER_BYTES] == blake3(covered).digest()[:16]
 
 
