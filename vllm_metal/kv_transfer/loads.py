@@ -33,7 +33,7 @@ NUM_READERS = 2
 
 @dataclass(frozen=True)
 class FinishedLoad:
-    """A job that has ended; where it failed, the request computes its tokens."""
+    """A job that has ended; where it failed, its request computes its tokens."""
 
     job_id: int
     req_id: str
@@ -50,7 +50,8 @@ class _Job:
     started: float
     pages_left: int
     num_bytes: int = 0
-    failed: bool = False
+    stopped: bool = False  # before its last page was there
+    failed: bool = False  # by a page that could not be read
 
 
 @dataclass
@@ -164,17 +165,19 @@ class Loads:
             self._waiting.append((job, get_offload_group_idx(OffloadKey(key)), key, block))
 
     def cancel(self, req_ids: Collection[str] | None = None) -> None:
-        """Ends loads of some requests, or all, as failed: nothing more goes into their blocks."""
+        """Ends loads of some requests, or all: nothing more goes into their blocks.
+
+        They have not failed: the scheduler has taken the blocks away, or is about to.
+        """
         jobs = self._jobs.values()
         for job in [job for job in jobs if req_ids is None or job.req_id in req_ids]:
-            self._fail(job)
+            self._stop(job, failed=False)
 
-    def _fail(self, job: _Job) -> None:
-        if job.failed or self._jobs.get(job.req_id) is not job:
-            return
-        job.failed = True
-        self._waiting = deque(page for page in self._waiting if page[0] is not job)
-        self._end(job)
+    def _stop(self, job: _Job, failed: bool) -> None:
+        if not job.stopped:
+            job.stopped, job.failed = True, failed
+            self._waiting = deque(page for page in self._waiting if page[0] is not job)
+            self._end(job)
 
     def _end(self, job: _Job) -> None:
         del self._jobs[job.req_id]
@@ -207,7 +210,7 @@ class Loads:
         good = True
         try:
             for index, key in enumerate(piece.keys):
-                good = not piece.job.failed and piece.job.folder.read(
+                good = not piece.job.stopped and piece.job.folder.read(
                     key, page_views(piece.arrays, index)
                 )
                 if not good:
@@ -225,8 +228,8 @@ class Loads:
                 return
             self._num_reading -= 1
             if not good:
-                self._fail(piece.job)
-            if piece.job.failed:
+                self._stop(piece.job, failed=True)
+            if piece.job.stopped:
                 piece.let_go()
             else:
                 self._ready.append(piece)
@@ -242,7 +245,7 @@ class Loads:
         while self._ready and (not num_bytes or num_bytes < most_bytes):
             piece = self._ready.popleft()
             job = piece.job
-            if not job.failed:
+            if not job.stopped:
                 blocks_np = np.array(piece.blocks, np.int32)
                 self._pages.import_pages(piece.group, blocks_np, piece.arrays)
                 size = len(piece.blocks) * self._pages.page_bytes(piece.group)
