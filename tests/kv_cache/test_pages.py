@@ -338,6 +338,8 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kv_cache_type, dtype):
         step(start + 1)
         in_thread(lambda exported=queued: carried(exported, 8, staged))
         exported = pages.export(0, blocks)
+        for state in layers:
+            state.settle()
         assert joined(exported, 0) == naive(states, names, 1)  # what the last step has written
         step(start + 2)
         pages.import_pages(0, others, staged)
