@@ -78,6 +78,11 @@ class BlockPages:
             for states in self._states
         ]
 
+        self._reads = [
+            [_Read.of(array, state.block_axis) for state in states for array in state.arrays]
+            for states in self._states
+        ]
+
     def parts(self, group: int) -> tuple[PagePart, ...]:
         """What a page of the group consists of, in order."""
         return self._parts[group]
@@ -192,17 +197,28 @@ class BlockPages:
         """
         nothing = mx.stack(list(fences)).min() * 0 if fences else None
         rows: dict[tuple[int, ...], mx.array] = {}  # by an array's shape up to its blocks
-        parts = iter(self._parts[group])
-        for state in self._states[group]:
-            for array in state.arrays:
-                outer = array.shape[: state.block_axis + 1]
-                if outer not in rows:
-                    indices = mx.array(_rows(blocks_np, outer))
-                    rows[outer] = indices if nothing is None else indices + nothing
-                part = next(parts)
-                flat = array.reshape(math.prod(outer), *array.shape[state.block_axis + 1 :])
-                copy = mx.take(flat, rows[outer], 0)
-                yield copy if part.carrier == part.dtype else copy.view(part.carrier)
+        for read in self._reads[group]:
+            if read.outer not in rows:
+                indices = mx.array(_rows(blocks_np, read.outer))
+                rows[read.outer] = indices if nothing is None else indices + nothing
+        arrays = (array for state in self._states[group] for array in state.arrays)
+        for read, array in zip(self._reads[group], arrays, strict=True):
+            copy = mx.take(array.reshape(read.flat), rows[read.outer], 0)
+            yield copy if read.carrier is None else copy.view(read.carrier)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """How blocks of one array are read, found out once: a step's export reads every array."""
+
+    outer: tuple[int, ...]  # its shape up to its blocks
+    flat: tuple[int, ...]  # its shape, the outer axes as one
+    carrier: mx.Dtype | None  # None: its own dtype
+
+    @staticmethod
+    def of(array: mx.array, block_axis: int) -> _Read:
+        outer, inner = array.shape[: block_axis + 1], array.shape[block_axis + 1 :]
+        return _Read(outer, (math.prod(outer), *inner), _CARRIERS.get(array.dtype))
 
 
 def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
