@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.spec", SPEC)
@@ -73,6 +75,12 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.touch_prefix(group.offload_keys, status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        # A reset preempts between steps, so a request may load in the step that tells of it. vLLM
+        # flushes the stores of preempted requests; one that loads has none, and vLLM asserts that.
+        loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
+        if preempted := loading & (scheduler_output.preempted_req_ids or set()):
+            others = scheduler_output.preempted_req_ids - preempted
+            scheduler_output = replace(scheduler_output, preempted_req_ids=others)
         jobs: Any = super().build_connector_meta(scheduler_output)
         metadata = TransferMetadata(
             jobs.load_jobs,
@@ -85,13 +93,24 @@ class MetalKVConnector(OffloadingConnector):
         self._void, self._cancelled, self._discards = set(), set(), []
         return metadata
 
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for req_id in connector_output.failed_recving or ():
+            if (status := self.scheduler._req_status.get(req_id)) is not None:
+                self._manager.load_failed(status.req_context)
+        super().update_connector_output(connector_output)
+
+    def reset_cache(self) -> bool:
+        """Leaves the disk alone: vLLM resets all caches when an engine goes to sleep, too.
+
+        What is there stays right. It is found by the hash of the text, in a folder named after all
+        that K/V depend on. Jobs go on and are reported; vLLM's own reset forgets them, and may not
+        be called twice while one of them goes on.
+        """
+        return True
+
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
         """Requests lose their blocks while these are being loaded; told to the worker next."""
         self._cancelled.update(req_ids)
-
-    def blocks_lost(self, req_ids: Iterable[str]) -> None:
-        """Blocks of requests that have ended hold nothing any more; they are not to be stored."""
-        self._void.update(req_ids)
 
     def requests_failed(self, requests: Iterable[Request]) -> None:
         """Takes back all that was kept of requests whose numbers are not sound."""
@@ -102,4 +121,5 @@ class MetalKVConnector(OffloadingConnector):
             if namespace is not None:
                 hashes = request.block_hashes
                 keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
-                self._discards.append(Discard(namespace, keys))
+                self._discards.append(Discard(namespace, frozenset(keys)))
+                self._manager.distrust(self._discards[-1])
