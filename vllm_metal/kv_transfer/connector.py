@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -73,7 +74,7 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.touch_prefix(group.offload_keys, status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        jobs: Any = super().build_connector_meta(scheduler_output)
+        jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
         metadata = TransferMetadata(
             jobs.load_jobs,
             jobs.store_jobs,
@@ -84,6 +85,18 @@ class MetalKVConnector(OffloadingConnector):
         )
         self._void, self._cancelled, self._discards = set(), set(), []
         return metadata
+
+    def _without_loading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Less the requests that count as preempted and are being loaded already.
+
+        A reset preempts what runs; the step after it may load these requests. vLLM takes a
+        preempted request's transfers for stores, and asserts that they are.
+        """
+        loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
+        preempted = scheduler_output.preempted_req_ids or set()
+        if loading.isdisjoint(preempted):
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=preempted - loading)
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
         """Requests lose their blocks while these are being loaded; told to the worker next."""
