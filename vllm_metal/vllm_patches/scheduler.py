@@ -48,7 +48,10 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
             self.reset_prefix_cache(reset_running_requests=True)
             _tell_connector(self, "blocks_lost", self.finished_req_ids)
         failed = result.failures.keys() & self.requests.keys()
-        _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in failed])
+        # Pages of requests whose step raised are sound: a step keeps none before it is computed.
+        unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
+        _tell_connector(self, "blocks_lost", failed.difference(unsound))
+        _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
         held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
         _end_in_next_update(self, failed)
         outputs = update(self, scheduler_output, result)
