@@ -171,17 +171,6 @@ def test_cleared_blocks_hold_nothing(model, config):
     assert not any(array.any().item() for array in server.paged.pool_arrays())
 
 
-def test_a_request_goes_on_in_another_engine_from_exported_blocks(model, config):
-    first, second = Server(model, config), Server(model, config)
-    tokens = text(40, 3)
-    first.begin(0), second.begin(5), second.begin(2)
-    first.step([(0, 0, tokens[:30])])
-    for name, state in first.states.items():
-        exported = state.export_blocks(first.all_blocks(0))
-        second.states[name].import_blocks(second.all_blocks(2), exported)
-    close(second.step([(2, 30, tokens[30:])])[0], dense(model, tokens)[30:])
-
-
 def test_a_request_goes_on_in_another_engine_from_pages(model, config):
     """Queued behind a step of another request, whose state and K/V are pages of their groups."""
     first, second = Server(model, config), Server(model, config)

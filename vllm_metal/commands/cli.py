@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from vllm_metal.commands.cache import units as cache_units
 from vllm_metal.commands.fit import units
 
 
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
     )
+    _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
     return parser
 
 
@@ -182,6 +184,38 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "List, remove or check the blocks of a prefix cache, in the folder that prefix_cache_dir "
+        "names. All of it is safe while engines use the folder."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    listing = actions.add_parser("ls", help="what is there, by model and namespace")
+    listing.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
+    removal = actions.add_parser("rm", help="remove blocks: all, or those that every option is for")
+    removal.add_argument(
+        "--fingerprint",
+        metavar="HEX",
+        type=cache_units.fingerprint,
+        help="of this one, or that begin so",
+    )
+    removal.add_argument("--namespace", metavar="NAME", help="of this one")
+    removal.add_argument(
+        "--older-than",
+        metavar="AGE",
+        type=cache_units.age,
+        help="not used for so long, such as 30d",
+    )
+    removal.add_argument("--yes", action="store_true", help="do not ask")
+    check = actions.add_parser(
+        "verify", help="read every block; the exit status is 1 if bad ones are left"
+    )
+    check.add_argument("--remove", action="store_true", help="remove bad blocks")
+    for action in (listing, removal, check):
+        action.add_argument("dir", type=Path, metavar="DIR")
+    parser.set_defaults(run=_cache)
+
+
 def _convert(args: argparse.Namespace) -> int:
     # Imported here so that --help answers at once.
     from vllm_metal.gguf import ConvertOptions, convert
@@ -219,6 +253,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
     parts = (args.only,) if args.only else doctor.PARTS
     return doctor.run(args.report, args.quick, args.model, parts)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from vllm_metal.commands.cache import command
+
+    return command.ACTIONS[args.action](args)
 
 
 if __name__ == "__main__":

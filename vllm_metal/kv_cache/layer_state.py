@@ -150,45 +150,6 @@ class LayerState(ABC):
         """Sets [n] int32 blocks to zero, between steps."""
         self._put(blocks_np, [mx.zeros((), array.dtype) for array in self.arrays])
 
-    def export_blocks(self, blocks_np: np.ndarray) -> list[mx.array]:
-        """Copies of whole blocks, bit by bit, between steps; waits for the device.
-
-        The copies share no memory with the pool, so other threads may read them while steps run.
-
-        Args:
-            blocks_np: [n] int32.
-
-        Returns:
-            For each of `arrays` one of its dtype, [n, ...]: the axis of blocks goes first. Twice
-            that memory is taken while a copy is made, of one array at a time.
-        """
-        self.settle()
-        copies = []
-        for array in self.arrays:
-            taken = mx.take(array, mx.array(blocks_np), self.block_axis)
-            copies.append(mx.contiguous(mx.moveaxis(taken, self.block_axis, 0)))
-            mx.eval(copies[-1])
-        return copies
-
-    def import_blocks(self, blocks_np: np.ndarray, arrays: Sequence[mx.array]) -> None:
-        """Puts what `export_blocks` gave into whole blocks, between steps; waits for the device.
-
-        Args:
-            blocks_np: [n] int32, where the blocks go; none twice.
-            arrays: as `export_blocks` returns them, free for other use afterwards.
-
-        Raises:
-            ValueError: the arrays are not such as this storage exports.
-        """
-        self._check_exported(len(blocks_np), arrays)
-        self.settle()
-        self.put_blocks(blocks_np, arrays)
-        mx.eval(self.arrays)
-
-    def put_blocks(self, blocks_np: np.ndarray, arrays: Sequence[mx.array]) -> None:
-        """As `import_blocks`, once settled, and not evaluated: `arrays` must be before all else."""
-        self._put(blocks_np, [mx.moveaxis(array, 0, self.block_axis) for array in arrays])
-
     def restore(self, last_rows_np: np.ndarray) -> None:
         """Takes the state back to the last accepted token, where drafts after it were rejected.
 
@@ -206,13 +167,3 @@ class LayerState(ABC):
         where = (slice(None),) * self.block_axis + (mx.array(blocks_np),)
         for array, content in zip(self.arrays, contents, strict=True):
             array[where] = content
-
-    def _check_exported(self, count: int, arrays: Sequence[mx.array]) -> None:
-        axis = self.block_axis
-        expected = [
-            ((count, *array.shape[:axis], *array.shape[axis + 1 :]), array.dtype)
-            for array in self.arrays
-        ]
-        found = [(array.shape, array.dtype) for array in arrays]
-        if found != expected:
-            raise ValueError(f"arrays: expected {expected} as exported, found {found}")

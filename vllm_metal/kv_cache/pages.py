@@ -78,6 +78,11 @@ class BlockPages:
             for states in self._states
         ]
 
+        self._reads = [
+            [_Read.of(array, state.block_axis) for state in states for array in state.arrays]
+            for states in self._states
+        ]
+
     def parts(self, group: int) -> tuple[PagePart, ...]:
         """What a page of the group consists of, in order."""
         return self._parts[group]
@@ -169,10 +174,12 @@ class BlockPages:
             raise ValueError(f"staged: expected {count} pages, found {fewest}")
         for state in states:
             state.settle()
-        pages = (array[:count].view(part.dtype) for part, array in zip(parts, staged, strict=True))
-        for state in states:
-            state.put_blocks(blocks_np, [next(pages) for _ in state.arrays])
-        mx.eval([state.arrays for state in states])
+        arrays = [(array, state.block_axis) for state in states for array in state.arrays]
+        # Views of the same memory, under dtypes that numpy has.
+        views = [array.view(part.carrier) for (array, _), part in zip(arrays, parts, strict=True)]
+        mx.eval(views)
+        for view, (_, block_axis), pages in zip(views, arrays, staged, strict=True):
+            _write(view, block_axis, blocks_np, pages)
 
     def _check(self, blocks_np: np.ndarray) -> None:
         """Raises ValueError: MLX would read or write wherever an index leads."""
@@ -192,17 +199,28 @@ class BlockPages:
         """
         nothing = mx.stack(list(fences)).min() * 0 if fences else None
         rows: dict[tuple[int, ...], mx.array] = {}  # by an array's shape up to its blocks
-        parts = iter(self._parts[group])
-        for state in self._states[group]:
-            for array in state.arrays:
-                outer = array.shape[: state.block_axis + 1]
-                if outer not in rows:
-                    indices = mx.array(_rows(blocks_np, outer))
-                    rows[outer] = indices if nothing is None else indices + nothing
-                part = next(parts)
-                flat = array.reshape(math.prod(outer), *array.shape[state.block_axis + 1 :])
-                copy = mx.take(flat, rows[outer], 0)
-                yield copy if part.carrier == part.dtype else copy.view(part.carrier)
+        for read in self._reads[group]:
+            if read.outer not in rows:
+                indices = mx.array(_rows(blocks_np, read.outer))
+                rows[read.outer] = indices if nothing is None else indices + nothing
+        arrays = (array for state in self._states[group] for array in state.arrays)
+        for read, array in zip(self._reads[group], arrays, strict=True):
+            copy = mx.take(array.reshape(read.flat), rows[read.outer], 0)
+            yield copy if read.carrier is None else copy.view(read.carrier)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """How blocks of one array are read, found out once: a step's export reads every array."""
+
+    outer: tuple[int, ...]  # its shape up to its blocks
+    flat: tuple[int, ...]  # its shape, the outer axes as one
+    carrier: mx.Dtype | None  # None: its own dtype
+
+    @staticmethod
+    def of(array: mx.array, block_axis: int) -> _Read:
+        outer, inner = array.shape[: block_axis + 1], array.shape[block_axis + 1 :]
+        return _Read(outer, (math.prod(outer), *inner), _CARRIERS.get(array.dtype))
 
 
 def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
@@ -210,6 +228,17 @@ def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
     *lead, num_blocks = outer
     starts = np.arange(math.prod(lead)).reshape(lead) * num_blocks
     return (blocks_np.reshape(-1, *[1] * len(lead)) + starts).astype(np.uint32)
+
+
+def _write(array: mx.array, block_axis: int, blocks_np: np.ndarray, pages: mx.array) -> None:
+    """Writes the first pages into the blocks of a settled array, in place, by the host.
+
+    The device reads the same memory. MLX's scatter takes element by element on a CPU, a tenth as
+    fast. The view of the pool ends here: while it is held, the next scatter would copy the pool.
+    """
+    pool_np = np.moveaxis(np.asarray(array), block_axis, 0)
+    for block, page_np in zip(blocks_np.tolist(), np.asarray(pages), strict=False):
+        pool_np[block] = page_np  # block by block numpy moves runs of memory, not elements
 
 
 def _fence_of(copies: Sequence[mx.array]) -> mx.array:

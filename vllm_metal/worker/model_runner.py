@@ -124,6 +124,8 @@ class ModelRunner:
         """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
         drafts = None
         if self._speculator is not None:
+            if not self._model.pipelined:
+                self.wait()  # draft passes scatter at once, after the step before has read all
             self._requests.roll_back()
             drafts = self._speculator.step_drafts(
                 scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens

@@ -3,7 +3,7 @@
 
 Header, little-endian: magic (8 bytes), length of the key (8), length of the payload (8), digest of
 the folder's name (16), key (64, padded with zeros), zeros (8), checksum (16). The checksum is the
-first 16 bytes of the BLAKE3 of the header before it and the payload, so that any change of the file
+first 16 bytes of the BLAKE3 of the payload and the header before it, so that any change of the file
 is found. A reader knows the whole header but the checksum, and compares it.
 """
 
@@ -51,10 +51,11 @@ class BlockFile:
         return _FIELDS.pack(_MAGIC, len(self.key), self.payload_bytes, digest, self.key)
 
     def checksum(self, payload: Iterable[memoryview]) -> bytes:
-        """The checksum of the header and the payload."""
-        hasher = blake3(self.header())
+        """The checksum of the payload and the header."""
+        hasher = blake3()
         for part in payload:
             hasher.update(part)
+        hasher.update(self.header())  # last: BLAKE3 is three times as fast on aligned parts
         return hasher.digest(length=_CHECKSUM_BYTES)
 
 
@@ -124,7 +125,7 @@ def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
     Raises:
         OSError: the file cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         block = BlockFile(folder, key, os.fstat(descriptor).st_size - HEADER_BYTES)
         if block.payload_bytes < 0:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_metal.kv_transfer.disk import block_file, layout
+from vllm_metal.kv_transfer.disk import block_file, eviction, layout
 from vllm_metal.kv_transfer.disk.block_file import BlockFile
 from vllm_metal.kv_transfer.disk.space import Space, is_passing
 from vllm_metal.kv_transfer.disk.stats import Counters
@@ -111,8 +111,8 @@ class BlockFolder:
             first_depth: number of blocks before the first of them.
         """
         for depth, key in enumerate(keys, first_depth):
-            mtime_ns = _mtime_ns(used_at, depth)
             try:
+                mtime_ns = _mtime_ns(used_at, depth)
                 os.utime(layout.block_path(self._path, key), ns=(mtime_ns, mtime_ns))
             except FileNotFoundError:
                 self._known.discard(key)
@@ -152,10 +152,9 @@ class BlockFolder:
         path = layout.block_path(self._path, block.key)
         identity = None
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                status = os.fstat(descriptor)
-                identity = (status.st_dev, status.st_ino)
+                identity = eviction.identity_of(os.fstat(descriptor))
                 good = block_file.read(descriptor, block, payload)
             finally:
                 os.close(descriptor)

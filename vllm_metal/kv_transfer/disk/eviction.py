@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_metal.kv_transfer.disk import layout
+from vllm_metal.kv_transfer.disk.ledger import Balance, Ledger
 from vllm_metal.kv_transfer.disk.scan import Found, FoundBlock
 
 
@@ -47,6 +48,37 @@ def remove(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def identity_of(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode: which file it is, whatever its name."""
+    return status.st_dev, status.st_ino
+
+
+def remove_counted(
+    ledger: Ledger, balance: Balance, path: Path, identity: tuple[int, int] | None
+) -> None:
+    """Removes a file, if it is there, and its bytes from the ledger, which is locked.
+
+    Args:
+        balance: what the ledger says.
+        identity: another file in its place stays.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if identity is None or identity == identity_of(status):
+        os.unlink(path)
+        ledger.enter(balance.plus(-layout.room_of(status.st_size)))
+
+
+def remove_blockless(root: Path) -> int:
+    """Removes the folders of fingerprints that have no blocks; bytes of their manifests."""
+    return sum(_remove_emptied(root / name) for name in layout.fingerprints(root))
 
 
 def remove_empty_folders(root: Path, gone: Iterable[FoundBlock], keep: str | None = None) -> int:

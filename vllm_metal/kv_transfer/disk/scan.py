@@ -31,15 +31,17 @@ class Found:
     blocks: list[FoundBlock]
 
 
-def scan(root: Path) -> Found:
-    """Looks at every file, and removes those that engines left half-written when they died.
+def scan(root: Path, clean: bool = True) -> Found:
+    """Looks at every file.
 
-    With the ledger locked, the sum is exact.
+    Args:
+        clean: remove what engines left half-written when they died. The ledger has to be locked;
+            then the sum is exact.
 
     Raises:
         OSError: the root cannot be read.
     """
-    living = engine_lock.living(root)
+    living = engine_lock.living(root) if clean else set()
     size = 0
     blocks = []
     for entry in _files(root):
@@ -48,7 +50,7 @@ def scan(root: Path) -> Found:
         except FileNotFoundError:
             continue
         writer = layout.writer_of(entry.name)
-        if writer is not None and writer not in living and _is_ours(root, entry):
+        if clean and writer is not None and writer not in living and _is_ours(root, entry):
             with suppress(OSError):
                 os.unlink(entry.path)
                 continue

@@ -152,14 +152,7 @@ class Space:
         """
         try:
             with self._locked() as balance:
-                try:
-                    status = os.lstat(path)
-                except FileNotFoundError:
-                    return True
-                if identity is not None and (status.st_dev, status.st_ino) != identity:
-                    return True
-                os.unlink(path)
-                self._ledger.enter(balance.plus(-layout.room_of(status.st_size)))
+                eviction.remove_counted(self._ledger, balance, path, identity)
                 return True
         except OSError:
             # Without the lock: the ledger says too much then, until the next scan.
@@ -181,7 +174,10 @@ class Space:
         if self._closed:
             raise OSError(errno.EBADF, "the cache is closed")
         with self._ledger.locked() as balance:
-            if self._engine is None or not self._engine.is_known():
+            if self._engine is not None and not self._engine.is_known():
+                self._engine.close()  # somebody removed its file
+                self._engine = None
+            if self._engine is None:
                 self._engine = EngineLock(self._root)
             if balance is None or not self._scanned:
                 if balance is None:
@@ -305,8 +301,9 @@ class Space:
         if day != self._day_of_last_refusal:
             self._day_of_last_refusal = day
             logger.info(
-                "The prefix cache in %s has written the %.3g GB that it may write in a day, and "
-                "stores no more blocks until tomorrow. Blocks that it has are still read.",
+                "The prefix cache in %s has written the %.3g GB that it may write in a day "
+                "(prefix_cache_daily_writes), and stores no more blocks until tomorrow. Blocks "
+                "that it has are still read.",
                 self._root,
                 budget / 1e9,
             )

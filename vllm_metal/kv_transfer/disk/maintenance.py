@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people do with a cache: list it, remove parts of it, check it. Safe beside engines."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_metal.kv_transfer.disk import block_file, engine_lock, eviction, layout
+from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Ledger
+from vllm_metal.kv_transfer.disk.manifests import read_manifests
+from vllm_metal.kv_transfer.disk.scan import FoundBlock, scan
+
+#: Bytes that a check reads at once.
+_PIECE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class NamespaceSummary:
+    """The blocks of a namespace."""
+
+    blocks: int
+    bytes: int
+    last_used: float  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class FingerprintSummary:
+    """The blocks of a fingerprint."""
+
+    facts: Mapping[str, Any]  # of its manifest; empty where there is none
+    namespaces: Mapping[str, NamespaceSummary]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a cache holds."""
+
+    bytes: int  # of all files
+    fingerprints: Mapping[str, FingerprintSummary]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which blocks are meant: those that all conditions are true for; None is no condition."""
+
+    fingerprint: str | None = None  # or how it begins
+    namespace: str | None = None
+    used_before: float | None = None  # seconds since the epoch
+
+    @property
+    def is_all(self) -> bool:
+        return self == Selection()
+
+    def has(self, block: FoundBlock) -> bool:
+        return (
+            (self.fingerprint is None or block.name.fingerprint.startswith(self.fingerprint))
+            and (self.namespace is None or block.name.namespace == self.namespace)
+            and (self.used_before is None or block.used_ns < self.used_before * 1e9)
+        )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a check found."""
+
+    num_good: int
+    bad: list[Path]  # still there
+    num_removed: int
+
+
+def check_is_cache(root: Path) -> None:
+    """
+    Raises:
+        ValueError: a folder is no cache, or there is none.
+    """
+    if not layout.is_cache(root):
+        raise ValueError(
+            f"{root} is not a prefix cache; name the folder that prefix_cache_dir names"
+        )
+
+
+def summary(root: Path) -> Summary:
+    """What a cache holds.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = scan(root, clean=False)
+    blocks: dict[str, dict[str, list[FoundBlock]]] = defaultdict(lambda: defaultdict(list))
+    for block in found.blocks:
+        blocks[block.name.fingerprint][block.name.namespace].append(block)
+    manifests = read_manifests(root)
+    return Summary(
+        found.bytes,
+        {
+            fingerprint: FingerprintSummary(
+                manifests.get(fingerprint, {}),
+                {name: _summed(of) for name, of in sorted(blocks[fingerprint].items())},
+            )
+            for fingerprint in sorted({*blocks, *manifests})
+        },
+    )
+
+
+def _summed(blocks: list[FoundBlock]) -> NamespaceSummary:
+    return NamespaceSummary(
+        len(blocks),
+        sum(block.room for block in blocks),
+        max(block.used_ns for block in blocks) / 1e9,
+    )
+
+
+def select(root: Path, selection: Selection) -> list[FoundBlock]:
+    """Blocks that are meant.
+
+    Raises:
+        OSError: the cache cannot be read.
+    """
+    return [block for block in scan(root, clean=False).blocks if selection.has(block)]
+
+
+def remove(root: Path, selection: Selection) -> tuple[int, int]:
+    """Removes blocks; their number and bytes. All of them: the whole cache, if no engine uses it.
+
+    Raises:
+        OSError: the cache cannot be read or locked, or something could not be removed.
+    """
+    ledger = Ledger(root)
+    try:
+        with ledger.locked() as balance:
+            balance = balance or UNKNOWN
+            ledger.enter(balance)
+            found = scan(root)
+            ledger.enter(replace(balance, bytes=found.bytes))
+            meant = [block for block in found.blocks if selection.has(block)]
+            gone = [block for block in meant if eviction.remove(block.path)]
+            left = found.bytes - sum(block.room for block in gone)
+            left -= eviction.remove_empty_folders(root, gone)
+            if selection.is_all:
+                left -= eviction.remove_blockless(root)
+            ledger.enter(replace(balance, bytes=left))
+            if len(gone) < len(meant):
+                raise OSError(f"{len(meant) - len(gone)} blocks could not be removed from {root}")
+            if selection.is_all and not engine_lock.living(root):
+                _remove_root(root)
+            return len(gone), sum(block.room for block in gone)
+    finally:
+        ledger.close()
+
+
+def _remove_root(root: Path) -> None:
+    with suppress(OSError):
+        os.rmdir(root / layout.ENGINES)
+    os.unlink(root / layout.LEDGER)  # an engine that waits for its lock makes another one
+    with suppress(OSError):  # it has files of others
+        os.rmdir(root)
+
+
+def verify(root: Path, remove_bad: bool, progress: Callable[[int], None]) -> Verified:
+    """Reads every block.
+
+    Args:
+        progress: is told of bytes that were read.
+
+    Raises:
+        OSError: the cache cannot be read.
+    """
+    scratch = memoryview(bytearray(_PIECE_BYTES))
+    ledger = Ledger(root)
+    num_good = num_removed = 0
+    bad = []
+    try:
+        for block in scan(root, clean=False).blocks:
+            try:
+                identity = eviction.identity_of(os.lstat(block.path))
+                good = _is_good(block, scratch)
+            except FileNotFoundError:
+                continue  # evicted meanwhile
+            progress(block.room)
+            if good:
+                num_good += 1
+            elif remove_bad and _removed(ledger, block.path, identity):
+                num_removed += 1
+            else:
+                bad.append(block.path)
+    finally:
+        ledger.close()
+    return Verified(num_good, bad, num_removed)
+
+
+def _is_good(block: FoundBlock, scratch: memoryview) -> bool:
+    folder = f"{block.name.fingerprint}/{block.name.namespace}"
+    try:
+        return block_file.is_good(block.path, folder, block.name.key, scratch)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+
+
+def _removed(ledger: Ledger, path: Path, identity: tuple[int, int]) -> bool:
+    with suppress(OSError), ledger.locked() as balance:
+        eviction.remove_counted(ledger, balance or UNKNOWN, path, identity)
+        return True
+    return False
