@@ -4,6 +4,7 @@
 import contextlib
 import gc
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,16 @@ def free_blocks(llm: LLM) -> int:
     """Blocks of the pool that no request holds."""
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def run_out(llm: LLM) -> None:
+    """Steps until nothing is left to tell the worker or to hear of it, as an engine in a process of
+    its own does; `LLM.generate` stops at the last token."""
+    core: Any = llm.llm_engine.engine_core.engine_core
+    deadline = time.monotonic() + 60
+    while core.scheduler.has_requests() or core.batch_queue:
+        llm.llm_engine.step()
+        assert time.monotonic() < deadline, "a transfer never ends"
 
 
 def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:

@@ -75,13 +75,7 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.touch_prefix(group.offload_keys, status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        # A reset preempts between steps, so a request may load in the step that tells of it. vLLM
-        # flushes the stores of preempted requests; one that loads has none, and vLLM asserts that.
-        loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
-        if preempted := loading & (scheduler_output.preempted_req_ids or set()):
-            others = scheduler_output.preempted_req_ids - preempted
-            scheduler_output = replace(scheduler_output, preempted_req_ids=others)
-        jobs: Any = super().build_connector_meta(scheduler_output)
+        jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
         metadata = TransferMetadata(
             jobs.load_jobs,
             jobs.store_jobs,
@@ -92,6 +86,18 @@ class MetalKVConnector(OffloadingConnector):
         )
         self._void, self._cancelled, self._discards = set(), set(), []
         return metadata
+
+    def _without_loading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Less the requests that count as preempted and are being loaded already.
+
+        A reset preempts what runs; the step after it may load these requests. vLLM takes a
+        preempted request's transfers for stores, and asserts that they are.
+        """
+        loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
+        preempted = scheduler_output.preempted_req_ids or set()
+        if loading.isdisjoint(preempted):
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=preempted - loading)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for req_id in connector_output.failed_recving or ():

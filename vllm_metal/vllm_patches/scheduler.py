@@ -47,7 +47,9 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
         if result.pool_lost:
             self.reset_prefix_cache(reset_running_requests=True)
         failed = result.failures.keys() & self.requests.keys()
-        _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in failed])
+        # What was kept of requests whose step raised is sound: it was computed before.
+        unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
+        _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
         held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
         _end_in_next_update(self, failed)
         outputs = update(self, scheduler_output, result)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with a prefix cache on disk, what they serve, and what they leave there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from e2e.harness import counters, engine, free_blocks, greedy, run_out
+from vllm import LLM, TokensPrompt
+
+LIMIT = 1 << 30  # bytes; no test writes so many
+HITS, QUERIES = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
+LOCAL_HITS = "vllm:prefix_cache_hits"
+LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
+#: Largest difference of two log-probabilities of one text: chunks of other lengths sum in another
+#: order, see `e2e.harness.TIE`.
+LOGPROB_TIE = 1e-3
+
+
+@contextmanager
+def disk_engine(
+    model: str, folder: Path, max_bytes: int = LIMIT, salt_key: Path | None = None, **options: Any
+) -> Iterator[LLM]:
+    """An engine with its prefix cache in `folder`; all blocks of its pool are free at its end."""
+    config = {"prefix_cache_dir": str(folder), "prefix_cache_bytes": max_bytes}
+    if salt_key is not None:
+        config["prefix_cache_salt_key"] = str(salt_key)
+    config |= options.pop("additional_config", {})
+    settings: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 8 << 20}
+    with engine(model, additional_config=config, **(settings | options)) as llm:
+        free = free_blocks(llm)
+        yield llm
+        run_out(llm)
+        assert free_blocks(llm) == free, "blocks were never freed"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request. logprobs: of the chosen tokens."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int  # prompt tokens that were not computed
+
+    def same_text(self, other: Answer) -> bool:
+        return self.tokens == other.tokens and self.logprobs == pytest.approx(
+            other.logprobs, abs=LOGPROB_TIE
+        )
+
+
+def ask(
+    llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 8, salt: str | None = None
+) -> list[Answer]:
+    """Greedy answers to prompts that are sent at once; none may fail."""
+    inputs = [
+        TokensPrompt(prompt_token_ids=prompt, **({"cache_salt": salt} if salt else {}))
+        for prompt in prompts
+    ]
+    answers = []
+    for output in llm.generate(inputs, greedy(max_tokens, logprobs=0), use_tqdm=False):
+        completion = output.outputs[0]
+        assert completion.finish_reason == "length", completion.stop_reason
+        tokens = list(completion.token_ids)
+        logprobs = [
+            place[token].logprob for place, token in zip(completion.logprobs, tokens, strict=True)
+        ]
+        answers.append(Answer(tokens, logprobs, output.num_cached_tokens))
+    return answers
+
+
+def check_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """Asserts that texts are equal, whatever was cached."""
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.tokens == other.tokens, index
+        assert one.same_text(other), (index, one.logprobs, other.logprobs)
+
+
+def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 1) -> list[list[int]]:
+    """Prompts of which none shares its first token's block with another."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, vocab, length).tolist() for length in lengths]
+
+
+def pages(folder: Path, namespace: str = "*") -> list[Path]:
+    """Files of blocks that are on disk, of one namespace or all."""
+    return sorted(folder.glob(f"*/{namespace}/*/*.kv"))
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """What the files below a folder take, counted as the limit counts them: in whole 4 KiB."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += -(-os.stat(os.path.join(parent, name)).st_size // 4096) * 4096
+    return total
+
+
+def disk_hits(llm: LLM) -> float:
+    """Prompt tokens that were loaded from disk so far."""
+    return counters(llm).get(HITS, 0)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefix cache on disk: the next engine finds what one has computed, and answers the same."""
+
+import pytest
+from e2e.disk import (
+    HITS,
+    LOADED,
+    STORED,
+    ask,
+    check_same,
+    disk_engine,
+    pages,
+    random_prompts,
+)
+from e2e.fuzz.models import VOCAB
+from e2e.harness import counters, engine, run_out
+
+LENGTHS = (300, 16, 17, 131, 200, 64)
+
+
+def whole_blocks(prompts, block_size=16):
+    """Tokens of each prompt that are in whole blocks. The last token of a prompt is computed in any
+    case, into its block that was loaded."""
+    return [len(prompt) // block_size * block_size for prompt in prompts]
+
+
+def restarted(model, folder, prompts, max_tokens=8, **options):
+    """Answers of an engine without a disk, of the first on a folder, and of the second; counters of
+    the second."""
+    with engine(model, **({"max_model_len": 512} | options)) as llm:
+        reference = ask(llm, prompts, max_tokens)
+    with disk_engine(model, folder, **options) as llm:
+        cold = ask(llm, prompts, max_tokens)
+        run_out(llm)
+        found = counters(llm)
+        assert found.get(HITS, 0) == 0
+        assert found[STORED] > 0
+    with disk_engine(model, folder, **options) as llm:
+        warm = ask(llm, prompts, max_tokens)
+        found = counters(llm)
+    return reference, cold, warm, found
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+
+
+SETTINGS = {
+    "async": {"async_scheduling": True},
+    "sync": {"async_scheduling": False},
+    "blocks of 32": {"block_size": 32},
+    "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "int8": {"kv_cache_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
+    prompts = random_prompts(LENGTHS, VOCAB)
+    options = SETTINGS[setting]
+    reference, cold, warm, found = restarted(tiny, tmp_path, prompts, **options)
+    check_same(cold, reference)
+    check_same(warm, reference)
+    hits = whole_blocks(prompts, options.get("block_size", 16))
+    assert [answer.cached for answer in cold] == [0] * len(prompts)
+    assert [answer.cached for answer in warm] == hits
+    assert found[HITS] == sum(hits)
+    assert found[LOADED] > 0
+
+
+@pytest.mark.parametrize("setting", ["async", "sync", "fp8"])
+def test_groups_with_windows(tiny_models, tmp_path, setting):
+    prompts = random_prompts(LENGTHS, VOCAB)
+    model = str(tiny_models / "windowed")
+    reference, cold, warm, found = restarted(model, tmp_path, prompts, **SETTINGS[setting])
+    check_same(cold, reference)
+    check_same(warm, reference)
+    # With windows, vLLM leaves the last token out of what it looks up.
+    hits = whole_blocks([prompt[:-1] for prompt in prompts])
+    assert [answer.cached for answer in warm] == hits
+    assert found[HITS] == sum(hits)
+    # Of a group with a window, only the blocks are written that somebody can look back on.
+    whole = sum(len(prompt) // 16 for prompt in prompts)
+    assert whole < len(pages(tmp_path)) < 3 * whole
+
+
+@pytest.mark.parametrize("model", ["short", "windowed"])
+def test_kernels(request, tmp_path, interpreted, model):
+    prompts = random_prompts((100, 40, 17), VOCAB)
+    options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    options["kv_cache_memory_bytes"] = 32 << 20
+    reference, cold, warm, _ = restarted(
+        request.getfixturevalue(model), tmp_path, prompts, 4, **options
+    )
+    check_same(cold, reference)
+    check_same(warm, reference)
+    assert [answer.cached for answer in warm] == whole_blocks(prompts)
+
+
+def test_a_small_pool_preempts_and_loads_again(tiny, tmp_path):
+    prompts = random_prompts((120, 110, 100, 90, 80, 70), VOCAB)
+    options = {"num_gpu_blocks_override": 17, "max_model_len": 200, "max_num_seqs": 6}
+    with engine(tiny, max_model_len=200) as llm:
+        reference = ask(llm, prompts, 60)
+    for _ in range(3):
+        with disk_engine(tiny, tmp_path, **options) as llm:
+            for _ in range(2):
+                check_same(ask(llm, prompts, 60), reference)
+            found = counters(llm)
+    assert found["vllm:num_preemptions"] > 0
+    assert found[HITS] > 0
+
+
+def test_generated_blocks_are_found_too(tiny, tmp_path):
+    (prompt,) = random_prompts((40,), VOCAB)
+    with disk_engine(tiny, tmp_path) as llm:
+        (answer,) = ask(llm, [prompt], 100)
+        run_out(llm)
+    follow_up = [*prompt, *answer.tokens, 5, 6, 7]
+    with engine(tiny, max_model_len=512) as llm:
+        expected = ask(llm, [follow_up])
+    with disk_engine(tiny, tmp_path) as llm:
+        found = ask(llm, [follow_up])
+        check_same(found, expected)
+        # The last token's K/V were never computed: 139 tokens are 8 whole blocks.
+        assert found[0].cached == 128
