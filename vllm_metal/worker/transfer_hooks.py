@@ -140,13 +140,14 @@ class TransferHooks(StepHooks):
         self._runner.join_step(self._stores.queue_lot())
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
-        metadata, self._metadata = self._metadata, TransferMetadata({}, {})
+        metadata = self._metadata
         self._stores.handed_over()
         for job_id, job in metadata.store_jobs.items():
             if computed:
                 self._add_store(job_id, job)
             else:
                 self._stores.refuse(job_id)
+        self._metadata = TransferMetadata({}, {})
         self._stores.end_step()
         self._on_pool -= self._ended
         if computed and not self._decoding:
