@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import deque
 from types import SimpleNamespace
 
@@ -444,7 +443,3 @@ def prompts(rng, num_families=3, longest=200):
         shared = int(rng.integers(0, len(family)))
         own = rng.integers(0, 90, int(rng.integers(1, 40))).tolist()
         yield family[:shared] + own
-
-
-def num_blocks(length):
-    return math.ceil(length / BLOCK)

@@ -192,6 +192,28 @@ def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
     assert bench.forwards == before + 4  # three passes of drafts, one to catch up
 
 
+@pytest.mark.parametrize("behind", [3, MAX_BEHIND])
+def test_a_settled_request_leaves_whole_blocks_to_others(behind):
+    bench = Bench()
+    start = 2 * BLOCK + 1 - behind
+    bench.begin(0, bench.prompt(start))
+    bench.propose([0], [2])
+    for _ in range(behind):
+        bench.learn(0, bench.prompt(1))
+        bench.propose([0], [0])
+    before = bench.forwards
+    for _ in range(2):  # the second time there is nothing left to write
+        ends = np.array([2 * BLOCK], np.int32)
+        bench.proposer.settle(bench.token_ids_np, np.array([0], np.int32), ends)
+    assert bench.forwards - before == 1
+    text = bench.token_ids_np[0, : 2 * BLOCK].tolist()
+    shared = bench.tables.tables_np[0][0, :2].tolist()
+    bench.proposer.forget_request(0)
+    bench.begin(1, text + bench.prompt(3), shared)
+    (drafts,) = bench.propose([1], [4])
+    bench.check(1, drafts)
+
+
 def test_proposing_twice_from_the_same_tokens_gives_the_same():
     bench = Bench()
     bench.begin(0, bench.prompt(33))

@@ -257,12 +257,13 @@ def min_p(folder):
 
 @probe("scheduler.end_failed_requests")
 def failed_request(folder):
-    """A scheduler goes on with a request that its worker says has failed."""
+    """A scheduler goes on with a request that its worker says has failed, and cannot start all
+    requests again while one waits for K/V to come."""
     import torch
     from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
     from vllm_metal.vllm_patches.step_result import StepResult
@@ -285,7 +286,15 @@ def failed_request(folder):
         for output in of_client.outputs
         if output.finish_reason is not None
     ]
-    return not ended and "a" in scheduler.requests, ended
+    goes_on = not ended and "a" in scheduler.requests
+    scheduler.add_request(Request("b", [1, 2, 3], params, None))
+    scheduler.schedule()
+    loading = scheduler.requests["b"]
+    scheduler.running.remove(loading)
+    loading.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    scheduler.kv_holding_waiting.add_request(loading)
+    refused = raised(scheduler.reset_prefix_cache, True)
+    return goes_on and "Failed to reset" in refused, (ended, refused)
 
 
 def end_slowly() -> None:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny pool, its blocks as pages, and a store on a real disk cache."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import vllm.config  # noqa: F401 — before vllm.distributed, or they import each other
+from vllm.v1.kv_offload.base import make_offload_key
+
+from vllm_metal.kv_cache.pages import BlockPages
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
+from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.fingerprint import Fingerprint
+from vllm_metal.kv_transfer.messages import PageKeys, RequestPlace
+from vllm_metal.kv_transfer.page_store import PageStore
+
+NUM_BLOCKS, BLOCK = 12, 4
+FINGERPRINT = Fingerprint("ab12", {"model": "test"})
+#: Of a page: keys and values of 4 tokens, one head of 16 float32.
+PAGE_BYTES = 2 * BLOCK * 16 * 4
+
+
+class SmallPool:
+    """Two groups of one layer each, which share a storage as in a hybrid model."""
+
+    def __init__(self, seed=0):
+        self.state = ScatterKVCache(NUM_BLOCKS, BLOCK, 1, 16, mx.float32)
+        rng = np.random.default_rng(seed)
+        self.state.arrays = [mx.array(rng.normal(size=a.shape)) for a in self.state.arrays]
+        mx.eval(self.state.arrays)
+        self.pages = BlockPages({"a": self.state, "b": self.state}, [["a"], ["b"]])
+
+    def block(self, block):
+        """Its bytes."""
+        return b"".join(np.array(array)[:, block].tobytes() for array in self.state.arrays)
+
+    def fill(self, block, value):
+        for array in self.state.arrays:
+            array[:, block] = value
+        mx.eval(self.state.arrays)
+
+
+def store_on(folder, limits=None, **options):
+    return PageStore(DiskCache(folder, limits or Limits(10**8, None), **options), FINGERPRINT)
+
+
+def keys_of(names, namespace="shared", group=0, used_at=1e9):
+    """Keys of pages by name, and where they are kept."""
+    keys = [make_offload_key(str(name).encode().rjust(32, b"-"), group) for name in names]
+    ends = [BLOCK * (index + 1) for index in range(len(keys))]
+    return PageKeys(keys, ends, RequestPlace(namespace, used_at))
+
+
+def on_disk(store, keys):
+    """The pages' bytes; None where there is none."""
+    folder, found = store.folder(keys.place.namespace), []
+    for key in keys.keys:
+        content = bytearray(PAGE_BYTES)
+        found.append(bytes(content) if folder.read(key, [memoryview(content)]) else None)
+    return found

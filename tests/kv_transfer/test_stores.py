@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks leave the pool in lots, within bounds, and whatever the disk does no step waits."""
+
+import time
+from threading import Event
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_transfer.small_pool import PAGE_BYTES, SmallPool, keys_of, on_disk, store_on
+
+from vllm_metal.kv_transfer import stores as module
+from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
+from vllm_metal.kv_transfer.stores import Stores
+
+
+@pytest.fixture
+def pool():
+    return SmallPool()
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = store_on(tmp_path / "cache")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stores(store, pool):
+    made = Stores(store, 4, 4 * PAGE_BYTES)
+    made.use(pool.pages)
+    return made
+
+
+def step(stores):
+    """A step that takes a lot along; how many pages that was."""
+    arrays = stores.queue_lot()
+    mx.async_eval(arrays)
+    stores.handed_over()
+    stores.end_step()
+    return len(arrays[0]) if arrays else 0
+
+
+def finish(stores, *wanted):
+    """Waits until the jobs have ended, and gives all that ended, by job id."""
+    ended, deadline = {}, time.monotonic() + 20
+    while not ended.keys() >= set(wanted):
+        assert time.monotonic() < deadline, (ended, wanted)
+        for job in stores.finished():
+            assert job.job_id not in ended
+            ended[job.job_id] = job
+        time.sleep(0.001)
+    return ended
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    """A disk that takes nothing until the event is set."""
+    event, write = Event(), BlockFolder.write
+
+    def wait(*args, **kwargs):
+        event.wait(20)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(BlockFolder, "write", wait)
+    yield event
+    event.set()
+
+
+def test_pages_go_in_lots_of_bytes(stores, store, pool, monkeypatch):
+    monkeypatch.setattr(module, "LOT_BYTES", 3 * PAGE_BYTES)
+    keys = keys_of("abc")
+    stores.add(0, "r", keys_of("ab"), [5, 3])
+    assert step(stores) == 0 and stores.due_ends() == {}
+    third = keys_of("abc")
+    third.keys, third.ends = third.keys[2:], third.ends[2:]
+    stores.add(1, "r", third, [7])
+    assert stores.due_ends() == {"r": 12}
+    assert step(stores) == 3
+    ended = finish(stores, 0, 1)
+    assert ended[0].num_bytes == 2 * PAGE_BYTES and ended[1].num_bytes == PAGE_BYTES
+    assert on_disk(store, keys) == [pool.block(5), pool.block(3), pool.block(7)]
+    assert not stores.busy
+
+
+def test_a_page_waits_for_so_many_steps_at_most(stores, monkeypatch):
+    monkeypatch.setattr(module, "LOT_STEPS", 5)
+    stores.add(0, "r", keys_of("a"), [5])
+    assert [step(stores) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
+    finish(stores, 0)
+
+
+def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(
+    stores, store, monkeypatch, blocked
+):
+    monkeypatch.setattr(module, "LOT_STEPS", 0)
+    for number in range(10):
+        stores.add(number, "r", keys_of([number]), [1 + number])
+        step(stores)
+        assert stores._staged_bytes <= 4 * PAGE_BYTES
+    stores.copy_now({7, 8})  # their blocks are about to be others'
+    assert store.take_changes().num_dropped == 2
+    assert {job.job_id for job in stores.finished()} == {7, 8}
+    blocked.set()
+    while stores.busy:
+        step(stores)
+        stores.finished()
+
+
+def test_a_page_larger_than_the_staging_goes_alone(store, pool):
+    stores = Stores(store, 4, PAGE_BYTES // 2)
+    stores.use(pool.pages)
+    keys = keys_of("ab")
+    stores.add(0, "r", keys, [5, 3])
+    stores.copy_now()
+    assert stores._staged_bytes == PAGE_BYTES
+    stores.drain(20)
+    finish(stores, 0)
+    assert on_disk(store, keys) == [pool.block(5), pool.block(3)]
+
+
+def test_flushed_blocks_are_copied_before_they_are_anybody_else_s(stores, store, pool):
+    keys, later = keys_of("ab"), keys_of("c")
+    stores.add(0, "r", keys, [5, 3])
+    stores.add(1, "s", later, [7])
+    before = [pool.block(5), pool.block(3)]
+    stores.copy_now({0})
+    pool.fill(5, 1.0)
+    pool.fill(3, 2.0)
+    finish(stores, 0)
+    assert on_disk(store, keys) == before
+    assert on_disk(store, later) == [None] and stores.busy
+
+
+def test_blocks_with_nan_or_infinity_are_not_kept(stores, store, pool):
+    pool.fill(3, float("nan"))
+    pool.fill(4, float("inf"))
+    keys = keys_of("abcd")
+    stores.add(0, "r", keys, [3, 5, 4, 6])
+    stores.copy_now()
+    assert finish(stores, 0)[0].num_bytes == 2 * PAGE_BYTES
+    assert on_disk(store, keys) == [None, pool.block(5), None, pool.block(6)]
+
+
+def test_each_page_is_written_once(stores, store):
+    ended = {}
+    for job_id in range(3):
+        stores.add(job_id, "r", keys_of("ab"), [5, 3])
+        stores.copy_now()
+        ended |= finish(stores, job_id)
+    assert [ended[job].num_bytes for job in range(3)] == [2 * PAGE_BYTES, 0, 0]
+    assert store.take_changes().now.num_written == 2
+
+
+def test_what_has_no_place_and_what_is_void_is_not_kept(stores, store, pool):
+    stores.add(0, "r", keys_of("a", namespace=None), [5])
+    stores.add(1, "s", keys_of("b"), [3])
+    stores.add(2, "t", keys_of("c"), [4])
+    stores.drop_requests({"s"})
+    stores.copy_now()
+    finish(stores, 0, 1, 2)
+    assert on_disk(store, keys_of("abc")) == [None, None, pool.block(4)]
+
+
+@pytest.mark.parametrize("method", ["queue_export", "export"])
+def test_jobs_end_though_their_blocks_cannot_be_copied(stores, pool, monkeypatch, method):
+    def fail(group, blocks_np):
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(pool.pages, method, fail)
+    monkeypatch.setattr(module, "LOT_STEPS", 0)
+    stores.add(0, "r", keys_of("a"), [5])
+    stores.add(1, "s", keys_of("b", group=1), [3])
+    with pytest.raises(RuntimeError):
+        stores.queue_lot() if method == "queue_export" else stores.copy_now()
+    stores.lose_pool()
+    assert {job.job_id for job in stores.finished()} == {0, 1} and not stores.busy
+
+
+class Machine:
+    """Random work; `ended` counts reports of each job."""
+
+    def __init__(self, store):
+        self.stores = Stores(store, 4, 3 * PAGE_BYTES)
+        self.pool = SmallPool()
+        self.stores.use(self.pool.pages)
+        self.added, self.ended = [], []
+
+    def do(self, action, number):
+        stores = self.stores
+        if action == "add":
+            job_id = len(self.added)
+            self.added.append(job_id)
+            names = [f"{number}.{index}" for index in range(number % 4)]
+            namespace = None if number % 5 == 0 else "shared"
+            keys = keys_of(names, namespace, group=number % 2)
+            stores.add(job_id, f"r{number % 3}", keys, range(1, 1 + len(names)))
+        elif action == "step":
+            mx.async_eval(stores.queue_lot())
+            stores.handed_over()
+            stores.end_step()
+        elif action == "fails":
+            stores.queue_lot()
+            stores.lose_pool()
+            stores.use(self.pool.pages)
+            stores.handed_over()
+            stores.end_step()
+        elif action == "export fails":
+            export, self.pool.pages.queue_export = self.pool.pages.queue_export, None
+            try:
+                stores.queue_lot()
+            except TypeError:
+                stores.lose_pool()
+                stores.use(self.pool.pages)
+            self.pool.pages.queue_export = export
+            stores.handed_over()
+        elif action == "flush":
+            stores.copy_now(set(range(number)))
+        elif action == "void":
+            stores.drop_requests({f"r{number % 3}"})
+        elif action == "sleep":
+            stores.drain(5)
+            stores.lose_pool()
+            stores.use(self.pool.pages)
+        self.ended += [job.job_id for job in stores.finished()]
+        assert 0 <= stores._staged_bytes <= 3 * PAGE_BYTES
+
+
+ACTIONS = ["add", "add", "step", "step", "fails", "export fails", "flush", "void", "sleep"]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30)), max_size=30))
+def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_factory, actions):
+    store = store_on(tmp_path_factory.mktemp("cache"))
+    was, module.LOT_STEPS = module.LOT_STEPS, 1
+    try:
+        machine = Machine(store)
+        for action, number in actions:
+            machine.do(action, number)
+        machine.stores.drain(20)
+        machine.do("step", 0)
+        assert sorted(machine.ended) == machine.added
+        assert not machine.stores.busy and machine.stores._staged_bytes == 0
+    finally:
+        module.LOT_STEPS = was
+        store.close()
+
+
+def test_closing_does_not_wait_for_what_is_queued(tmp_path, pool, blocked):
+    store = store_on(tmp_path / "cache")
+    stores = Stores(store, 4, 100 * PAGE_BYTES)
+    stores.use(pool.pages)
+    for number in range(5):
+        stores.add(number, "r", keys_of([number]), [1 + number])
+        stores.copy_now()
+    stores.lose_pool()
+    store.writer.submit(lambda: None)
+    blocked.set()
+    store.close()
+    written = [content for content in on_disk(store, keys_of(range(5))) if content is not None]
+    assert len(written) <= 5 and all(np.frombuffer(c, np.float32).any() for c in written)
