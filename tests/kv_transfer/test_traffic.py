@@ -169,22 +169,6 @@ def test_a_reset_of_all_caches_may_be_repeated_while_pages_are_written(make):
     assert engine.check_disk() >= 5
 
 
-def test_a_request_that_ended_before_the_engine_slept_leaves_nothing_of_the_next_pool(make):
-    engine = make()
-    req_id = engine.add([7] * 40, max_tokens=4 * BLOCK + 1 - 40)
-    while req_id not in engine.ended:
-        engine.step()
-    while engine._in_flight:
-        engine.update()
-    assert engine.scheduler.reset_prefix_cache(True, reset_connector=True)
-    engine.runner.release_pool()
-    engine.runner.restore_pool()
-    engine.run()
-    engine.check()
-    engine.close()
-    assert engine.check_disk() == 3  # its last block was to be stored with the next step
-
-
 def test_a_file_that_cannot_be_read_now_delays_a_request_and_no_more(make, monkeypatch):
     engine = make()
     prompt = list(range(80))
