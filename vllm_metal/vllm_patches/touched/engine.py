@@ -121,7 +121,8 @@ _STEP = (
     Touched(
         "vllm.v1.outputs:KVConnectorOutput",
         by="vllm_patches/async_output.py worker/recovery.py worker/step_hooks.py "
-        "worker/transfer_hooks.py",
+        "worker/transfer_hooks.py kv_transfer/connector.py",
+        fields="failed_recving",
         called="finished_recving= failed_recving= kv_connector_worker_meta=",
     ),
     Touched(
