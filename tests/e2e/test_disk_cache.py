@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefix cache on disk: the next engine finds what one has computed, and answers the same."""
 
-import metal_interpreter
 import pytest
 from e2e.disk import (
     HITS,
