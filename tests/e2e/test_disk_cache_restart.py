@@ -94,9 +94,10 @@ def test_nothing_is_found_for_another_set_up(own, monkeypatch):
         answers = ask(llm, prompts)
         run_out(llm)
     for name, (change, reason) in CHANGES.items():
+        copy = shutil.copytree(cache, own / f"cache-{name}")  # or the next change is from this one
         with monkeypatch.context() as patch:
             options = draft_options(own) | change(own, patch)
-            with said() as lines, disk_engine(model, cache, **options) as llm:
+            with said() as lines, disk_engine(model, copy, **options) as llm:
                 ask(llm, prompts)
                 assert disk_hits(llm) == 0, name
             assert len(lines) == 1 and reason in lines[0], (name, lines)

@@ -69,6 +69,31 @@ def test_plain_and_quantised_weights_give_mlx_lms_logits(tmp_path, bits):
     assert dtypes == ({mx.float32} if bits is None else {mx.float32, mx.uint32})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "in_config"),
+    [
+        ({"rope_theta": 500.0}, {"rope_theta": 500.0}),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, {"rope_theta": 50.0}),
+        ({"rms_norm_eps": 0.5}, {"rms_norm_eps": 0.5}),
+    ],
+)
+def test_overrides_of_the_configuration_reach_the_model(tmp_path, overrides, in_config):
+    plain, changed = tmp_path / "plain", tmp_path / "changed"
+    for folder in (plain, changed):
+        folder.mkdir()
+        write(folder)
+    (changed / "config.json").write_text(json.dumps(CONFIG | in_config))
+    reference, _ = load_model(changed)
+    reference.set_dtype(mx.float32)
+    found = logits(load(plain, hf_overrides=overrides))
+    np.testing.assert_allclose(found, logits(reference), atol=1e-5)
+    assert not np.allclose(found, logits(load(plain)), atol=1e-3)
+
+
 def test_an_explicit_dtype_is_honoured(tmp_path):
     write(tmp_path)
     model = load(tmp_path, dtype="float16")

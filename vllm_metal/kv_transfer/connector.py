@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.spec", SPEC)
@@ -98,24 +99,24 @@ class MetalKVConnector(OffloadingConnector):
             return scheduler_output
         return replace(scheduler_output, preempted_req_ids=preempted - loading)
 
-    def reset_cache(self) -> bool | None:
-        """Forgets all jobs, which the worker ends in the next step.
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for req_id in connector_output.failed_recving or ():
+            if (status := self.scheduler._req_status.get(req_id)) is not None:
+                self._manager.load_failed(status.req_context)
+        super().update_connector_output(connector_output)
 
-        vLLM asserts that no job is left from a reset before; there is, without a step in between.
+    def reset_cache(self) -> bool:
+        """Leaves the disk alone: vLLM resets all caches when an engine goes to sleep, too.
+
+        What is there stays right. It is found by the hash of the text, in a folder named after all
+        that K/V depend on. Jobs go on and are reported; vLLM's own reset forgets them, and may not
+        be called twice while one of them goes on.
         """
-        left = set(self.scheduler._current_batch_jobs_to_flush)
-        self.scheduler._current_batch_jobs_to_flush.clear()
-        done = super().reset_cache()
-        self.scheduler._current_batch_jobs_to_flush.update(left)
-        return done
+        return True
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
         """Requests lose their blocks while these are being loaded; told to the worker next."""
         self._cancelled.update(req_ids)
-
-    def blocks_lost(self, req_ids: Iterable[str]) -> None:
-        """Blocks of requests that have ended hold nothing any more; they are not to be stored."""
-        self._void.update(req_ids)
 
     def requests_failed(self, requests: Iterable[Request]) -> None:
         """Takes back all that was kept of requests whose numbers are not sound."""
@@ -126,4 +127,5 @@ class MetalKVConnector(OffloadingConnector):
             if namespace is not None:
                 hashes = request.block_hashes
                 keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
-                self._discards.append(Discard(namespace, keys))
+                self._discards.append(Discard(namespace, frozenset(keys)))
+                self._manager.distrust(self._discards[-1])

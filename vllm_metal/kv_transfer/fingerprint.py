@@ -45,7 +45,7 @@ _LONGEST_VALUE = 40  # characters of a value in a message; longer ones have "cha
 class Fingerprint:
     """The facts, and their digest."""
 
-    digest: str  # 32 hex digits: BLAKE3 of the facts as canonical JSON
+    digest: str  # 32 hex digits: BLAKE3 of the facts but for models' names, as canonical JSON
     facts: Mapping[str, Any]  # JSON has it unchanged; goes into manifest.json
 
     @staticmethod
@@ -84,7 +84,7 @@ class Fingerprint:
             "hash_algorithm": cache.prefix_caching_hash_algo,
             "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
         }
-        return Fingerprint(_digest(facts), facts)
+        return Fingerprint(_digest(_without_names(facts)), facts)
 
     def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
         """Why a cache with folders holds nothing for this engine, in one line.
@@ -111,6 +111,15 @@ class Fingerprint:
             for name in names
             for change in _change(str(name), other.get(name), now.get(name))
         ]
+
+
+def _without_names(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Models are what their weights and configurations are, wherever they lie."""
+    return {
+        key: _without_names(value) if isinstance(value, Mapping) else value
+        for key, value in facts.items()
+        if key != "model"
+    }
 
 
 def _change(name: str, was: Any, now: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -19,12 +20,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_metal.kv_transfer import salts
-from vllm_metal.kv_transfer.messages import PageKeys, RequestPlace
+from vllm_metal.kv_transfer.messages import Discard, PageKeys, RequestPlace
 from vllm_metal.kv_transfer.metrics import disk_stats
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore
 
+#: A request whose loads failed so often computes. Each failure took a bad file off the disk, or the
+#: machine cannot open files now.
+MAX_FAILED_LOADS = 3
 _NOT_KEPT = RequestPlace(None, 0.0)
 
 
@@ -45,6 +49,7 @@ class DiskManager(OffloadingManager):
         self._store: PageStore | None = None  # until the worker has said where it is
         self._salts: dict[str, str | None] = {}  # by request id, of requests about to be announced
         self._writing: set[OffloadKey] = set()
+        self._discards: list[Discard] = []  # of which pages may still be there
 
     def open(self, store: PageStore) -> None:
         """The worker's store; nothing is found before."""
@@ -65,11 +70,29 @@ class DiskManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        namespace = _place(req_context).namespace
+        place = _place(req_context)
+        namespace = place.namespace
         if self._store is None or namespace is None or key in self._writing:
+            return LookupResult.MISS
+        if place.failed_loads >= MAX_FAILED_LOADS or self._is_distrusted(namespace, key):
             return LookupResult.MISS
         found = self._store.folder(namespace).contains(key)
         return LookupResult.HIT if found else LookupResult.MISS
+
+    def load_failed(self, req_context: ReqContext) -> None:
+        """A request's load failed. After some it computes all, or it might never begin."""
+        place = _place(req_context)
+        req_context.set_state(replace(place, failed_loads=place.failed_loads + 1))
+
+    def distrust(self, discard: Discard) -> None:
+        """Pages are not to be found any more, from now on and before they are gone."""
+        self._discards.append(discard)
+
+    def _is_distrusted(self, namespace: str, key: OffloadKey) -> bool:
+        if not self._discards:
+            return False
+        self._discards = [discard for discard in self._discards if not discard.done.is_set()]
+        return any(namespace == each.namespace and key in each.keys for each in self._discards)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.DISK
@@ -98,14 +121,6 @@ class DiskManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         self._writing.difference_update(keys)
-
-    def reset_cache(self) -> None:
-        """Leaves the disk alone: vLLM resets all caches when an engine goes to sleep, too.
-
-        What is there stays right. It is found by the hash of the text, in a folder named after all
-        that K/V depend on.
-        """
-        self._writing.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         changes = None if self._store is None else self._store.take_changes()

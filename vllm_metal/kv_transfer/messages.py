@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Event
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -17,6 +18,7 @@ class RequestPlace:
 
     namespace: str | None  # a folder of the store; None: they are not kept
     used_at: float  # seconds since the epoch: when the request came
+    failed_loads: int = 0
 
 
 @dataclass
@@ -33,7 +35,8 @@ class Discard:
     """Pages of a request that failed: nobody may be served from them."""
 
     namespace: str
-    keys: list[bytes]
+    keys: frozenset[bytes]
+    done: Event = field(default_factory=Event)  # set when they are gone
 
 
 @dataclass

@@ -18,6 +18,7 @@ from vllm_metal.kv_transfer.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.disk.disk_cache import DiskStats
+    from vllm_metal.kv_transfer.messages import Discard
 
 logger = init_logger(__name__)
 
@@ -81,10 +82,15 @@ class PageStore(KVConnectorHandshakeMetadata):
         folder = self.folder(namespace)
         self.writer.submit(folder.touch, keys, used_at)
 
-    def discard(self, namespace: str, keys: Sequence[bytes]) -> None:
+    def discard(self, discard: Discard) -> None:
         """Removes pages once all that was handed to the writer before is written."""
-        folder = self.folder(namespace)
-        self.writer.submit(folder.discard, keys)
+        folder = self.folder(discard.namespace)
+
+        def remove() -> None:
+            folder.discard(discard.keys)
+            discard.done.set()
+
+        self.writer.submit(remove)
 
     def count_dropped(self, num_pages: int) -> None:
         """Pages that will not be written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ logger = init_logger(__name__)
 #: Pages are copied out of the pool in lots of so many bytes, or when the oldest has waited for so
 #: many steps: a copy costs the host some 5 µs an array, whatever its size.
 LOT_BYTES, LOT_STEPS = 8 << 20, 16
+#: Copies some blocks of a group out of the pool.
+Export = Callable[[int, np.ndarray], list[mx.array]]
 
 
 @dataclass
@@ -154,10 +156,8 @@ class Stores:
         """Copies of due pages, to be handed to the device with the step that is being built."""
         if not self._worthwhile():
             return []
-        fitting = self._take_fitting()
-        lots = [self._lot(group, pages, self._pages.queue_export) for group, pages in fitting]
-        self._lots += lots
-        return [array for lot in lots for array in lot.arrays]
+        self._lots += self._copied(None, self._pages.queue_export)
+        return [array for lot in self._lots for array in lot.arrays]
 
     def handed_over(self) -> None:
         """The device has the copies that `queue_lot` gave."""
@@ -170,8 +170,7 @@ class Stores:
 
         Pages of `job_ids` that have no room are dropped, for their blocks are about to change.
         """
-        for group, pages in self._take_fitting(job_ids):
-            lot = self._lot(group, pages, self._pages.export)
+        for lot in self._copied(job_ids, self._pages.export):
             self._store.writer.submit(self._write, lot)
         if job_ids is not None:
             self.drop(lambda page: page.job.job_id in job_ids)
@@ -181,10 +180,29 @@ class Stores:
             return False
         return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= LOT_STEPS
 
-    def _take_fitting(
-        self, job_ids: Collection[int] | None = None
-    ) -> Iterator[tuple[int, list[_Page]]]:
-        """Takes due pages for which there is room, oldest first; yields them by group."""
+    def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[_Lot]:
+        """Copies due pages for which there is room; where that fails, their jobs end all the same.
+
+        Raises:
+            what `export` raises: a step on the device failed, or memory ran out.
+        """
+        taken = self._take_fitting(job_ids)
+        lots = []
+        try:
+            for group, pages in taken.items():
+                blocks_np = np.array([page.block for page in pages], np.int32)
+                num_bytes = len(pages) * self._pages.page_bytes(group)
+                arrays = export(group, blocks_np)
+                lots.append(_Lot(pages, self._pages.parts(group), arrays, num_bytes))
+        except Exception:
+            for page in (page for pages in taken.values() for page in pages):
+                self._count_off(page)
+            raise
+        self._staged_bytes += sum(lot.num_bytes for lot in lots)
+        return lots
+
+    def _take_fitting(self, job_ids: Collection[int] | None) -> dict[int, list[_Page]]:
+        """Takes due pages for which there is room, oldest first; by group."""
         self._take_written()
         taken: dict[int, list[_Page]] = {}
         kept: deque[_Page] = deque()
@@ -198,20 +216,11 @@ class Stores:
             else:
                 kept.append(page)
         self._keep(kept)
-        yield from taken.items()
+        return taken
 
     def _keep(self, pages: deque[_Page]) -> None:
         self._due = pages
         self._due_bytes = sum(self._pages.page_bytes(page.group) for page in pages)
-
-    def _lot(
-        self, group: int, pages: list[_Page], export: Callable[[int, np.ndarray], list[mx.array]]
-    ) -> _Lot:
-        blocks_np = np.array([page.block for page in pages], np.int32)
-        num_bytes = len(pages) * self._pages.page_bytes(group)
-        lot = _Lot(pages, self._pages.parts(group), export(group, blocks_np), num_bytes)
-        self._staged_bytes += num_bytes
-        return lot
 
     def _write(self, lot: _Lot) -> None:
         """Writes a lot to the disk; runs in the store's thread, and never raises."""

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from textwrap import shorten
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
+#: Keys of config.json that say how positions turn queries and keys.
+_ROPE = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
 #: Files of a draft head on the target's hidden states.
 HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
 _LONGEST_REASON = 400  # characters of another package's message
@@ -55,13 +58,50 @@ def load_draft(config: VllmConfig) -> nn.Module:
 
 def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     path = model_folder(model_config, config)
-    model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code)
+    overrides = _overrides(model_config, path)
+    model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
     _materialise(model, path)
     return model
 
 
-def lazy_model(path: Path, dtype: mx.Dtype, trust_remote_code: bool = False) -> nn.Module:
+def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
+    """What --hf-overrides changes of config.json, as mlx-lm's families read it.
+
+    vLLM makes a draft model's overrides, a function; they concern its own classes.
+    """
+    given = model_config.hf_overrides
+    if callable(given) or not given:
+        return {}
+    config = load_config(path)
+    changed = {
+        key: {**config.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in given.items()
+    }
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope |= given.get("rope_parameters") or {}
+    if given.get("rope_scaling"):
+        rope = dict(given["rope_scaling"])
+    theta = given.get("rope_theta", rope.get("rope_theta", config.get("rope_theta")))
+    if _ROPE.isdisjoint(given) or theta is None:
+        return changed
+    # Families read one or two of the three, so all three say the same.
+    rope = {"rope_type": "default", **rope, "rope_theta": theta}
+    return changed | {"rope_parameters": rope, "rope_scaling": rope, "rope_theta": theta}
+
+
+def lazy_model(
+    path: Path,
+    dtype: mx.Dtype,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """The model of a folder as `load` returns it, except that weights are read when they are used.
+
+    Args:
+        path: the folder.
+        dtype: of its floating-point weights.
+        trust_remote_code: whether the folder's own code may run.
+        overrides: keys of config.json, and what they are instead.
 
     Raises:
         ModelLoadError: see `load`.
@@ -69,7 +109,10 @@ def lazy_model(path: Path, dtype: mx.Dtype, trust_remote_code: bool = False) -> 
     check_weight_files(path)
     seam.install()
     try:
-        model, _ = load_mlx_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        changed = dict(overrides or {})
+        model, _ = load_mlx_model(
+            path, lazy=True, model_config=changed, trust_remote_code=trust_remote_code
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error

@@ -46,11 +46,9 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
             return update(self, scheduler_output, result)
         if result.pool_lost:
             self.reset_prefix_cache(reset_running_requests=True)
-            _tell_connector(self, "blocks_lost", self.finished_req_ids)
         failed = result.failures.keys() & self.requests.keys()
-        # Pages of requests whose step raised are sound: a step keeps none before it is computed.
+        # What was kept of requests whose step raised is sound: it was computed before.
         unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
-        _tell_connector(self, "blocks_lost", failed.difference(unsound))
         _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
         held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
         _end_in_next_update(self, failed)
@@ -80,9 +78,16 @@ def _letting_go_of_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
     def reset_prefix_cache(
         self: Any, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        if reset_running_requests:
+        if not reset_running_requests:
+            return reset(self, reset_running_requests, reset_connector)
+        # For the reset only. A preempted request may end with a token of a step in flight, and its
+        # blocks are stored then: until that step has ended, they must not be another request's.
+        defers, self.defer_block_free = self.defer_block_free, False
+        try:
             _free_blocks_of_loads(self)
-        return reset(self, reset_running_requests, reset_connector)
+            return reset(self, reset_running_requests, reset_connector)
+        finally:
+            self.defer_block_free = defers
 
     return reset_prefix_cache
 
@@ -107,7 +112,6 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
         if request.is_finished():  # aborted while its K/V were loaded
             loading.add(request.request_id)
             manager.free(request)
-    scheduler.defer_block_free = False
     while scheduler.deferred_frees:
         _, blocks = scheduler.deferred_frees.popleft()
         manager.block_pool.free_blocks(reversed(blocks))

@@ -64,6 +64,8 @@ class TransferHooks(StepHooks):
         self._runner: ModelRunner | None = None
         self._metadata = TransferMetadata({}, {})
         self._decoding = False  # whether the step at hand computes anything
+        self._on_pool: set[str] = set()  # requests that began or started again on this pool
+        self._ended: set[str] = set()  # requests that had ended before the step at hand
 
     def pool_made(self, runner: ModelRunner) -> None:
         if (fingerprint := self._fingerprint()) != self.store.fingerprint:
@@ -81,6 +83,7 @@ class TransferHooks(StepHooks):
             logger.exception("Blocks could not be copied out of the KV pool before it goes")
         self._stores.lose_pool()
         self._loads.lose_pool()
+        self._on_pool.clear()
         self._runner = None
 
     def before_step(self, scheduler_output: SchedulerOutput, sound: bool) -> None:
@@ -89,13 +92,15 @@ class TransferHooks(StepHooks):
         self._metadata = metadata
         self._decoding = bool(scheduler_output.num_scheduled_tokens)
         self._take_back(metadata)
-        finished = scheduler_output.finished_req_ids
+        self._ended = finished = scheduler_output.finished_req_ids
         self._loads.cancel(metadata.cancelled_loads | finished)
         for job_id, job in metadata.load_jobs.items():
             self._loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
         self._loads.read_on()
         if not sound:
             return
+        self._on_pool.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
+        self._on_pool |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         assert self._runner is not None
         jobs = metadata.store_jobs.values()
         self._runner.settle_drafts(
@@ -107,7 +112,7 @@ class TransferHooks(StepHooks):
         """Drops what requests without sound blocks would have kept."""
         self._stores.drop_requests(metadata.void_requests)
         for discard in metadata.discards:
-            self.store.discard(discard.namespace, discard.keys)
+            self.store.discard(discard)
 
     def _flush(self, metadata: TransferMetadata) -> None:
         """Copies blocks out at once that this step gives to other requests."""
@@ -118,7 +123,8 @@ class TransferHooks(StepHooks):
             self._stores.copy_now(flushed)
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
-        if job.req_id in self._metadata.void_requests:
+        # A request that ended before there was this pool left nothing in its blocks.
+        if job.req_id in self._metadata.void_requests or job.req_id not in self._on_pool:
             self._stores.refuse(job_id)
             return
         keys, blocks = _pages(job, job.dst_spec, job.src_spec)
@@ -142,6 +148,7 @@ class TransferHooks(StepHooks):
             else:
                 self._stores.refuse(job_id)
         self._stores.end_step()
+        self._on_pool -= self._ended
         if computed and not self._decoding:
             self._stores.copy_now()  # nothing else keeps the device busy
         return self._outcome()

@@ -178,6 +178,14 @@ class MetalWorker(WorkerBase):
             return None
         limits = Limits(config.max_bytes, config.daily_write_bytes)
         cache = DiskCache(config.directory, limits)
+        logger.info(
+            "The prefix cache is kept in %s: %.3g GB at most, %s",
+            config.directory,
+            config.max_bytes / 1e9,
+            "however much is written a day"
+            if config.daily_write_bytes is None
+            else f"{config.daily_write_bytes / 1e9:.3g} GB written a day at most",
+        )
         store = PageStore(cache, self._fingerprint(config.directory))
         return TransferHooks(
             store, lambda: self._fingerprint(config.directory), self.cache_config.block_size

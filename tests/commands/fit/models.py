@@ -111,6 +111,7 @@ def settings(folder, dtype, **changes):
     config.model_config.model = str(folder)
     config.model_config.revision = None
     config.model_config.trust_remote_code = False
+    config.model_config.hf_overrides = {}
     object.__setattr__(config, "load_config", SimpleNamespace(download_dir=None))
     return config
 

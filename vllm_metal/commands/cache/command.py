@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from tqdm import tqdm
@@ -101,6 +101,9 @@ def _rows(digits: str, of: FingerprintSummary) -> Iterator[list[str]]:
 
 
 def _shown(fact: object) -> str:
+    """A fact in a cell; of several networks, the facts one after another, the target's first."""
+    if isinstance(fact, Mapping):
+        return " ".join(map(_shown, dict(sorted(fact.items(), reverse=True)).values()))
     text = str(fact)
     return text[:_SHOWN_DIGITS] if re.fullmatch(r"[0-9a-f]{32,}", text) else text
 
