@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ import numpy as np
 import pytest
 from e2e.harness import counters, engine, free_blocks, greedy, run_out
 from vllm import LLM, TokensPrompt
+
+from vllm_metal.kv_transfer.disk.layout import LEDGER
 
 LIMIT = 1 << 30  # bytes; no test writes so many
 HITS, QUERIES = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
@@ -90,7 +94,10 @@ def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 1) -> list[li
 
 def pages(folder: Path, namespace: str = "*") -> list[Path]:
     """Files of blocks that are on disk, of one namespace or all."""
-    return sorted(folder.glob(f"*/{namespace}/*/*.kv"))
+    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return sorted(
+        path for path in found if path.suffix == ".kv" and path.match(f"{namespace}/*/*.kv")
+    )
 
 
 def bytes_on_disk(folder: Path) -> int:
@@ -106,3 +113,31 @@ def bytes_on_disk(folder: Path) -> int:
 def disk_hits(llm: LLM) -> float:
     """Prompt tokens that were loaded from disk so far."""
     return counters(llm).get(HITS, 0)
+
+
+class Watch:
+    """Measures a folder all the time, in a thread. peak: most bytes it was seen to hold.
+
+    It takes the lock under which engines make room, or it would see a file that was evicted
+    meanwhile beside the one that took its place.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.peak = 0
+        self._folder = folder
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._measure, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _measure(self) -> None:
+        while not self._ended.wait(0.02):
+            with suppress(FileNotFoundError), (self._folder / LEDGER).open() as ledger:
+                fcntl.flock(ledger, fcntl.LOCK_EX)
+                self.peak = max(self.peak, bytes_on_disk(self._folder))

@@ -21,6 +21,7 @@ use_cpu()
 
 from e2e.fuzz.campaign import Campaign  # noqa: E402
 from e2e.fuzz.models import write_models  # noqa: E402
+from e2e.fuzz.play import Disk, play  # noqa: E402
 from e2e.fuzz.traffic import SIMPLER, Run, cut, draw  # noqa: E402
 
 from vllm_metal.platform.metal_platform import MetalPlatform  # noqa: E402
@@ -33,7 +34,7 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
-        campaign = Campaign(Path(folder))
+        campaign = Campaign(Path(folder), disk=options.disk, kills=options.disk)
         started = time.monotonic()
 
         def show(run: Run) -> None:
@@ -44,6 +45,10 @@ def main() -> int:
         if options.seed is not None:
             sleeping = MetalPlatform().is_sleep_mode_available()
             run = cut(draw(options.seed, sleeping=sleeping), options.only, options.without)
+            if options.disk_folder is not None:
+                root, max_bytes, key = options.disk_folder
+                play(run, Path(folder), Disk(Path(root), int(max_bytes), Path(key)))
+                return 0
             show(run)
             problem = campaign.examine(run)
             print(problem.message if problem else "all is well")
@@ -86,6 +91,10 @@ def _options() -> argparse.Namespace:
         default=[],
         help=f"leave out of the seed, any of {','.join(SIMPLER)}",
     )
+    parser.add_argument(
+        "--disk", action="store_true", help="with a prefix cache on disk; each seed is played twice"
+    )
+    parser.add_argument("--disk-folder", nargs=3, help=argparse.SUPPRESS)  # of one to be killed
     parser.add_argument("--requests", type=int, default=10_000, help="how many to serve in all")
     parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--failures", type=int, default=3, help="failing seeds to stop after")

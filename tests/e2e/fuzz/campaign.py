@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from e2e.disk import Watch, pages
 from e2e.fuzz.judge import Judge, Problem
-from e2e.fuzz.play import play
+from e2e.fuzz.play import Disk, Outcome, play
 from e2e.fuzz.shrink import MOST_REPLAYS, Part, shrink
 from e2e.fuzz.traffic import Run, Setting
 from e2e.harness import Dense
@@ -23,7 +30,15 @@ _COUNTERS = {
     "preemptions": "vllm:num_preemptions",
     "cached tokens": "vllm:prefix_cache_hits",
     "accepted drafts": "vllm:spec_decode_num_accepted_tokens",
+    "tokens from disk": "vllm:external_prefix_cache_hits",
+    "evicted files": "vllm:prefix_cache_disk_evicted",
+    "bad files": "vllm:prefix_cache_disk_corrupt",
 }
+#: Bytes that a disk may hold, by seed in turn: a few of the pages of a run, or all of them. A page
+#: takes 8 KiB, or twice that in blocks of 32.
+LIMITS = (200_000, 600_000, 1 << 30)
+#: Of so many seeds, one is played first by a process that is killed in the midst of writing.
+KILLED_OF = 10
 
 
 @dataclass(frozen=True)
@@ -32,39 +47,88 @@ class Failure:
 
     problem: Problem
     part: Part
+    disk: bool = False
 
     def __str__(self) -> str:
-        return f"{self.problem.message}\n{reproduction(self.part)}"
+        return f"{self.problem.message}\n{reproduction(self.part, self.disk)}"
 
 
-def reproduction(part: Part) -> str:
+def reproduction(part: Part, disk: bool = False) -> str:
     """The command, in the repository root, that plays a part of a run."""
     only = ",".join(map(str, part.only))
     without = f" --without {','.join(part.without)}" if part.without else ""
-    return f"make fuzz FUZZ='{part.seed} --only {only}{without}'"
+    on_disk = " --disk" if disk else ""
+    return f"make fuzz FUZZ='{part.seed} --only {only}{without}{on_disk}'"
+
+
+def key_in(folder: str) -> Path:
+    """A file with a secret of a server's."""
+    key = Path(folder) / "key"
+    key.write_text("0123456789abcdef" * 2)
+    key.chmod(0o600)
+    return key
 
 
 @dataclass
 class Campaign:
     """Runs on models of one folder.
 
-    totals: what the runs had of each thing that they are there to try; tie: see Judge.
+    totals: what the runs had of each thing that they are there to try; tie: see Judge. disk:
+    whether two engines play each run, one after the other, with one prefix cache on disk; kills:
+    whether a process that is killed does so before, at times.
     """
 
     models: Path
     tie: float = TIE
+    disk: bool = False
+    kills: bool = False
     totals: Counter[str] = field(default_factory=Counter)
     _judges: dict[tuple[str, str], Judge] = field(default_factory=dict)
 
     def examine(self, run: Run) -> Problem | None:
         """The first problem of a run, if there is one."""
+        if not self.disk:
+            return self._examine(run, None, None)
+        with tempfile.TemporaryDirectory() as scratch:
+            disk = Disk(Path(scratch) / "cache", LIMITS[run.seed % len(LIMITS)], key_in(scratch))
+            with Watch(disk.folder) as watch:
+                if self.kills and run.seed % KILLED_OF == 0:
+                    self._kill_one(run, disk)
+                outcomes: list[Outcome] = []
+                for _ in range(2):
+                    if problem := self._examine(run, disk, outcomes):
+                        return problem
+            if watch.peak > disk.max_bytes:
+                kind = "bytes on disk"
+                return Problem(kind, None, f"{watch.peak} bytes of {disk.max_bytes} on disk")
+            return None
+
+    def _kill_one(self, run: Run, disk: Disk) -> None:
+        """Has a process play the run, and kills it once it has written some files."""
+        options = [str(run.seed), "--disk-folder", str(disk.folder), str(disk.max_bytes)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "e2e.fuzz", *options, str(disk.key)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        enough = random.Random(run.seed).randrange(2, 40)
+        while process.poll() is None and len(pages(disk.folder)) < enough:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        self.totals["killed"] += process.wait() == -signal.SIGKILL
+
+    def _examine(
+        self, run: Run, disk: Disk | None, outcomes: list[Outcome] | None
+    ) -> Problem | None:
         try:
-            outcome = play(run, self.models)
+            outcome = play(run, self.models, disk)
         except Exception as error:
             return Problem(type(error).__name__, None, f"{type(error).__name__}: {error}")
         judge = self._judge(run.setting)
         before = judge.tokens, judge.ties
-        problem = next(judge.problems(run, outcome), None)
+        problem = next(judge.problems(run, outcome, outcomes), None)
+        if outcomes is not None:
+            outcomes.append(outcome)
         self.totals["requests"] += len(run.requests)
         self.totals["tokens"] += judge.tokens - before[0]
         self.totals["ties"] += judge.ties - before[1]
@@ -100,7 +164,7 @@ class Campaign:
             return True
 
         part = shrink(run, fails, problem.request, most_replays)
-        return Failure(newest, part)
+        return Failure(newest, part, self.disk)
 
     def _judge(self, setting: Setting) -> Judge:
         key = setting.model, setting.kv_cache_dtype

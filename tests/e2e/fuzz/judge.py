@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from e2e.fuzz.play import Outcome, Served
+from e2e.fuzz.play import Outcome, Served, keeps
 from e2e.fuzz.traffic import Run
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
@@ -60,13 +60,21 @@ class Judge:
     def __post_init__(self) -> None:
         self._tokenizer = get_tokenizer(self.folder)
 
-    def problems(self, run: Run, outcome: Outcome) -> Iterator[Problem]:
-        """What is wrong with a run that went to its end."""
+    def problems(
+        self, run: Run, outcome: Outcome, before: Sequence[Outcome] | None = None
+    ) -> Iterator[Problem]:
+        """What is wrong with a run that went to its end.
+
+        Args:
+            run: what was to be done.
+            outcome: what came of it.
+            before: of engines that had the same disk; None: it had none.
+        """
         for served in outcome.served:
             found = [
                 *self._samples(served, run.setting.max_len),
                 *self._prompt_logprobs(served),
-                *_cached(served, run, outcome),
+                *_cached(served, run, outcome, before),
             ]
             yield from (Problem(kind, served.request.index, text) for kind, text in found)
 
@@ -201,23 +209,32 @@ def _wrong_end(sample: CompletionOutput, params: SamplingParams, room: int) -> s
     )
 
 
-def _cached(served: Served, run: Run, outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _cached(
+    served: Served, run: Run, outcome: Outcome, before: Sequence[Outcome] | None
+) -> Iterator[tuple[str, str]]:
     """Whether a prefix hit can come from those whose texts the request may share."""
     if not served.cached:
         return
     prompt, size = served.prompt, run.setting.block_size
-    if served.cached % size or served.cached >= len(prompt):
+    longest = len(prompt) - (before is None)  # a disk may have the last token's block as well
+    if served.cached % size or served.cached > longest:
         yield "cached", f"{served.cached} tokens of a prompt of {len(prompt)} were cached"
     if served.num_samples > 1:
         return  # they share the prompt among themselves
     forgotten = max((step for step in outcome.resets if step <= served.added), default=0)
+    kept = before is not None and (served.request.salt is None or keeps(served.request.salt))
     sources = [
         _common(prompt, text)
-        for other in outcome.served
+        for other in (*outcome.served, *(s for o in before or () if kept for s in o.served))
         if other is not served
         and other.request.salt == served.request.salt
-        and (other.ended is None or other.ended >= forgotten)
-        and other.added <= (served.ended or other.added)
+        and (
+            kept
+            or (
+                (other.ended is None or other.ended >= forgotten)
+                and other.added <= (served.ended or other.added)
+            )
+        )
         for text in ([*other.prompt, *s.token_ids] for s in _samples_or_none(other))
     ]
     if served.cached > max(sources, default=0) // size * size:

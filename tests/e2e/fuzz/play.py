@@ -3,22 +3,53 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from e2e.fuzz.models import WINDOW
-from e2e.fuzz.traffic import Event, Request, Run, Setting
+from e2e.fuzz.traffic import KEPT_TENANT, Event, Request, Run, Setting
 from e2e.harness import counters, engine
 from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_metal.kv_transfer import salts
+
 #: Steps in a row without a token. The longest honest wait is a prompt of max_model_len in the
 #: smallest chunks, as often as preemption makes the engine start it again.
 MOST_STEPS_WITHOUT_A_TOKEN = 400
+#: Beside a disk, an engine steps on while it waits for it.
+MOST_SECONDS_WITHOUT_A_TOKEN = 60.0
 _BYTES_OF_POOL = 8 << 20  # the number of blocks is overridden
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A prefix cache on disk. `key` of the salts that are kept, see `Disk.salt`."""
+
+    folder: Path
+    max_bytes: int
+    key: Path
+
+    def options(self) -> dict[str, Any]:
+        """Of --additional-config."""
+        return {
+            "prefix_cache_dir": str(self.folder),
+            "prefix_cache_bytes": self.max_bytes,
+            "prefix_cache_salt_key": str(self.key),
+        }
+
+    def salt(self, tenant: str | None) -> str | None:
+        """A tenant's `cache_salt`."""
+        return salts.derive(self.key.read_bytes().strip(), tenant) if keeps(tenant) else tenant
+
+
+def keeps(tenant: str | None) -> bool:
+    """Whether a tenant has a salt of the server's, whose blocks are kept on disk."""
+    return tenant == KEPT_TENANT
 
 
 class Stuck(AssertionError):
@@ -70,20 +101,24 @@ class Outcome:
     counters: Mapping[str, float]
 
 
-def play(run: Run, models: Path) -> Outcome:
+def play(run: Run, models: Path, disk: Disk | None = None) -> Outcome:
     """Serves the run's requests and leaves the engine idle.
 
     Args:
         run: what to do and when.
         models: folder of the models by name.
+        disk: where prefixes are kept for the next engine.
 
     Raises:
         Stuck: the engine makes no progress.
         Leak: it holds blocks, or knows requests, when all are gone.
         Exception: whatever the engine itself raises.
     """
-    with engine(str(models / run.setting.model), **_options(run, models)) as llm:
-        player = _Player(llm.llm_engine, run)
+    options = _options(run, models)
+    if disk is not None:
+        options["additional_config"] |= disk.options()
+    with engine(str(models / run.setting.model), **options) as llm:
+        player = _Player(llm.llm_engine, run, disk)
         player.play()
         player.check_nothing_is_held()
         return Outcome(tuple(player.served.values()), tuple(player.resets), counters(llm))
@@ -126,10 +161,10 @@ def _blocks_of_one(setting: Setting) -> int:
 
 
 class _Player:
-    def __init__(self, llm_engine: LLMEngine, run: Run) -> None:
+    def __init__(self, llm_engine: LLMEngine, run: Run, disk: Disk | None) -> None:
         self.served: dict[int, Served] = {}
         self.resets: list[int] = []
-        self._engine, self._run = llm_engine, run
+        self._engine, self._run, self._disk = llm_engine, run, disk
         self._core = llm_engine.engine_core.engine_core
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
         self._free_blocks = self._pool.get_num_free_blocks()
@@ -139,7 +174,7 @@ class _Player:
         """Until every request has come and gone."""
         arrivals = list(self._run.requests)
         events = list(self._run.events)
-        idle_since = 0
+        idle_since, newest = 0, time.monotonic()
         while arrivals or events or self._busy():
             if not self._busy():  # nothing to wait for: time moves on to what is next
                 self._step = max(self._step, min(x.arrival for x in arrivals) if arrivals else 0)
@@ -151,8 +186,10 @@ class _Player:
             self._abort()
             outputs = self._engine.step()
             self._step += 1
-            idle_since = self._step if outputs or not self._busy() else idle_since
-            if self._step - idle_since > MOST_STEPS_WITHOUT_A_TOKEN:
+            if outputs or not self._busy():
+                idle_since, newest = self._step, time.monotonic()
+            waits = self._disk is None or time.monotonic() - newest > MOST_SECONDS_WITHOUT_A_TOKEN
+            if waits and self._step - idle_since > MOST_STEPS_WITHOUT_A_TOKEN:
                 raise Stuck(f"no token in {self._step - idle_since} steps")
             for output in outputs:
                 self._take(output)
@@ -196,6 +233,8 @@ class _Player:
             prompt = before.text()[: min(request.continued, max(room, 0))] + prompt
         served = self.served[request.index] = Served(request, prompt, self._step)
         salt = {"cache_salt": request.salt} if request.salt else {}
+        if salt and self._disk is not None:
+            salt["cache_salt"] = self._disk.salt(request.salt)
         self._engine.add_request(
             str(request.index),
             TokensPrompt(prompt_token_ids=served.prompt, **salt),

@@ -17,6 +17,7 @@ from vllm_metal.spec_decode.registry import BY_NAME
 
 NUM_REQUESTS = 42  # of a run: 4 to 5 s of one core
 SALTS = (None, None, None, "tenant-1", "tenant-2")
+KEPT_TENANT = "tenant-2"  # beside a disk, its salt is the server's, and not its own
 METHODS = (None, None, "ngram", "suffix", "draft_model")
 #: --kv-cache-dtype, by seed in turn.
 CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
