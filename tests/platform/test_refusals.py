@@ -2,6 +2,7 @@
 """What the platform refuses, by name and before a model loads."""
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
@@ -30,11 +31,54 @@ def configure(model, options):
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 .*auto, fp8, int8"),
         ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
         ({"speculative_config": LOOKUP | {"kv_cache_dtype": "fp8"}}, "kv_cache_dtype 'fp8'"),
+        (
+            {"kv_offloading_size": 1.0},
+            r"--kv-offloading-size \(memory is unified.*prefix_cache_dir",
+        ),
+        (
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            r"not support --kv-offloading-size \([^)]*\) \[",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_named(model, options, named):
     with pytest.raises(ValueError, match=named):
         configure(model, options)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "named"),
+    [
+        (
+            {"kv_connector": "NixlConnector"},
+            r"--kv-transfer-config kv_connector 'NixlConnector' \(.*need CUDA.*'MetalKVConnector'",
+        ),
+        ({"kv_connector": "OffloadingConnector"}, "kv_connector 'OffloadingConnector' .*CUDA"),
+        (
+            {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": []}},
+            r"kv_connector 'MultiConnector' \(it combines connectors.*'MetalKVConnector'",
+        ),
+        ({"kv_connector": "MyConnector", "kv_connector_module_path": "mine"}, "'MyConnector'"),
+        ({"kv_connector": None}, r"--kv-transfer-config without kv_connector \(.*'MetalKVConn"),
+        (
+            {"kv_connector": "MetalKVConnector", "kv_role": "kv_producer"},
+            r"kv_role 'kv_producer' \(.*'kv_both'\)",
+        ),
+        ({"kv_connector": "MetalKVConnector", "kv_role": "kv_consumer"}, "kv_role 'kv_consumer'"),
+        (
+            {"kv_connector": "MetalKVConnector", "kv_connector_module_path": "mine"},
+            "kv_connector_module_path 'mine'",
+        ),
+        (
+            {"kv_connector": "MetalKVConnector", "enable_permute_local_kv": True},
+            "enable_permute_local_kv",
+        ),
+    ],
+)
+def test_connectors_that_cannot_be_honoured_are_named(model, transfer, named):
+    config = KVTransferConfig(**({"kv_role": "kv_both"} | transfer))
+    with pytest.raises(ValueError, match=named):
+        configure(model, {"kv_transfer_config": config})
 
 
 def test_all_that_cannot_be_honoured_is_named_at_once(model):

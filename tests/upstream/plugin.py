@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 from upstream import hub, selection
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+
+from vllm_metal.platform.metal_platform import BLOCK_SIZES, MetalPlatform
+from vllm_metal.vllm_patches.scheduler import end_failed_requests
 
 _left_out: Counter[str] = Counter()
 
@@ -18,6 +22,32 @@ def pytest_configure() -> None:
     if current_platform.device_name != "metal":
         raise pytest.UsageError(f"vLLM runs {current_platform!r}, not this project's platform")
     hub.write(Path(os.environ["HF_HOME"]))
+    _admit_connectors()
+    # A worker does this when it starts; most of these tests have a scheduler and no worker.
+    end_failed_requests()
+
+
+def _admit_connectors() -> None:
+    """Has the platform check configurations of a K/V connector without it and its block size.
+
+    vLLM's tests drive its scheduler with small blocks and with connectors that move nothing. What
+    the platform asks of both concerns the worker, and none of these tests has this platform's.
+    """
+    check = MetalPlatform.check_and_update_config
+
+    def check_the_rest(config: VllmConfig) -> None:
+        connector, cache = config.kv_transfer_config, config.cache_config
+        if connector is None:
+            check(config)
+            return
+        block_size = cache.block_size
+        config.kv_transfer_config, cache.block_size = None, BLOCK_SIZES[0]
+        try:
+            check(config)
+        finally:
+            config.kv_transfer_config, cache.block_size = connector, block_size
+
+    MetalPlatform.check_and_update_config = staticmethod(check_the_rest)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k, which may leave none of a file

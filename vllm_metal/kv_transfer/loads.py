@@ -20,6 +20,7 @@ from vllm_metal.kv_cache.pages import BlockPages, page_views
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
     from vllm_metal.kv_transfer.page_store import PageStore
 
 logger = init_logger(__name__)
@@ -32,7 +33,7 @@ NUM_READERS = 2
 
 @dataclass(frozen=True)
 class FinishedLoad:
-    """A job that has ended; where it failed, the request computes its tokens."""
+    """A job that has ended; where it failed, its request computes its tokens."""
 
     job_id: int
     req_id: str
@@ -45,11 +46,12 @@ class FinishedLoad:
 class _Job:
     job_id: int
     req_id: str
-    namespace: str
+    folder: BlockFolder
     started: float
     pages_left: int
     num_bytes: int = 0
-    failed: bool = False
+    stopped: bool = False  # before its last page was there
+    failed: bool = False  # by a page that could not be read
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Loads:
         pages = list(zip(keys.keys, blocks, strict=True))
         namespace = keys.place.namespace
         assert namespace is not None  # nothing is found for such a request
-        job = _Job(job_id, req_id, namespace, self._clock(), len(pages))
+        job = _Job(job_id, req_id, self._store.folder(namespace), self._clock(), len(pages))
         self._jobs[req_id] = job
         if not pages:
             self._end(job)
@@ -163,17 +165,19 @@ class Loads:
             self._waiting.append((job, get_offload_group_idx(OffloadKey(key)), key, block))
 
     def cancel(self, req_ids: Collection[str] | None = None) -> None:
-        """Ends loads of some requests, or all, as failed: nothing more goes into their blocks."""
+        """Ends loads of some requests, or all: nothing more goes into their blocks.
+
+        They have not failed: the scheduler has taken the blocks away, or is about to.
+        """
         jobs = self._jobs.values()
         for job in [job for job in jobs if req_ids is None or job.req_id in req_ids]:
-            self._fail(job)
+            self._stop(job, failed=False)
 
-    def _fail(self, job: _Job) -> None:
-        if job.failed or self._jobs.get(job.req_id) is not job:
-            return
-        job.failed = True
-        self._waiting = deque(page for page in self._waiting if page[0] is not job)
-        self._end(job)
+    def _stop(self, job: _Job, failed: bool) -> None:
+        if not job.stopped:
+            job.stopped, job.failed = True, failed
+            self._waiting = deque(page for page in self._waiting if page[0] is not job)
+            self._end(job)
 
     def _end(self, job: _Job) -> None:
         del self._jobs[job.req_id]
@@ -205,9 +209,10 @@ class Loads:
         """Fills a piece; runs in a reader's thread, and never raises."""
         good = True
         try:
-            folder = self._store.folder(piece.job.namespace)
             for index, key in enumerate(piece.keys):
-                good = not piece.job.failed and folder.read(key, page_views(piece.arrays, index))
+                good = not piece.job.stopped and piece.job.folder.read(
+                    key, page_views(piece.arrays, index)
+                )
                 if not good:
                     break
         except Exception:
@@ -223,8 +228,8 @@ class Loads:
                 return
             self._num_reading -= 1
             if not good:
-                self._fail(piece.job)
-            if piece.job.failed:
+                self._stop(piece.job, failed=True)
+            if piece.job.stopped:
                 piece.let_go()
             else:
                 self._ready.append(piece)
@@ -240,7 +245,7 @@ class Loads:
         while self._ready and (not num_bytes or num_bytes < most_bytes):
             piece = self._ready.popleft()
             job = piece.job
-            if not job.failed:
+            if not job.stopped:
                 blocks_np = np.array(piece.blocks, np.int32)
                 self._pages.import_pages(piece.group, blocks_np, piece.arrays)
                 size = len(piece.blocks) * self._pages.page_bytes(piece.group)

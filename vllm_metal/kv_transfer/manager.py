@@ -108,7 +108,8 @@ class DiskManager(OffloadingManager):
         self._writing.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return None if self._store is None else disk_stats(self._store.take_changes())
+        changes = None if self._store is None else self._store.take_changes()
+        return None if changes is None else disk_stats(changes)
 
 
 def _place(req_context: ReqContext) -> RequestPlace:

@@ -49,7 +49,7 @@ class PageStore(KVConnectorHandshakeMetadata):
         self.writer = ThreadPoolExecutor(1, "kv-store")
         self._lock = Lock()
         self._taken: DiskStats | None = None
-        self._num_dropped = 0
+        self._num_dropped = self._counted = 0
         self.switch(fingerprint)
 
     def switch(self, fingerprint: Fingerprint) -> None:
@@ -91,11 +91,15 @@ class PageStore(KVConnectorHandshakeMetadata):
         with self._lock:
             self._num_dropped += num_pages
 
-    def take_changes(self) -> Changes:
-        """The figures, and those of the call before."""
+    def take_changes(self) -> Changes | None:
+        """The figures, and those of the call before; None where this process has done nothing."""
         with self._lock:
+            counted = self._cache.num_counted() + self._num_dropped
+            if self._taken is not None and counted == self._counted:
+                return None
             changes = Changes(self._cache.stats(), self._taken, self._num_dropped)
             self._taken, self._num_dropped = changes.now, 0
+            self._counted = self._cache.num_counted()
         return changes
 
     def close(self) -> None:

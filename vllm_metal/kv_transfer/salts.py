@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 SHARED = "shared"  # the folder of requests without a salt
-#: Bytes that a key must have: 128 bits, as `openssl rand -hex 8` would print them.
+#: Bytes that a key must have; 128 bits where they are random. RFC 2104, section 3, advises 32.
 MIN_KEY_BYTES = 16
 #: Hex digits kept of the HMACs that name a tenant and a client's salt: half of SHA-256, which
 #: RFC 2104, section 5, names as the least to keep.

@@ -20,6 +20,7 @@ from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
     from vllm_metal.kv_transfer.page_store import PageStore
 
 logger = init_logger(__name__)
@@ -42,7 +43,7 @@ class Finished:
 class _Job:
     job_id: int
     req_id: str
-    place: str  # namespace
+    folder: BlockFolder
     used_at: float
     pages_left: int
     started: float
@@ -126,7 +127,8 @@ class Stores:
             self.refuse(job_id)
             return
         used_at, now = keys.place.used_at, self._clock()
-        job = _Job(job_id, req_id, namespace, used_at, len(pages), now)
+        # The folder of now: blocks of other weights must not go where those of the next do.
+        job = _Job(job_id, req_id, self._store.folder(namespace), used_at, len(pages), now)
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
             self._due.append(_Page(job, group, block, key, end, self._step))
@@ -222,9 +224,8 @@ class Stores:
                     logger.warning("A block with numbers that are not finite is not kept")
                     continue
                 job = page.job
-                folder = self._store.folder(job.place)
                 depth = page.end // self._block_size
-                written = folder.write(page.key, views, job.used_at, depth)
+                written = job.folder.write(page.key, views, job.used_at, depth)
                 if written is Written.STORED:
                     sizes[-1] = sum(view.nbytes for view in views)
         except Exception:

@@ -61,7 +61,8 @@ class RecoveringRunner:
         self._current_step = _Step([], 0)
         self._unreported_failure: FailedStep | None = None  # the scheduler has not heard of it yet
         self._failures_in_a_row = 0
-        self.restore_pool()
+        self._untold = False  # whether there is a new pool that the scheduler has not heard of
+        self._runner = self._new_runner()
 
     @property
     def awake(self) -> bool:
@@ -89,6 +90,9 @@ class RecoveringRunner:
         """
         step = _Step(list(scheduler_output.num_scheduled_tokens), self._pool)
         self._current_step = step
+        if self._untold:
+            self._untold = False
+            self._unreported_failure = FailedStep(self, step, reason=None, pool_lost=True)
         self._attempt(lambda runner: runner.learn())
         sound = self._unreported_failure is None
         self._call_hook(lambda hooks: hooks.before_step(scheduler_output, sound))
@@ -168,11 +172,20 @@ class RecoveringRunner:
         self._drop_runner(lost)
 
     def restore_pool(self) -> None:
-        """Makes a new, empty pool where there is none."""
+        """Makes a new, empty pool where there is none.
+
+        The next step is not computed. It tells the scheduler that no block holds anything, which
+        need not have reset its prefix cache, and may have requests that run.
+        """
         if self._runner is None:
-            self._runner = self._make_runner()
-            self._pool += 1
-            self._hooks.pool_made(self._runner)
+            self._runner = self._new_runner()
+            self._untold = True
+
+    def _new_runner(self) -> ModelRunner:
+        runner = self._make_runner()
+        self._pool += 1
+        self._hooks.pool_made(runner)
+        return runner
 
     def mark_reported(self, failure: FailedStep) -> None:
         """The scheduler is about to hear of a failed step."""
@@ -208,8 +221,8 @@ class RecoveringRunner:
         )
         traceback.clear_frames(error.__traceback__)  # they hold the pool
         self._drop_runner(lost=True)
-        self.restore_pool()
-        return FailedStep(self, step, f"the step failed: {error}")
+        self._runner = self._new_runner()
+        return FailedStep(self, step, f"the step failed: {error}", pool_lost=True)
 
     def _drop_runner(self, lost: bool) -> None:
         if self._runner is not None:
@@ -243,16 +256,21 @@ class _RecoverableOutput(AsyncOutput):
 class FailedStep(AsyncOutput):
     """Stands for the results of a step that has none."""
 
-    def __init__(self, runner: RecoveringRunner, step: _Step, reason: str | None) -> None:
+    def __init__(
+        self, runner: RecoveringRunner, step: _Step, reason: str | None, pool_lost: bool = False
+    ) -> None:
         """
         Args:
             runner: told when the scheduler asks for the results.
             step: the step.
-            reason: why its requests fail; None: the scheduler will drop these results.
+            reason: why its requests fail; None: they do not.
+            pool_lost: whether the scheduler hears of a new pool, and starts all requests again.
+                Without, it has heard, and drops these results.
         """
         self.step = step
         self._runner = runner
         self._reason = reason
+        self._pool_lost = pool_lost
         self._transfers: KVConnectorOutput | None = None
 
     def with_transfers(self, transfers: KVConnectorOutput | None) -> FailedStep:
@@ -268,7 +286,7 @@ class FailedStep(AsyncOutput):
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
             sampled_token_ids=[[] for _ in req_ids],
             failures=dict.fromkeys(req_ids, self._reason) if self._reason else {},
-            pool_lost=self._reason is not None,
+            pool_lost=self._pool_lost,
             kv_connector_output=self._transfers,
         )
 

@@ -111,8 +111,8 @@ class BlockFolder:
             first_depth: number of blocks before the first of them.
         """
         for depth, key in enumerate(keys, first_depth):
-            mtime_ns = _mtime_ns(used_at, depth)
             try:
+                mtime_ns = _mtime_ns(used_at, depth)
                 os.utime(layout.block_path(self._path, key), ns=(mtime_ns, mtime_ns))
             except FileNotFoundError:
                 self._known.discard(key)
@@ -152,7 +152,7 @@ class BlockFolder:
         path = layout.block_path(self._path, block.key)
         identity = None
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 identity = eviction.identity_of(os.fstat(descriptor))
                 good = block_file.read(descriptor, block, payload)

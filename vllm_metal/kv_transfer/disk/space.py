@@ -174,7 +174,10 @@ class Space:
         if self._closed:
             raise OSError(errno.EBADF, "the cache is closed")
         with self._ledger.locked() as balance:
-            if self._engine is None or not self._engine.is_known():
+            if self._engine is not None and not self._engine.is_known():
+                self._engine.close()  # somebody removed its file
+                self._engine = None
+            if self._engine is None:
                 self._engine = EngineLock(self._root)
             if balance is None or not self._scanned:
                 if balance is None:

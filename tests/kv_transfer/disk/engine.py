@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child process that writes and reads blocks of a root: `engine.py ROOT LIMIT SEED WRITES DIES`.
+
+DIES is the name of a function of `os`: the process prints a line when it is called for the third
+time on behalf of a block, and hangs until it is killed. "" is none.
+"""
+
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+
+from kv_transfer.disk import naive
+
+from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
+from vllm_metal.kv_transfer.disk.limits import Limits
+
+
+def hang_in(name: str) -> None:
+    function = getattr(os, name)
+    left = iter(range(2))
+
+    def hanging(*args, **kwargs):
+        if next(left, None) is None:
+            print("hangs", flush=True)
+            threading.Event().wait()
+        return function(*args, **kwargs)
+
+    setattr(os, name, hanging)
+
+
+def main() -> None:
+    root, limit, seed, writes, dies = sys.argv[1:]
+    rng = random.Random(int(seed))
+    cache = DiskCache(Path(root), Limits(int(limit), None))
+    folder = cache.blocks(naive.FINGERPRINT, naive.FACTS, f"tenant-{int(seed) % 2}")
+    if dies:
+        hang_in(dies)
+    for _ in range(int(writes)):
+        number = rng.randrange(60)
+        payload = naive.block(number, parts=rng.randrange(1, 4) if number % 7 == 0 else 3)
+        folder.write(naive.key(number), payload, time.time(), number)
+        back = naive.blank(naive.block(number, parts=3))
+        if folder.read(naive.key(number), back):
+            assert naive.joined(back) == naive.joined(naive.block(number, parts=3))
+    stats = cache.stats()
+    cache.close()
+    print(stats.num_written, stats.num_read, stats.num_evicted, sum(stats.num_refused.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine is alive while it holds its lock, and no longer."""
+
+import signal
+import subprocess
+import sys
+
+from vllm_metal.kv_transfer.disk.engine_lock import EngineLock, living
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from vllm_metal.kv_transfer.disk.engine_lock import EngineLock
+lock = EngineLock(Path(sys.argv[1]))
+print(lock.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_lives_until_it_is_closed(root):
+    one, two = EngineLock(root), EngineLock(root)
+    assert living(root) == {one.name, two.name}
+    assert one.is_known()
+    one.close()
+    assert living(root) == {two.name}
+    two.close()
+    assert living(root) == set()
+
+
+def test_an_engine_lives_until_it_is_killed(root):
+    child = subprocess.Popen([sys.executable, "-c", HOLD, root], stdout=subprocess.PIPE, text=True)
+    held = child.stdout.readline().strip()
+    assert held.startswith(f"{child.pid}-")
+    assert held in living(root)
+    child.send_signal(signal.SIGKILL)
+    child.communicate(timeout=60)
+    assert living(root) == set()
+    assert not list((root / "engines").iterdir())
+
+
+def test_a_lock_whose_file_is_gone_is_of_no_use(root):
+    lock = EngineLock(root)
+    (root / "engines" / lock.name).unlink()
+    assert not lock.is_known()
+    lock.close()
+
+
+def test_other_files_stay(root):
+    EngineLock(root).close()
+    (root / "engines" / ".DS_Store").write_text("")
+    assert living(root) == set()
+    assert (root / "engines" / ".DS_Store").exists()

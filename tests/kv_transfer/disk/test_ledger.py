@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: one holder at a time, and a damaged one is known as such."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from vllm_metal.kv_transfer.disk import ledger as ledger_module
+from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Balance, Ledger, peek
+
+BALANCE = Balance(bytes=4096 * 17, day=739_000, written=12345)
+
+
+def test_what_is_entered_is_what_others_read(root):
+    ledger, other = Ledger(root), Ledger(root)
+    with ledger.locked() as balance:
+        assert balance is None
+        ledger.enter(BALANCE)
+    assert peek(root) == BALANCE
+    with other.locked() as balance:
+        assert balance == BALANCE
+    ledger.close()
+    other.close()
+
+
+def test_there_is_none_in_a_folder_without_one(root):
+    assert peek(root) is None
+
+
+def test_every_flipped_bit_and_other_length_is_known(root):
+    ledger = Ledger(root)
+    with ledger.locked():
+        ledger.enter(BALANCE)
+    path = root / "ledger"
+    good = path.read_bytes()
+    for bit in range(8 * len(good)):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert peek(root) is None, f"bit {bit}"
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        assert peek(root) is None, length
+    with ledger.locked() as balance:
+        assert balance is None
+    ledger.close()
+
+
+def test_one_thread_at_a_time(root):
+    ledger = Ledger(root)
+    with ledger.locked():
+        ledger.enter(Balance(0, 0, 0))
+
+    def count():
+        for _ in range(200):
+            with ledger.locked() as balance:
+                ledger.enter(balance.plus(1))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert peek(root).bytes == 800
+    ledger.close()
+
+
+COUNT = """
+import sys
+from pathlib import Path
+from vllm_metal.kv_transfer.disk.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]))
+for _ in range(500):
+    with ledger.locked() as balance:
+        ledger.enter(balance.plus(1))
+"""
+
+
+def test_one_process_at_a_time(root):
+    ledger = Ledger(root)
+    with ledger.locked():
+        ledger.enter(Balance(0, 0, 0))
+    children = [subprocess.Popen([sys.executable, "-c", COUNT, root]) for _ in range(2)]
+    assert [child.wait(timeout=60) for child in children] == [0, 0]
+    assert peek(root).bytes == 1000
+    ledger.close()
+
+
+def test_a_lock_that_is_never_released_is_an_error(root, monkeypatch):
+    monkeypatch.setattr(ledger_module, "_LOCK_TIMEOUT", 0.05)
+    ledger, other = Ledger(root), Ledger(root)
+    with other.locked(), pytest.raises(TimeoutError), ledger.locked():
+        pass
+    with ledger.locked():
+        pass
+    ledger.close()
+    other.close()
+
+
+def test_a_ledger_that_was_removed_is_made_again(root):
+    ledger = Ledger(root)
+    with ledger.locked():
+        ledger.enter(BALANCE)
+    (root / "ledger").unlink()
+    with ledger.locked() as balance:
+        assert balance is None
+        ledger.enter(BALANCE)
+    assert peek(root) == BALANCE
+    ledger.close()
+
+
+def test_bytes_are_never_negative():
+    assert Balance(10, 0, 0).plus(-20).bytes == 0
+    assert not UNKNOWN.plus(-(10**15)).is_known
