@@ -26,6 +26,7 @@ from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.v1.request import RequestStatus
 
+TOY_VOCABULARY = 256
 #: What a long context costs without much to compute: attention over 32,000 tokens takes half a
 #: minute on two cores.
 TOY = {
@@ -37,7 +38,7 @@ TOY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 256,
+    "vocab_size": TOY_VOCABULARY,
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,

@@ -126,8 +126,10 @@ class FileBench:
             Rates(
                 what,
                 self._page.nbytes,
-                *(num_bytes / statistics.median(way) / 1e9 for way in zip(*times, strict=True)),
-                ratio=statistics.median(raw / store for store, raw, _ in times),
+                num_bytes / statistics.median(store for store, _, _ in times) / 1e9,
+                num_bytes / statistics.median(raw for _, raw, _ in times) / 1e9,
+                num_bytes / statistics.median(one for _, _, one in times) / 1e9,
+                statistics.median(raw / store for store, raw, _ in times),
             )
             for what, times in took.items()
         ]

@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from _engine import Engine
 
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.disk.written import Written
+
+if TYPE_CHECKING:
+    from _engine import Engine
 
 _WARM_STEPS = 12
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import _engine  # comes first: it settles how vLLM and MLX start
@@ -31,6 +31,7 @@ from vllm_metal.models.embedded import embedded_model_path
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("cold", "memory", "disk")
+_CPU = ("CPU time", "written, B")
 PARTS = ("files", "prefill", "streams", "ttft", "toy")
 
 
@@ -47,7 +48,7 @@ class Sizes:
     found_repeats: int = 3
     rounds: int = 5
     alone_tokens: int = 40
-    stuck_len: int = 2048  # more than staging memory holds
+    stuck_len: int = 1600  # more than staging memory holds
     stuck_prompts: int = 2
     stuck_tokens: int = 120
 
@@ -119,7 +120,9 @@ def prefill(off: Engine, on: Engine, prompts: Sequence[list[int]]) -> list[Prefi
         ratios = [b / a for a, b in zip(took["off"], took["on"], strict=True)]
         rates = [len(prompt) / took[name][0] for name in ("off", "on")]
         written = on.counter("prefix_cache_disk_written_bytes") - before
-        results.append(Prefill(len(prompt), *rates, *ratios, written))
+        results.append(
+            Prefill(len(prompt), rates[0], rates[1], ratios[0], ratios[1], ratios[2], written)
+        )
     return results
 
 
@@ -245,7 +248,7 @@ def of_model(sizes: Sizes, parts: Sequence[str], folder: Path) -> dict[str, obje
 
 def of_toy(sizes: Sizes, folder: Path) -> list[dict[str, object]]:
     """Time to first token of long contexts, of a model with little to compute."""
-    prompts = Prompts(_engine.TOY["vocab_size"])
+    prompts = Prompts(_engine.TOY_VOCABULARY)
     longest = max(sizes.toy_contexts)
     note("starting the toy model")
     toy = Engine(
@@ -276,11 +279,7 @@ def report(found: dict[str, object]) -> None:
         ("files", ("files, GB/s", "page, bytes", "store", "plain", "one plain file", "ratio")),
         (
             "prefill",
-            tuple(
-                "prefill, tokens|off, tok/s|on, tok/s|time, ratio|until written|CPU time|written, B".split(
-                    "|"
-                )
-            ),
+            ("prefill, tokens", "off, tok/s", "on, tok/s", "time, ratio", "until written", *_CPU),
         ),
         ("ttft", ("TTFT, context", *(f"{way}, ms" for way in WAYS), "disk, MB/s")),
         ("toy", ("TTFT of the toy, context", *(f"{way}, ms" for way in WAYS), "disk, MB/s")),
@@ -327,25 +326,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short contexts, few repeats")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--pairs", type=int, help="prompts that are computed both ways")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--disk", type=Path, help="folder on the disk to be measured; default: temporary files'"
     )
     args = parser.parse_args()
-    load = os.getloadavg()
+    sizes = QUICK if args.quick else Sizes()
+    if args.pairs is not None:
+        sizes = replace(sizes, prefill_pairs=args.pairs)
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.disk, prefix="kv-disk-") as name:
-        found = measure(QUICK if args.quick else Sizes(), args.parts, Path(name))
+        found = measure(sizes, args.parts, Path(name))
     print()
     report(found)
     args.out.mkdir(parents=True, exist_ok=True)
-    setting = {
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "load_before": load,
-        "load_after": os.getloadavg(),
-        "quick": args.quick,
-    }
     target = args.out / "kv_disk.json"
-    target.write_text(json.dumps({**setting, **found}, indent=2) + "\n")
+    # Parts may be measured one by one, each in a quiet hour.
+    kept = json.loads(target.read_text()) if target.exists() else {}
+    loads = (before, os.getloadavg()[0])
+    kept["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    kept["sizes"] = kept.get("sizes", {}) | dict.fromkeys(found, asdict(sizes))
+    kept["load"] = kept.get("load", {}) | dict.fromkeys(found, loads)  # before and after
+    found = kept | found
+    target.write_text(json.dumps(found, indent=2) + "\n")
     if {"ttft", "toy"} & found.keys():
         plot(found, target.with_suffix(".png"))
     note(f"wrote {target}")
