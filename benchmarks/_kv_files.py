@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
 
 from vllm_metal.kv_cache.pages import PagePart, all_finite, page_views
 from vllm_metal.kv_transfer.disk import layout
