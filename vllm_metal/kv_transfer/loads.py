@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 #: Pages are read in pieces of so many bytes, one at least.
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 #: Threads that read. Two keep a disk busy while one checks what it has read.
 NUM_READERS = 2
 
@@ -184,25 +184,17 @@ class Loads:
         seconds = self._clock() - job.started
         self._ended.append(FinishedLoad(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
 
-    def read_on(self, ahead_bytes: int) -> None:
-        """Has the threads read as much as there is memory for; on the engine's thread.
-
-        Args:
-            ahead_bytes: most that is read and not in the pool; one piece at least.
-        """
+    def read_on(self) -> None:
+        """Has the threads read as much as there is memory for; on the engine's thread."""
         self._take_read()
         while self._waiting:
-            num_pieces = self._num_reading + len(self._ready)
-            if num_pieces and (num_pieces + 1) * PIECE_BYTES > ahead_bytes:
-                return
             job, group, _, _ = self._waiting[0]
             arrays = self._staging.take(group)
             if arrays is None:
                 return
             keys: list[bytes] = []
             blocks: list[int] = []
-            most = self._staging.count(group)
-            while self._waiting and len(keys) < most:
+            while self._waiting and len(keys) < self._staging.count(group):
                 other, its_group, key, block = self._waiting[0]
                 if other is not job or its_group != group:
                     break

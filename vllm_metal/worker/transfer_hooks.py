@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
@@ -27,14 +26,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Most memory of copies on their way out, and of pages on their way in.
+#: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.
 STAGING_BYTES = 64 << 20
-#: Bytes put into the pool before a step while others decode, so many that it grows by less than a
-#: tenth: at 5 GB/s of a step of 30 ms, and on MLX's CPU backend, which scatters 1 GB/s, of 50 ms.
-IMPORT_BYTES_BESIDE = {mx.DeviceType.gpu: 16 << 20, mx.DeviceType.cpu: 4 << 20}
-#: Steps for which pages are read ahead while others decode: threads that read take time from those
-#: that compute where the device is the CPU. Else all that staging memory holds.
-STEPS_AHEAD = 4
+#: Bytes put into the pool before a step: while others decode, so many that a step of 30 ms grows by
+#: less than a tenth at 5 GB/s; else all that staging holds.
+IMPORT_BYTES_BESIDE = 16 << 20
 #: Seconds that what is still to be written may take when the engine sleeps or ends.
 DRAIN_SECONDS = 5.0
 
@@ -68,7 +64,6 @@ class TransferHooks(StepHooks):
         self._runner: ModelRunner | None = None
         self._metadata = TransferMetadata({}, {})
         self._decoding = False  # whether the step at hand computes anything
-        self._import_bytes = IMPORT_BYTES_BESIDE[mx.default_device().type]
 
     def pool_made(self, runner: ModelRunner) -> None:
         if (fingerprint := self._fingerprint()) != self.store.fingerprint:
@@ -98,7 +93,7 @@ class TransferHooks(StepHooks):
         self._loads.cancel(metadata.cancelled_loads | finished)
         for job_id, job in metadata.load_jobs.items():
             self._loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
-        self._read_on()
+        self._loads.read_on()
         if not sound:
             return
         assert self._runner is not None
@@ -130,12 +125,8 @@ class TransferHooks(StepHooks):
         self._stores.add(job_id, job.req_id, keys, blocks)
 
     def before_forward(self) -> None:
-        self._loads.import_ready(self._import_bytes if self._decoding else STAGING_BYTES)
-        self._read_on()
-
-    def _read_on(self) -> None:
-        ahead = STEPS_AHEAD * self._import_bytes
-        self._loads.read_on(min(ahead, STAGING_BYTES) if self._decoding else STAGING_BYTES)
+        self._loads.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
+        self._loads.read_on()
 
     def before_hand_over(self) -> None:
         assert self._runner is not None
