@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -343,6 +344,8 @@ class Engine:
             if step.total_num_scheduled_tokens:
                 assert output is None
                 output = self.runner.sample_tokens(None)
+            else:
+                time.sleep(0.001)  # as EngineCore does, lest the steps outrun the disk's threads
             self._in_flight.append((step, output))
             if len(self._in_flight) < depth:
                 return
@@ -368,7 +371,7 @@ class Engine:
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
         self.ended.setdefault(req_id, "abort")
 
-    def run(self, most_steps=2000):
+    def run(self, most_steps=20_000):
         """Until nothing is left to do."""
         for _ in range(most_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
