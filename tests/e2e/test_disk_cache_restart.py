@@ -8,10 +8,9 @@ import os
 import shutil
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import mlx.core as mx
-import psutil
 import pytest
 from e2e.disk import HITS, LOADED, ask, check_same, disk_engine, disk_hits, pages, random_prompts
 from e2e.fuzz.models import VOCAB
@@ -253,7 +252,7 @@ def check_restart(model, tmp_path, prompt, ending, max_model_len):
         if ending == "killed":
             engine = engine_core(server)
             for process in [server.process, engine]:
-                with psutil_gone():
+                with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
     with serve(model, options, tmp_path / "second") as server, server.client() as client:
         complete(client, warm_up)
@@ -263,11 +262,3 @@ def check_restart(model, tmp_path, prompt, ending, max_model_len):
     assert warm[0] == cold[0]
     assert warm[1] == pytest.approx(cold[1], abs=1e-3)
     return warm[2] / cold[2]
-
-
-@contextmanager
-def psutil_gone():
-    try:
-        yield
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        pass
