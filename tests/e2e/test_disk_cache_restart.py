@@ -83,6 +83,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.more
 def test_nothing_is_found_for_another_set_up(own, monkeypatch):
     cache, model = own / "cache", str(own / "full")
     prompts = random_prompts([100], VOCAB)

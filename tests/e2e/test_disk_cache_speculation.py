@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V of draft networks are kept and found with those of the model: drafts are as good as before."""
+"""K/V of draft networks are kept and found with the model's: drafts are as good as before."""
 
 import numpy as np
 import pytest
