@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the platform tells vLLM, and what it settles of the configuration."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -21,6 +24,10 @@ def model():
     from vllm_metal.models.embedded import embedded_model_path
 
     return str(embedded_model_path(dequantize=True))
+
+
+def test_parts_of_vllm_that_ask_for_the_platform_may_be_imported_first():
+    subprocess.run([sys.executable, "-c", "import vllm.distributed"], check=True)
 
 
 def test_vllm_has_picked_this_platform():

@@ -77,7 +77,7 @@ class BlockPages:
             )
             for states in self._states
         ]
-
+        self._page_bytes = [sum(part.nbytes for part in parts) for parts in self._parts]
         self._reads = [
             [_Read.of(array, state.block_axis) for state in states for array in state.arrays]
             for states in self._states

@@ -184,10 +184,16 @@ class Loads:
         seconds = self._clock() - job.started
         self._ended.append(FinishedLoad(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
 
-    def read_on(self) -> None:
-        """Has the threads read as much as there is memory for; on the engine's thread."""
+    def read_on(self, most_pieces: int | None = None) -> None:
+        """Has the threads read on, as far as there is memory; on the engine's thread.
+
+        Args:
+            most_pieces: that are being read, or have been and are not in the pool yet; None: any.
+        """
         self._take_read()
         while self._waiting:
+            if most_pieces is not None and self._num_reading + len(self._ready) >= most_pieces:
+                return
             job, group, _, _ = self._waiting[0]
             arrays = self._staging.take(group)
             if arrays is None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ class _Page:
     key: bytes
     end: int  # tokens of the text that it completes
     step: int  # number of the step that completed it
+    size: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ class Stores:
         job = _Job(job_id, req_id, self._store.folder(namespace), used_at, len(pages), now)
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
-            self._due.append(_Page(job, group, block, key, end, self._step))
-            self._due_bytes += self._pages.page_bytes(group)
+            size = self._pages.page_bytes(group)
+            self._due.append(_Page(job, group, block, key, end, self._step, size))
+            self._due_bytes += size
 
     def refuse(self, job_id: int) -> None:
         """Ends a job of which nothing is kept."""
@@ -146,10 +149,10 @@ class Stores:
 
     def due_ends(self) -> dict[str, int]:
         """By request id how many tokens of it the pages of the next lot complete."""
+        self._take_written()
         ends: dict[str, int] = {}
-        if self._worthwhile():
-            for page in self._due:
-                ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
+        for page in islice(self._due, self._num_fitting() if self._worthwhile() else 0):
+            ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
         return ends
 
     def queue_lot(self) -> list[mx.array]:
@@ -191,7 +194,7 @@ class Stores:
         try:
             for group, pages in taken.items():
                 blocks_np = np.array([page.block for page in pages], np.int32)
-                num_bytes = len(pages) * self._pages.page_bytes(group)
+                num_bytes = sum(page.size for page in pages)
                 arrays = export(group, blocks_np)
                 lots.append(_Lot(pages, self._pages.parts(group), arrays, num_bytes))
         except Exception:
@@ -201,26 +204,34 @@ class Stores:
         self._staged_bytes += sum(lot.num_bytes for lot in lots)
         return lots
 
+    def _num_fitting(self) -> int:
+        """How many due pages there is room for, oldest first; one where nothing is staged.
+
+        A disk that is slow leaves thousands due, so no step looks at more than it takes.
+        """
+        number, room = 0, self._staging_bytes - self._staged_bytes
+        for page in self._due:
+            room -= page.size
+            if room < 0 and (number or self._staged_bytes):
+                break
+            number += 1
+        return number
+
     def _take_fitting(self, job_ids: Collection[int] | None) -> dict[int, list[_Page]]:
         """Takes due pages for which there is room, oldest first; by group."""
         self._take_written()
+        if job_ids is not None:  # those first
+            wanted = [page for page in self._due if page.job.job_id in job_ids]
+            others = [page for page in self._due if page.job.job_id not in job_ids]
+            self._due = deque(wanted + others)
+            number = min(self._num_fitting(), len(wanted))
+        else:
+            number = self._num_fitting()
         taken: dict[int, list[_Page]] = {}
-        kept: deque[_Page] = deque()
-        room = self._staging_bytes - self._staged_bytes
-        for page in self._due:
-            size = self._pages.page_bytes(page.group)
-            wanted = job_ids is None or page.job.job_id in job_ids
-            if wanted and (size <= room or (not taken and not self._staged_bytes)):
-                taken.setdefault(page.group, []).append(page)
-                room -= size
-            else:
-                kept.append(page)
-        self._keep(kept)
+        for page in [self._due.popleft() for _ in range(number)]:
+            taken.setdefault(page.group, []).append(page)
+            self._due_bytes -= page.size
         return taken
-
-    def _keep(self, pages: deque[_Page]) -> None:
-        self._due = pages
-        self._due_bytes = sum(self._pages.page_bytes(page.group) for page in pages)
 
     def _write(self, lot: _Lot) -> None:
         """Writes a lot to the disk; runs in the store's thread, and never raises."""
@@ -263,7 +274,8 @@ class Stores:
     def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> None:
         """Gives up due pages."""
         dropped = [page for page in self._due if which(page)]
-        self._keep(deque(page for page in self._due if not which(page)))
+        self._due = deque(page for page in self._due if not which(page))
+        self._due_bytes -= sum(page.size for page in dropped)
         for page in dropped:
             self._count_off(page)
         self._store.count_dropped(len(dropped))

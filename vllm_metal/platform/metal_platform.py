@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
@@ -147,6 +148,7 @@ class MetalPlatform(Platform):
         speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         mlp_speculators.allow_mlp_speculators()
         refusals.allow_min_p_and_logit_bias()
+        kv_transfer.recompute_by_default()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -192,6 +194,7 @@ class MetalPlatform(Platform):
             remember_salt(params, processed_inputs.get("cache_salt"))
 
 
-# Last, as vLLM's configuration asks for the platform while it is imported. Not later, as users make
-# a KVTransferConfig before any engine.
-kv_transfer.recompute_by_default()
+# Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`
+# alone. Where vllm.distributed imports the platform first, vllm.config cannot be imported yet.
+if "vllm.config" in sys.modules:
+    kv_transfer.recompute_by_default()

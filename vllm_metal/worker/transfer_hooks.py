@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_metal.kv_transfer.loads import Loads
+from vllm_metal.kv_transfer.loads import PIECE_BYTES, Loads
 from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.stores import Stores
@@ -28,9 +28,11 @@ logger = init_logger(__name__)
 
 #: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.
 STAGING_BYTES = 64 << 20
-#: Bytes put into the pool before a step: while others decode, so many that a step of 30 ms grows by
-#: less than a tenth at 5 GB/s; else all that staging holds.
-IMPORT_BYTES_BESIDE = 16 << 20
+#: Bytes put into the pool before a step: one piece while others decode, which takes the host some
+#: 3 ms, and its reading a core some 5 ms; else all that staging holds.
+IMPORT_BYTES_BESIDE = PIECE_BYTES
+#: Pieces read ahead meanwhile, so that threads leave the cores to a CPU that decodes.
+PIECES_AHEAD_BESIDE = 2
 #: Seconds that what is still to be written may take when the engine sleeps or ends.
 DRAIN_SECONDS = 5.0
 
@@ -96,7 +98,7 @@ class TransferHooks(StepHooks):
         self._loads.cancel(metadata.cancelled_loads | finished)
         for job_id, job in metadata.load_jobs.items():
             self._loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
-        self._loads.read_on()
+        self._read_on()
         if not sound:
             return
         self._on_pool.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
@@ -132,7 +134,10 @@ class TransferHooks(StepHooks):
 
     def before_forward(self) -> None:
         self._loads.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
-        self._loads.read_on()
+        self._read_on()
+
+    def _read_on(self) -> None:
+        self._loads.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
 
     def before_hand_over(self) -> None:
         assert self._runner is not None

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in this process, driven step by step, with a prefix cache on disk or without."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from vllm_metal.device import blas
+from vllm_metal.settings import envs
+
+if envs.requested_device() == "cpu":
+    blas.load()  # comes before MLX
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from prometheus_client import REGISTRY
+from vllm import LLM, SamplingParams
+from vllm.v1.request import RequestStatus
+
+TOY_VOCABULARY = 256
+#: What a long context costs without much to compute: attention over 32,000 tokens takes half a
+#: minute on two cores.
+TOY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": TOY_VOCABULARY,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+_POLL_S = 0.001  # as vLLM's server waits where a step computes nothing
+
+
+def write_toy(folder: Path) -> str:
+    """A model folder with random weights; its path."""
+    from mlx_lm.models import llama
+
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(TOY))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TOY))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The first token of a request."""
+
+    seconds: float  # since the request was added
+    cpu_seconds: float  # of all threads of the process
+    cached_tokens: int  # of its prompt, found in memory or on disk
+    disk_tokens: int  # of those, found on disk
+
+
+class Engine:
+    """One engine; times are of the wall clock."""
+
+    def __init__(self, model: str, context: int, pool_bytes: int, disk: Path | None) -> None:
+        """
+        Args:
+            model: folder.
+            context: tokens, at most, of a request.
+            pool_bytes: of the KV cache in memory.
+            disk: folder of the prefix cache on disk; None: there is none.
+        """
+        settings = {
+            "prefix_cache_dir": str(disk),
+            "prefix_cache_bytes": "16GB",
+            "prefix_cache_daily_writes": "unlimited",
+        }
+        self._llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            max_model_len=context,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            kv_cache_memory_bytes=pool_bytes,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            seed=0,
+            additional_config=settings if disk is not None else {},
+        )
+        self._engine = self._llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler
+        self._numbers = itertools.count()
+        self._core.step_fn = _pausing(self._core.step_fn, self._scheduler.has_requests)
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 1) -> str:
+        """Sends a request; its id."""
+        name = f"{next(self._numbers)}"
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        return name
+
+    def step(self) -> dict[str, int]:
+        """By request id how many tokens it has now, of those that got one."""
+        return {
+            output.request_id: len(output.outputs[0].token_ids) for output in self._engine.step()
+        }
+
+    def is_loading(self, name: str) -> bool:
+        """Whether pages of a request are on their way from the disk."""
+        for request_id, request in self._scheduler.requests.items():
+            if request_id.split("-")[0] == name:
+                return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return False
+
+    def first_token(self, prompt: Sequence[int]) -> Answer:
+        """Sends a request alone, and waits for its answer of one token."""
+        on_disk = self.counter("external_prefix_cache_hits")
+        started, cpu = time.perf_counter(), time.process_time()
+        self.add(prompt)
+        outputs = []
+        while not outputs:
+            outputs = self._engine.step()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        found = outputs[0].num_cached_tokens or 0
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        on_disk = int(self.counter("external_prefix_cache_hits") - on_disk)
+        return Answer(seconds, cpu, found, on_disk)
+
+    def settle(self) -> None:
+        """Steps until all that is to be written is on disk."""
+        while self._scheduler.has_requests():
+            self._engine.step()
+
+    def stop(self, name: str) -> None:
+        """Ends a request."""
+        self._engine.abort_request([name])
+        self.settle()
+
+    def forget(self) -> None:
+        """Empties the cache in memory, not the one on disk; nothing may be running."""
+        assert self._llm.reset_prefix_cache()
+
+    def counter(self, name: str) -> float:
+        """A counter of /metrics; of the newest engine of the process."""
+        return sum(
+            sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name == f"vllm:{name}_total"
+        )
+
+
+def _pausing(
+    step: Callable[[], tuple[object, bool]], busy: Callable[[], bool]
+) -> Callable[[], tuple[object, bool]]:
+    """A step as vLLM's server takes it; driven in process, an engine with nothing to do spins."""
+
+    def paused() -> tuple[object, bool]:
+        outputs, computed = step()
+        if not computed and busy():
+            time.sleep(_POLL_S)
+        return outputs, computed
+
+    return paused

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes a second of the page store's own reads and writes, beside those of plain files.
+
+Both move the same bytes between the same memory and as many files of the same size, with as many
+threads, and both leave it to the system when bytes reach the disk. "Flushed" adds an fsync of each
+file at the end; "from disk" reads what was taken out of the page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
+
+from vllm_metal.kv_cache.pages import PagePart, all_finite, page_views
+from vllm_metal.kv_transfer.disk import layout
+from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
+from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.loads import NUM_READERS, PIECE_BYTES
+
+_FINGERPRINT = "00" * 16
+_NAMESPACE = "shared"
+#: Memory that pages come from and go to: as much as the store has for either.
+_STAGED_BYTES = 64 << 20
+#: Plain reads and writes of a file that is not small, bytes of a call.
+_CALL_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """What a page consists of: `count` parts of equal shape, float32."""
+
+    count: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a page."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def parts(self) -> list[PagePart]:
+        """As of a pool."""
+        return [PagePart.of(mx.zeros((1, *self.shape)), 0)] * self.count
+
+
+#: Pages of 16 tokens: SmolLM2-135M in float32, 30 layers of 3 heads; and a file of a page of an 8B
+#: model in 16 bits, 36 layers of 8 heads of 128.
+SMOLLM2 = PageShape(60, (16, 3, 64))
+LARGE = PageShape(72, (16, 4, 128))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """GB/s, medians; ratios are medians of ratios taken in turn."""
+
+    what: str
+    page_bytes: int
+    store: float
+    raw: float  # files of a page each
+    raw_one_file: float
+    ratio: float  # store over raw
+
+
+class FileBench:
+    """The store and plain files, side by side in one folder."""
+
+    def __init__(self, folder: Path, page: PageShape, total_bytes: int, repeats: int) -> None:
+        """
+        Args:
+            folder: empty.
+            page: what is written.
+            total_bytes: in each turn.
+            repeats: turns.
+        """
+        self._page = page
+        self._plain = folder / "plain"
+        self._plain.mkdir()
+        self._repeats = repeats
+        self._cache = DiskCache(folder / "cache", Limits(8 * total_bytes, None))
+        self._blocks = self._cache.blocks(_FINGERPRINT, {}, _NAMESPACE)
+        self._pages_folder = folder / "cache" / _FINGERPRINT / _NAMESPACE
+        self._keys = [os.urandom(36) for _ in range(max(1, total_bytes // page.nbytes))]
+        per_piece = max(1, PIECE_BYTES // page.nbytes)
+        self._pieces = [
+            [mx.random.normal((per_piece, *page.shape)) for _ in range(page.count)]
+            for _ in range(max(NUM_READERS, _STAGED_BYTES // (per_piece * page.nbytes)))
+        ]
+        mx.eval(self._pieces)
+        self._ring = memoryview(bytearray(os.urandom(1 << 20) * (_STAGED_BYTES >> 20)))
+
+    def run(self) -> list[Rates]:
+        """All figures."""
+        took: dict[str, list[tuple[float, float, float]]] = {}
+
+        def note(what: str, *ways: Callable[[], float]) -> None:
+            store, raw, one = [way() for way in ways]
+            took.setdefault(what, []).append((store, raw, one))
+
+        can_drop = hasattr(os, "posix_fadvise")
+        for _ in range(self._repeats):
+            self._clear()
+            note("written", self._store, self._raw_write, self._raw_write_one)
+            self._clear()
+            note(
+                "written and flushed",
+                lambda: self._store() + self._flush(self._paths()),
+                lambda: self._raw_write() + self._flush(self._plain_paths()),
+                lambda: self._raw_write_one() + self._flush([self._one]),
+            )
+            if can_drop:
+                self._drop()
+                note("read from disk", self._load, self._raw_read, self._raw_read_one)
+            note("read from page cache", self._load, self._raw_read, self._raw_read_one)
+        num_bytes = len(self._keys) * self._page.nbytes
+        self._clear()
+        self._cache.close()
+        return [
+            Rates(
+                what,
+                self._page.nbytes,
+                num_bytes / statistics.median(store for store, _, _ in times) / 1e9,
+                num_bytes / statistics.median(raw for _, raw, _ in times) / 1e9,
+                num_bytes / statistics.median(one for _, _, one in times) / 1e9,
+                statistics.median(raw / store for store, raw, _ in times),
+            )
+            for what, times in took.items()
+        ]
+
+    @property
+    def _one(self) -> Path:
+        return self._plain / "one"
+
+    def _paths(self) -> list[Path]:
+        return [layout.block_path(self._pages_folder, key) for key in self._keys]
+
+    def _plain_paths(self) -> list[Path]:
+        return [self._plain / f"{number:05d}" for number in range(len(self._keys))]
+
+    def _clear(self) -> None:
+        self._blocks.discard(self._keys)
+        for path in self._plain.iterdir():
+            path.unlink()
+
+    def _views(self, number: int) -> list[memoryview]:
+        per_piece = len(self._pieces[0][0])
+        piece, page = divmod(number, per_piece)
+        return page_views(self._pieces[piece % len(self._pieces)], page)
+
+    def _slice(self, number: int, size: int) -> memoryview:
+        start = number * size % (_STAGED_BYTES - size)
+        return self._ring[start : start + size]
+
+    def _store(self) -> float:
+        """As the store's thread writes a lot: numbers are checked, too."""
+        parts = self._page.parts
+        started = time.perf_counter()
+        for number, key in enumerate(self._keys):
+            views = self._views(number)
+            assert all_finite(parts, views)
+            written = self._blocks.write(key, views, 1e9, number)
+            assert written is Written.STORED, written
+        return time.perf_counter() - started
+
+    def _raw_write(self) -> float:
+        started = time.perf_counter()
+        for number, path in enumerate(self._plain_paths()):
+            _write(path, [self._slice(number, self._page.nbytes)])
+        return time.perf_counter() - started
+
+    def _raw_write_one(self) -> float:
+        started = time.perf_counter()
+        _write(self._one, self._calls())
+        return time.perf_counter() - started
+
+    def _calls(self) -> Iterable[memoryview]:
+        left, number = len(self._keys) * self._page.nbytes, 0
+        while left:
+            size = min(left, _CALL_BYTES)
+            yield self._slice(number, size)
+            left, number = left - size, number + 1
+
+    def _load(self) -> float:
+        """As the readers do: each thread reads pieces of several pages."""
+        per_piece = len(self._pieces[0][0])
+
+        def read(first: int) -> bool:
+            numbers = range(first, min(first + per_piece, len(self._keys)))
+            return all(self._blocks.read(self._keys[n], self._views(n)) for n in numbers)
+
+        return _in_threads(read, range(0, len(self._keys), per_piece))
+
+    def _raw_read(self) -> float:
+        paths, per_piece = self._plain_paths(), len(self._pieces[0][0])
+
+        def read(first: int) -> bool:
+            size = self._page.nbytes
+            numbers = range(first, min(first + per_piece, len(paths)))
+            return all(_read(paths[n], 0, self._slice(n, size)) == size for n in numbers)
+
+        return _in_threads(read, range(0, len(paths), per_piece))
+
+    def _raw_read_one(self) -> float:
+        def read(number: int) -> bool:
+            view = self._slice(number, _CALL_BYTES)
+            return _read(self._one, number * _CALL_BYTES, view) > 0
+
+        size = len(self._keys) * self._page.nbytes
+        return _in_threads(read, range(-(-size // _CALL_BYTES)))
+
+    def _flush(self, paths: Iterable[Path]) -> float:
+        started = time.perf_counter()
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        return time.perf_counter() - started
+
+    def _drop(self) -> None:
+        """Takes all files out of the page cache; they are flushed."""
+        for path in [*self._paths(), *self._plain_paths(), self._one]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def _in_threads(read: Callable[[int], bool], numbers: Sequence[int]) -> float:
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        started = time.perf_counter()
+        good = list(readers.map(read, numbers))
+        seconds = time.perf_counter() - started
+    assert all(good)
+    return seconds
+
+
+def _write(path: Path, calls: Iterable[memoryview]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    for view in calls:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    os.close(descriptor)
+
+
+def _read(path: Path, offset: int, view: memoryview) -> int:
+    """Bytes that were read: all that fit, or that there are."""
+    descriptor = os.open(path, os.O_RDONLY)
+    done = 0
+    while done < len(view) and (got := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += got
+    os.close(descriptor)
+    return done
