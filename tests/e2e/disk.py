@@ -101,10 +101,13 @@ def pages(folder: Path, namespace: str = "*") -> list[Path]:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """What the files below a folder take, counted as the limit counts them: in whole 4 KiB."""
+    """What the files below a folder take, counted as the limit counts them: in whole 4 KiB.
+
+    Hidden files are left out: digests of weights, which are written after the first count.
+    """
     total = 0
     for parent, _, names in os.walk(folder):
-        for name in names:
+        for name in (name for name in names if not name.startswith(".")):
             with suppress(FileNotFoundError):
                 total += -(-os.stat(os.path.join(parent, name)).st_size // 4096) * 4096
     return total

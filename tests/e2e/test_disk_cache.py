@@ -56,7 +56,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "async",
+        "fp8",
+        *(pytest.param(s, marks=pytest.mark.more) for s in SETTINGS if s[:2] not in ("as", "fp")),
+    ],
+)
 def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
     prompts = random_prompts(LENGTHS, VOCAB)
     options = SETTINGS[setting]
@@ -70,7 +77,9 @@ def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
     assert found[LOADED] > 0
 
 
-@pytest.mark.parametrize("setting", ["async", "sync", "fp8"])
+@pytest.mark.parametrize(
+    "setting", ["async", *(pytest.param(s, marks=pytest.mark.more) for s in ("sync", "fp8"))]
+)
 def test_groups_with_windows(tiny_models, tmp_path, setting):
     prompts = random_prompts(LENGTHS, VOCAB)
     model = str(tiny_models / "windowed")
@@ -86,6 +95,7 @@ def test_groups_with_windows(tiny_models, tmp_path, setting):
     assert whole < len(pages(tmp_path)) < 3 * whole
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("model", ["short", "windowed"])
 def test_kernels(request, tmp_path, interpreted, model):
     prompts = random_prompts((100, 40, 17), VOCAB)
@@ -99,6 +109,7 @@ def test_kernels(request, tmp_path, interpreted, model):
     assert [answer.cached for answer in warm] == whole_blocks(prompts)
 
 
+@pytest.mark.more
 def test_a_small_pool_preempts_and_loads_again(tiny, tmp_path):
     prompts = random_prompts((120, 110, 100, 90, 80, 70), VOCAB)
     options = {"num_gpu_blocks_override": 17, "max_model_len": 200, "max_num_seqs": 6}

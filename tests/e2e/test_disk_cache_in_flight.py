@@ -125,6 +125,7 @@ def test_resets_that_start_all_again(served, gate):
     sweep(served, gate, lambda llm: llm.reset_prefix_cache(reset_running_requests=True))
 
 
+@pytest.mark.more
 def test_resets_of_the_connector_as_well(served, gate):
     sweep(
         served,
@@ -133,6 +134,7 @@ def test_resets_of_the_connector_as_well(served, gate):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(served, gate, level):
     def nap(llm):
@@ -142,6 +144,7 @@ def test_sleep(served, gate, level):
     sweep(served, gate, nap)
 
 
+@pytest.mark.more
 def test_aborts(served, gate):
     def abort(llm):
         llm.llm_engine.abort_request(["0", "2"])
@@ -156,7 +159,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    ["laid out", *(pytest.param(p, marks=pytest.mark.more) for p in ("handed over", "awaited"))],
+)
 def test_steps_that_fail(served, gate, monkeypatch, place):
     holder, name = PLACES[place]
     original = getattr(holder, name)

@@ -46,6 +46,7 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
             return update(self, scheduler_output, result)
         if result.pool_lost:
             self.reset_prefix_cache(reset_running_requests=True)
+            _tell_connector(self, "pool_lost")
         failed = result.failures.keys() & self.requests.keys()
         # What was kept of requests whose step raised is sound: it was computed before.
         unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]

@@ -43,6 +43,22 @@ def test_every_request_gets_the_text_it_gets_alone(campaign, seeds):
     assert totals["ties"] <= totals["tokens"] / 500
 
 
+@pytest.mark.parametrize(
+    ("seeds", "kills"),
+    [
+        pytest.param((1, 2), False, id="first"),
+        pytest.param((3, 4, 5, 10), True, id="others", marks=pytest.mark.more),
+    ],
+)
+def test_with_a_disk_and_a_restart(campaign, seeds, kills):
+    on_disk = Campaign(campaign.models, disk=True, kills=kills)
+    totals = served(on_disk, seeds)
+    assert totals["requests"] == 2 * len(seeds) * NUM_REQUESTS
+    assert totals["tokens from disk"] > 0
+    assert totals["bad files"] == 0
+    assert totals["killed"] == (kills and 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 1050, 10))
 def test_more_seeds(campaign, first):

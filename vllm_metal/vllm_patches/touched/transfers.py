@@ -48,7 +48,7 @@ _CONNECTOR = (
     Touched(
         f"{_OFFLOADING}.scheduler:RequestGroupState",
         by="kv_transfer/connector.py",
-        fields="offload_keys",
+        fields="offload_keys next_stored_chunk_idx",
     ),
     Touched(
         f"{_OFFLOADING}.common:OffloadingConnectorMetadata",
