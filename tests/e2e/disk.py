@@ -107,7 +107,7 @@ def bytes_on_disk(folder: Path) -> int:
     """
     total = 0
     for parent, _, names in os.walk(folder):
-        for name in (name for name in names if not name.startswith(".")):
+        for name in names:
             with suppress(FileNotFoundError):
                 total += -(-os.stat(os.path.join(parent, name)).st_size // 4096) * 4096
     return total

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from metal_kernels.cache import cache_dir
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
@@ -41,8 +42,6 @@ from vllm_metal.worker.step_hooks import NO_HOOKS
 from vllm_metal.worker.transfer_hooks import STAGING_BYTES, TransferHooks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm.config import VllmConfig
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -186,14 +185,13 @@ class MetalWorker(WorkerBase):
             if config.daily_write_bytes is None
             else f"{config.daily_write_bytes / 1e9:.3g} GB written a day at most",
         )
-        store = PageStore(cache, self._fingerprint(config.directory))
-        return TransferHooks(
-            store, lambda: self._fingerprint(config.directory), self.cache_config.block_size
-        )
+        store = PageStore(cache, self._fingerprint())
+        return TransferHooks(store, self._fingerprint, self.cache_config.block_size)
 
-    def _fingerprint(self, directory: Path) -> Fingerprint:
+    def _fingerprint(self) -> Fingerprint:
         """Of the weights that are loaded, and of all else that K/V in the pool depend on."""
-        weights = weights_digest.of_networks(self.vllm_config, directory / ".weights.json")
+        memo = cache_dir() / "weights" / "digests.json"
+        weights = weights_digest.of_networks(self.vllm_config, memo)
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         return Fingerprint.of(self.vllm_config, self._kv_cache_config, weights, pool)
 
