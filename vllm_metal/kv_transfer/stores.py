@@ -230,7 +230,7 @@ class Stores:
                 views = page_views(lot.arrays, index)
                 sizes.append(0)
                 if not all_finite(lot.parts, views):
-                    logger.warning("A block with numbers that are not finite is not kept")
+                    logger.warning_once("A block with numbers that are not finite is not kept")
                     continue
                 job = page.job
                 depth = page.end // self._block_size
@@ -272,6 +272,10 @@ class Stores:
         """Gives up due pages of some requests."""
         if req_ids:
             self.drop(lambda page: page.job.req_id in req_ids)
+
+    def drop_keys(self, keys: Collection[bytes]) -> None:
+        """Gives up due pages of some keys, whosever they are."""
+        self.drop(lambda page: page.key in keys)
 
     def lose_pool(self) -> None:
         """Gives up all that was not copied: what the pool held is lost."""
