@@ -66,6 +66,15 @@ class MetalKVConnector(OffloadingConnector):
         self._manager.note_salt(request.request_id, request.cache_salt)
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # A request that starts again has all its blocks offered again, as in vLLM 0.33: they may
+        # have been refused as the pool was lost, or their files removed as they were bad.
+        for group in self.scheduler._req_status[request.request_id].group_states:
+            group.next_stored_chunk_idx = 0
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
