@@ -173,7 +173,8 @@ class Stores:
         for lot in self._copied(job_ids, self._pages.export):
             self._store.writer.submit(self._write, lot)
         if job_ids is not None:
-            self.drop(lambda page: page.job.job_id in job_ids)
+            dropped = self.drop(lambda page: page.job.job_id in job_ids)
+            self._store.count_dropped(dropped)
 
     def _worthwhile(self) -> bool:
         if not self._due:
@@ -260,13 +261,13 @@ class Stores:
         if job.pages_left == 0:
             self._ended.append(Finished(job.job_id, job.num_bytes, self._clock() - job.started))
 
-    def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> None:
-        """Gives up due pages."""
+    def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> int:
+        """Gives up due pages; how many."""
         dropped = [page for page in self._due if which(page)]
         self._keep(deque(page for page in self._due if not which(page)))
         for page in dropped:
             self._count_off(page)
-        self._store.count_dropped(len(dropped))
+        return len(dropped)
 
     def drop_requests(self, req_ids: Collection[str]) -> None:
         """Gives up due pages of some requests."""
