@@ -217,6 +217,23 @@ def test_a_server_that_starts_again(tiny, tmp_path, ending):
     check_restart(tiny, tmp_path, prompt, ending, 512)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_whose_files_change_are_those_that_were_loaded(own, tmp_path, level):
+    """A pool that is made later, after a nap or a failed step, says nothing of the weights."""
+    model, cache = own / "full", tmp_path / "cache"
+    (prompt,) = random_prompts([100], VOCAB)
+    with disk_engine(str(model), cache, enable_sleep_mode=True) as llm:
+        scale(model, 1.5)
+        llm.sleep(level)
+        llm.wake_up()
+        (before,) = ask(llm, [prompt])
+        run_out(llm)
+    with disk_engine(str(model), cache) as llm:
+        (after,) = ask(llm, [prompt])
+        assert after.cached == (0 if level == 1 else 96)
+        assert (after.tokens == before.tokens) == (level == 2)
+
+
 @pytest.mark.slow
 def test_a_long_prompt_of_a_real_model(smollm2, tmp_path):
     text = text_tokens(smollm2)

@@ -263,6 +263,18 @@ def test_a_folder_that_can_only_be_read_is_warned_of(config, tmp_path, monkeypat
     assert f"{tmp_path} cannot be written to (Permission denied)" in record.getMessage()
 
 
+def test_a_folder_that_others_can_write_to_is_warned_of(config, tmp_path, caplog):
+    for mode, warned in ((0o700, False), (0o755, False), (0o777, True), (0o720, True)):
+        tmp_path.chmod(mode)
+        config.kv_transfer_config = full(tmp_path)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "vllm_metal.kv_transfer.config"):
+            checked(config)
+        found = [r for r in caplog.records if r.name == "vllm_metal.kv_transfer.config"]
+        assert bool(found) == warned, mode
+        assert all(f"chmod go-w {tmp_path}" in record.getMessage() for record in found)
+
+
 def test_the_salts_key_is_tried_before_a_model_loads(config, tmp_path, key):
     key.chmod(0o644)
     config.kv_transfer_config = full(tmp_path / "cache", salt_key=str(key))

@@ -204,3 +204,45 @@ def test_pages_of_a_request_that_failed_are_not_found_even_before_they_are_gone(
     engine.check()
     engine.close()
     engine.check_disk()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_blocks_that_a_failed_request_had_from_another_are_not_kept_once_they_are_cleared(
+    make, ahead
+):
+    engine = make(ahead=ahead, num_blocks=60)
+    engine.add([9] * 20, max_tokens=100)  # the engine has something to compute all the time
+    for _ in range(20):
+        engine.step()
+    prompt = list(range(4, 84))
+    first = engine.add(prompt, max_tokens=4)
+    for _ in range(3):
+        engine.step()
+    failing = engine.add(prompt + [5] * 20, max_tokens=20)
+    while first not in engine.ended:
+        engine.step()
+    assert engine.hooks._stores.busy
+    engine.poisoned.add(failing)
+    while failing not in engine.ended:
+        engine.step()
+    engine.run()
+    engine.check()
+    engine.close()
+    engine.check_disk()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_blocks_of_a_failed_request_are_cleared_while_a_step_in_flight_holds_them(make, ahead):
+    engine = make(ahead=ahead)
+    engine.add([9] * 20, max_tokens=60)
+    failing = engine.add(list(range(80)), max_tokens=20)
+    for _ in range(6):
+        engine.step()
+    engine.poisoned.add(failing)
+    while failing not in engine.ended:
+        engine.step()
+    for _ in range(2):
+        engine.step()
+    assert not np.isnan(engine.runner.runner.pool.kv_np).any()
+    engine.run()
+    engine.check()

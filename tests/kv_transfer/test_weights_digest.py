@@ -113,6 +113,14 @@ def test_a_changed_file_is_read_again(files, contents, tmp_path, read, change):
     assert read == ["model-2.safetensors"]
 
 
+def test_a_file_of_the_same_size_inode_and_mtime_is_read_again(files, contents, tmp_path):
+    memo = tmp_path / "memo.json"
+    digest(files, memo)
+    other = bytes(70_000)
+    write(files[1], other)  # in place, as with archives whose files all have one time
+    assert digest(files, memo) == expected(contents | {"model-2.safetensors": other})
+
+
 def test_a_file_that_changed_just_now_is_read_each_time(files, contents, tmp_path, read):
     """A second change could leave size and time as they are, where clocks are coarse."""
     memo = tmp_path / "memo.json"
@@ -168,3 +176,20 @@ def test_networks_of_an_engine(tmp_path):
     config = EngineArgs(model=model, max_model_len=64, speculative_config=drafting)
     both = weights_digest.of_networks(config.create_engine_config(), memo)
     assert both == found | {"draft": found["target"]}
+
+
+def test_code_and_quantisation_of_the_folder_count(tmp_path):
+    from vllm_metal.models.embedded import embedded_model_path
+
+    for path in embedded_model_path(dequantize=True).iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    seen = []
+    for trust in (False, True):
+        config = EngineArgs(str(tmp_path), max_model_len=64, trust_remote_code=trust)
+        config = config.create_engine_config()
+        for name in ("hf_quant_config.json", "custom.py"):
+            for content in ("{}", "{ }"):
+                (tmp_path / name).write_text(content)
+                seen.append(weights_digest.of_networks(config, None)["target"])
+    assert seen[0] != seen[1] == seen[2] == seen[3]  # code that may not run has no part
+    assert len(set(seen[4:])) == 3 and seen[5] == seen[7]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the platform refuses, by name and before a model loads."""
 
+from pathlib import Path
+
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -79,6 +81,13 @@ def test_connectors_that_cannot_be_honoured_are_named(model, transfer, named):
     config = KVTransferConfig(**({"kv_role": "kv_both"} | transfer))
     with pytest.raises(ValueError, match=named):
         configure(model, {"kv_transfer_config": config})
+
+
+def test_a_configuration_of_elsewhere_is_refused(model, tmp_path):
+    configure(model, {"hf_config_path": model})
+    (tmp_path / "config.json").write_text(Path(model, "config.json").read_text())
+    with pytest.raises(ValueError, match=r"--hf-config-path \(mlx-lm reads"):
+        configure(model, {"hf_config_path": str(tmp_path)})
 
 
 def test_all_that_cannot_be_honoured_is_named_at_once(model):

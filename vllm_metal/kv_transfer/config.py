@@ -209,6 +209,13 @@ def _prepare(directory: Path) -> None:
         raise ValueError(
             f"{setting}: {directory} holds other things; name an empty folder, or a new one"
         )
+    if directory.stat().st_mode & 0o022:
+        logger.warning(
+            "%s can be written to by other users, who could plant blocks there that change "
+            "answers: run `chmod go-w %s`",
+            directory,
+            directory,
+        )
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        RequestOffloadState,
-    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -69,6 +66,15 @@ class MetalKVConnector(OffloadingConnector):
         self._manager.note_salt(request.request_id, request.cache_salt)
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # A request that starts again has all its blocks offered again, as in vLLM 0.33: they may
+        # have been refused as the pool was lost, or their files removed as they were bad.
+        for group in self.scheduler._req_status[request.request_id].group_states:
+            group.next_stored_chunk_idx = 0
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -106,7 +112,6 @@ class MetalKVConnector(OffloadingConnector):
         for req_id in connector_output.failed_recving or ():
             if (status := self.scheduler._req_status.get(req_id)) is not None:
                 self._manager.load_failed(status.req_context)
-                _store_again(status)
         super().update_connector_output(connector_output)
 
     def reset_cache(self) -> bool:
@@ -117,11 +122,6 @@ class MetalKVConnector(OffloadingConnector):
         be called twice while one of them goes on.
         """
         return True
-
-    def pool_lost(self) -> None:
-        """What the pool held is computed again, and then it is stored."""
-        for status in self.scheduler._req_status.values():
-            _store_again(status)
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
         """Requests lose their blocks while these are being loaded; told to the worker next."""
@@ -138,13 +138,3 @@ class MetalKVConnector(OffloadingConnector):
                 keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
                 self._discards.append(Discard(namespace, frozenset(keys)))
                 self._manager.distrust(self._discards[-1])
-
-
-def _store_again(status: RequestOffloadState) -> None:
-    """Has vLLM offer a request's blocks for storing from the first on; those on disk are left out.
-
-    vLLM does so after resets of its own. Blocks that were to be loaded, or were lost before they
-    were copied out, count as stored else.
-    """
-    for group in status.group_states:
-        group.next_stored_chunk_idx = 0

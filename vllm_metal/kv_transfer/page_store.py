@@ -100,12 +100,11 @@ class PageStore(KVConnectorHandshakeMetadata):
     def take_changes(self) -> Changes | None:
         """The figures, and those of the call before; None where this process has done nothing."""
         with self._lock:
-            counted = self._cache.num_counted() + self._num_dropped
-            if self._taken is not None and counted == self._counted:
+            counted = self._cache.num_counted()  # first: threads go on counting meanwhile
+            if self._taken is not None and counted == self._counted and not self._num_dropped:
                 return None
             changes = Changes(self._cache.stats(), self._taken, self._num_dropped)
-            self._taken, self._num_dropped = changes.now, 0
-            self._counted = self._cache.num_counted()
+            self._taken, self._counted, self._num_dropped = changes.now, counted, 0
         return changes
 
     def close(self) -> None:

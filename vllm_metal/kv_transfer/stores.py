@@ -176,7 +176,8 @@ class Stores:
         for lot in self._copied(job_ids, self._pages.export):
             self._store.writer.submit(self._write, lot)
         if job_ids is not None:
-            self.drop(lambda page: page.job.job_id in job_ids)
+            dropped = self.drop(lambda page: page.job.job_id in job_ids)
+            self._store.count_dropped(dropped)
 
     def _worthwhile(self) -> bool:
         if not self._due:
@@ -241,7 +242,7 @@ class Stores:
                 views = page_views(lot.arrays, index)
                 sizes.append(0)
                 if not all_finite(lot.parts, views):
-                    logger.warning("A block with numbers that are not finite is not kept")
+                    logger.warning_once("A block with numbers that are not finite is not kept")
                     continue
                 job = page.job
                 depth = page.end // self._block_size
@@ -271,19 +272,23 @@ class Stores:
         if job.pages_left == 0:
             self._ended.append(Finished(job.job_id, job.num_bytes, self._clock() - job.started))
 
-    def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> None:
-        """Gives up due pages."""
+    def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> int:
+        """Gives up due pages; how many."""
         dropped = [page for page in self._due if which(page)]
         self._due = deque(page for page in self._due if not which(page))
         self._due_bytes -= sum(page.size for page in dropped)
         for page in dropped:
             self._count_off(page)
-        self._store.count_dropped(len(dropped))
+        return len(dropped)
 
     def drop_requests(self, req_ids: Collection[str]) -> None:
         """Gives up due pages of some requests."""
         if req_ids:
             self.drop(lambda page: page.job.req_id in req_ids)
+
+    def drop_keys(self, keys: Collection[bytes]) -> None:
+        """Gives up due pages of some keys, whosever they are."""
+        self.drop(lambda page: page.key in keys)
 
     def lose_pool(self) -> None:
         """Gives up all that was not copied: what the pool held is lost."""

@@ -2,7 +2,7 @@
 """Digests of networks' weights, from the contents of their files.
 
 Reading a large model's files takes seconds to a minute, so a file's digest is remembered until its
-size, its time of change or its inode is another.
+size, its inode, or the time of a change of its contents or its inode (mtime, ctime) is another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_metal.models import loader
 from vllm_metal.spec_decode.registry import method_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -88,8 +88,10 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
 
 
 def _target_files(config: VllmConfig) -> list[Path]:
-    """Those that mlx-lm reads."""
-    return sorted(loader.model_folder(config.model_config, config).glob("model*.safetensors"))
+    """Those that mlx-lm reads, but for config.json, whose facts the fingerprint has."""
+    folder = loader.model_folder(config.model_config, config)
+    weights = folder.glob("model*.safetensors")
+    return sorted([*weights, *_beside_weights(config.model_config, folder)])
 
 
 def _draft_files(config: VllmConfig) -> list[Path]:
@@ -97,15 +99,25 @@ def _draft_files(config: VllmConfig) -> list[Path]:
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
     folder = loader.model_folder(model_config, config, loader.HEAD_PATTERNS)
-    return sorted(folder.glob("*.safetensors")) or sorted(
+    weights = list(folder.glob("*.safetensors")) or [
         path for path in folder.iterdir() if path.suffix in (".bin", ".pt")
-    )
+    ]
+    return sorted([*weights, *_beside_weights(model_config, folder)])
+
+
+def _beside_weights(model_config: ModelConfig, folder: Path) -> list[Path]:
+    """What mlx-lm makes a network from, too: ModelOpt's quantisation, and code that it may run."""
+    patterns = ["hf_quant_config.json", *(["*.py"] if model_config.trust_remote_code else [])]
+    return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
 def _state(path: Path) -> list[int]:
-    """What changes with a file's contents: size, time of change in ns, inode."""
+    """What changes with a file's contents: size, mtime in ns, inode, ctime in ns.
+
+    Archives and images give many files one mtime; nobody can set a ctime.
+    """
     found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]
 
 
 def _of_file(path: Path) -> str:

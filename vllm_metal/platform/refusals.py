@@ -99,6 +99,9 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
         "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
             model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),
+        "--hf-config-path (mlx-lm reads the config.json beside the weights)": (
+            model.hf_config_path not in (None, model.model)
+        ),
         "--hf-overrides as a function (give a dictionary)": callable(model.hf_overrides),
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "encoder-decoder models": model.is_encoder_decoder,

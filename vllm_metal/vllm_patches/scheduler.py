@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,6 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
             return update(self, scheduler_output, result)
         if result.pool_lost:
             self.reset_prefix_cache(reset_running_requests=True)
-            _tell_connector(self, "pool_lost")
         failed = result.failures.keys() & self.requests.keys()
         # What was kept of requests whose step raised is sound: it was computed before.
         unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
@@ -54,9 +54,7 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
         held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
         _end_in_next_update(self, failed)
         outputs = update(self, scheduler_output, result)
-        pool = self.kv_cache_manager.block_pool
-        free = [block for block in held if pool.blocks[block].ref_cnt == 0]
-        self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *free]
+        self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *_given_up(self, held)]
         for output in (output for of_client in outputs.values() for output in of_client.outputs):
             if reason := result.failures.get(output.request_id):
                 logger.error("Request %s failed: %s", output.request_id, reason)
@@ -140,6 +138,17 @@ def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
     # A set in 0.32; since 0.33 a dict of request id to error. None gives the output of 0.32. With
     # an error a server would not pass our stop reason on to the client, nor count the request.
     ended.update(req_ids if isinstance(ended, set) else dict.fromkeys(req_ids))
+
+
+def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:
+    """Those of the blocks that no request holds any more.
+
+    With a connector, blocks of a request that a step in flight still computes count as held until
+    it has ended. The next step clears them all the same: it comes after the steps in flight.
+    """
+    deferred = Counter(block.block_id for _, of in scheduler.deferred_frees for block in of)
+    pool = scheduler.kv_cache_manager.block_pool
+    return [block for block in blocks if pool.blocks[block].ref_cnt == deferred[block]]
 
 
 def _forget_blocks(scheduler: Any, req_id: str) -> set[int]:

@@ -111,9 +111,13 @@ class TransferHooks(StepHooks):
         self._flush(metadata)
 
     def _take_back(self, metadata: TransferMetadata) -> None:
-        """Drops what requests without sound blocks would have kept."""
+        """Drops what requests without sound blocks would have kept.
+
+        Others that had the same blocks lose them, too: the step at hand may clear them.
+        """
         self._stores.drop_requests(metadata.void_requests)
         for discard in metadata.discards:
+            self._stores.drop_keys(discard.keys)
             self.store.discard(discard)
 
     def _flush(self, metadata: TransferMetadata) -> None:

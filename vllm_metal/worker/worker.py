@@ -42,6 +42,8 @@ from vllm_metal.worker.step_hooks import NO_HOOKS
 from vllm_metal.worker.transfer_hooks import STAGING_BYTES, TransferHooks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -81,6 +83,7 @@ class MetalWorker(WorkerBase):
     runner: RecoveringRunner
     _transfers: TransferHooks | None = None
     _networks: Networks | None = None
+    _weights: Mapping[str, str] | None = None  # digests of the networks that are loaded
     _memory: Memory | None = None
 
     def init_device(self) -> None:
@@ -104,6 +107,7 @@ class MetalWorker(WorkerBase):
             raise NotImplementedError("--load-format dummy is not supported by vllm-metal")
         started = time.perf_counter()
         self._networks = Networks.load(self.vllm_config)
+        self._weights = self._digests()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
         self._kv_cache_type = choice.kv_cache_type(
@@ -120,6 +124,13 @@ class MetalWorker(WorkerBase):
             mx.get_active_memory() / 2**30,
             self.current_platform.get_device_name(),
         )
+
+    def _digests(self) -> Mapping[str, str] | None:
+        """Of the files just read; None without a prefix cache. Later, files may be others."""
+        if PrefixCacheConfig.of(self.vllm_config) is None:
+            return None
+        memo = cache_dir() / "weights" / "digests.json"
+        return weights_digest.of_networks(self.vllm_config, memo)
 
     @property
     def networks(self) -> Networks:
@@ -190,10 +201,9 @@ class MetalWorker(WorkerBase):
 
     def _fingerprint(self) -> Fingerprint:
         """Of the weights that are loaded, and of all else that K/V in the pool depend on."""
-        memo = cache_dir() / "weights" / "digests.json"
-        weights = weights_digest.of_networks(self.vllm_config, memo)
+        assert self._weights is not None
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
-        return Fingerprint.of(self.vllm_config, self._kv_cache_config, weights, pool)
+        return Fingerprint.of(self.vllm_config, self._kv_cache_config, self._weights, pool)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], PageStore] | None:
         """The store of pages, by (pipeline rank, tensor rank), for the scheduler's connector."""

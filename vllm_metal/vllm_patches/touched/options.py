@@ -21,7 +21,8 @@ _CONFIGURATION = (
         "kv_transfer/fingerprint.py",
         fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
         "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
-        "multimodal_config enable_prompt_embeds is_encoder_decoder architectures hf_overrides",
+        "multimodal_config enable_prompt_embeds is_encoder_decoder architectures hf_overrides "
+        "hf_config_path",
         calls={"get_hidden_size": ""},
     ),
     Touched(

@@ -20,6 +20,7 @@ _CONNECTOR = (
         methods={
             "set_xfer_handshake_metadata": "metadata",
             "on_new_request": "request",
+            "get_num_new_matched_tokens": "request num_computed_tokens",
             "update_state_after_alloc": "request blocks num_external_tokens",
             "build_connector_meta": "scheduler_output",
             "update_connector_output": "connector_output",
