@@ -58,6 +58,7 @@ EXAMPLES = {
         {
             "tests/e2e/conftest.py": "models that tests share",
             "tests/kv_cache/recurrent.py": "another kind of layer",
+            "tests/kv_transfer/": "groups of vLLM's, whatever their layers",
             "tests/spec_decode/": "targets and drafts that have such layers",
             "vllm_metal/models/": "likewise",
         },

@@ -276,6 +276,7 @@ def test_a_model_s_name_has_no_path_of_this_machine(config, given, name):
     assert str(Path.home()) not in json.dumps(of(config).facts).replace(model(), "")
 
 
+@pytest.mark.more
 def test_another_process_finds_the_same(here):
     """Its sets have another order, and its objects other addresses."""
     program = "import json; from test_fingerprint import *; print('FOUND', of(configure()).digest)"

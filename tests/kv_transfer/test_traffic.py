@@ -59,6 +59,30 @@ def test_a_second_engine_finds_what_the_first_one_left(make, num_groups, ahead):
     assert second.counter("num_read") >= 10
 
 
+def test_a_request_that_starts_again_beside_a_disk_that_hangs_computes(make, monkeypatch):
+    engine, goes_on = make(), Event()
+    write = BlockFolder.write
+
+    def hanging(self, *arguments, **options):
+        goes_on.wait()
+        return write(self, *arguments, **options)
+
+    monkeypatch.setattr(BlockFolder, "write", hanging)
+    try:
+        req_id = engine.add(list(range(90)) * 2, max_tokens=60)
+        while not engine.hooks._stores._staged_bytes:
+            engine.step()
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        ends = time.monotonic() + 30
+        while req_id not in engine.ended:
+            assert time.monotonic() < ends
+            engine.step()
+    finally:
+        goes_on.set()
+    engine.run()
+    engine.check()
+
+
 def play(engine, seed, num_actions):
     """Random requests, aborts, resets, failing steps, NaN, and files that go bad."""
     rng = np.random.default_rng(seed)

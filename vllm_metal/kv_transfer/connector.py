@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+#: Seconds that a request which starts again waits for its blocks to be written; then it computes.
+LONGEST_WAIT = 1.0
+
 OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.spec", SPEC)
 
 
@@ -48,6 +52,8 @@ class MetalKVConnector(OffloadingConnector):
         self._void: set[str] = set()
         self._cancelled: set[str] = set()
         self._discards: list[Discard] = []
+        self._clock = time.monotonic
+        self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
 
     @property
     def _manager(self) -> DiskManager:
@@ -71,9 +77,17 @@ class MetalKVConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         # A request that starts again has all its blocks offered again, as in vLLM 0.33: they may
         # have been refused as the pool was lost, or their files removed as they were bad.
-        for group in self.scheduler._req_status[request.request_id].group_states:
+        status = self.scheduler._req_status[request.request_id]
+        for group in status.group_states:
             group.next_stored_chunk_idx = 0
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] is not None or not status.transfer_jobs:
+            self._waiting_since.pop(request.request_id, None)
+            return found
+        # Blocks of its run before are still being written. A disk that hangs must not hang it.
+        now = self._clock()
+        since = self._waiting_since.setdefault(request.request_id, now)
+        return (0, False) if now - since > LONGEST_WAIT else found
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -113,6 +127,12 @@ class MetalKVConnector(OffloadingConnector):
             if (status := self.scheduler._req_status.get(req_id)) is not None:
                 self._manager.load_failed(status.req_context)
         super().update_connector_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._waiting_since.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool:
         """Leaves the disk alone: vLLM resets all caches when an engine goes to sleep, too.

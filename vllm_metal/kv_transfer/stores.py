@@ -148,7 +148,10 @@ class Stores:
         self._step += 1
 
     def due_ends(self) -> dict[str, int]:
-        """By request id how many tokens of it the pages of the next lot complete."""
+        """By request id how many tokens of it the pages of the next lot complete.
+
+        Makes room for that lot as well, where others have been written: call it before `queue_lot`.
+        """
         self._take_written()
         ends: dict[str, int] = {}
         for page in islice(self._due, self._num_fitting() if self._worthwhile() else 0):
@@ -173,6 +176,7 @@ class Stores:
 
         Pages of `job_ids` that have no room are dropped, for their blocks are about to change.
         """
+        self._take_written()
         for lot in self._copied(job_ids, self._pages.export):
             self._store.writer.submit(self._write, lot)
         if job_ids is not None:
@@ -220,7 +224,6 @@ class Stores:
 
     def _take_fitting(self, job_ids: Collection[int] | None) -> dict[int, list[_Page]]:
         """Takes due pages for which there is room, oldest first; by group."""
-        self._take_written()
         if job_ids is not None:  # those first
             wanted = [page for page in self._due if page.job.job_id in job_ids]
             others = [page for page in self._due if page.job.job_id not in job_ids]

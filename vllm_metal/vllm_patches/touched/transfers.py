@@ -21,6 +21,7 @@ _CONNECTOR = (
             "set_xfer_handshake_metadata": "metadata",
             "on_new_request": "request",
             "get_num_new_matched_tokens": "request num_computed_tokens",
+            "request_finished_all_groups": "request block_ids",
             "update_state_after_alloc": "request blocks num_external_tokens",
             "build_connector_meta": "scheduler_output",
             "update_connector_output": "connector_output",
@@ -44,7 +45,7 @@ _CONNECTOR = (
     Touched(
         f"{_OFFLOADING}.scheduler:RequestOffloadState",
         by="kv_transfer/connector.py",
-        fields="req_context group_states",
+        fields="req_context group_states transfer_jobs",
     ),
     Touched(
         f"{_OFFLOADING}.scheduler:RequestGroupState",
