@@ -30,6 +30,7 @@ from vllm_metal.spec_decode.paged_proposer import Spans
 from vllm_metal.spec_decode.registry import load_network
 
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
+NUM_BLOCKS = 90  # enough for all tests that share a bench
 BLOCK, MAX_NUM_REQS = 16, 4
 TIE = 1e-3  # of two logits, which range over some 10; torch and MLX sum in other orders
 CONFIG = {
@@ -211,14 +212,16 @@ class Bench:
         network = load_network(config, target)
         everything = [*layers, *network.layers]
         kv_caches = {
-            layer.name: ScatterKVCache(60, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
+            layer.name: ScatterKVCache(
+                NUM_BLOCKS, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32
+            )
             for layer in everything
         }
         group_of = dict.fromkeys(kv_caches, 0)
         self.executor = ModelExecutor(target, layers, kv_caches, group_of, BLOCK)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.proposer = network.proposer(kv_caches, group_of, self.tables)
-        self.free = self.rng.permutation(np.arange(1, 60)).tolist()
+        self.free = self.rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
         self.known = np.zeros(MAX_NUM_REQS, np.int32)
         self.computed = np.zeros(MAX_NUM_REQS, np.int32)

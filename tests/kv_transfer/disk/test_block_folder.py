@@ -136,8 +136,8 @@ def test_the_index_is_loaded_from_disk(folder, make_cache, monkeypatch):
         write(folder, number)
     later = make_cache().blocks(naive.FINGERPRINT, naive.FACTS)
     asked = []
-    exists = os.path.exists
-    monkeypatch.setattr(os.path, "exists", lambda path: asked.append(path) or exists(path))
+    exists = os.path.lexists
+    monkeypatch.setattr(os.path, "lexists", lambda path: asked.append(path) or exists(path))
 
     def known_without_asking():
         asked.clear()
@@ -149,8 +149,8 @@ def test_the_index_is_loaded_from_disk(folder, make_cache, monkeypatch):
 def test_a_hit_asks_the_file_system_for_nothing_and_a_miss_once(folder, monkeypatch):
     write(folder, 7)
     asked = []
-    exists = os.path.exists
-    monkeypatch.setattr(os.path, "exists", lambda path: asked.append(path) or exists(path))
+    exists = os.path.lexists
+    monkeypatch.setattr(os.path, "lexists", lambda path: asked.append(path) or exists(path))
     assert folder.contains(KEY)
     assert not asked
     assert not folder.contains(naive.key(8))

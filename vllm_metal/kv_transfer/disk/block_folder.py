@@ -56,7 +56,7 @@ class BlockFolder:
         if key in self._unremovable:
             return False
         # Another engine may have written it.
-        if not os.path.exists(layout.block_path(self._path, key)):
+        if not os.path.lexists(layout.block_path(self._path, key)):
             return False
         self._known.add(key)
         return True
