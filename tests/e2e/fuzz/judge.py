@@ -216,8 +216,10 @@ def _cached(
     if not served.cached:
         return
     prompt, size = served.prompt, run.setting.block_size
-    longest = len(prompt) - (before is None)  # a disk may have the last token's block as well
-    if served.cached % size or served.cached > longest:
+    # A disk may have the last token's block as well; that token is computed all the same.
+    all_but_last = before is not None and served.cached == len(prompt) - 1
+    longest = len(prompt) - (before is None)
+    if (served.cached % size and not all_but_last) or served.cached > longest:
         yield "cached", f"{served.cached} tokens of a prompt of {len(prompt)} were cached"
     if served.num_samples > 1:
         return  # they share the prompt among themselves
