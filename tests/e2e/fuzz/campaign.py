@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -92,7 +93,7 @@ class Campaign:
         with tempfile.TemporaryDirectory() as scratch:
             disk = Disk(Path(scratch) / "cache", LIMITS[run.seed % len(LIMITS)], key_in(scratch))
             with Watch(disk.folder) as watch:
-                if self.kills and run.seed % KILLED_OF == 0:
+                if self._kills(run):
                     self._kill_one(run, disk)
                 outcomes: list[Outcome] = []
                 for _ in range(2):
@@ -103,11 +104,15 @@ class Campaign:
                 return Problem(kind, None, f"{watch.peak} bytes of {disk.max_bytes} on disk")
             return None
 
+    def _kills(self, run: Run) -> bool:
+        return self.kills and run.seed % KILLED_OF == 0
+
     def _kill_one(self, run: Run, disk: Disk) -> None:
         """Has a process play the run, and kills it once it has written some files."""
         options = [str(run.seed), "--disk-folder", str(disk.folder), str(disk.max_bytes)]
         process = subprocess.Popen(
             [sys.executable, "-m", "e2e.fuzz", *options, str(disk.key)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -126,7 +131,8 @@ class Campaign:
             return Problem(type(error).__name__, None, f"{type(error).__name__}: {error}")
         judge = self._judge(run.setting)
         before = judge.tokens, judge.ties
-        problem = next(judge.problems(run, outcome, outcomes), None)
+        killed = disk is not None and self._kills(run)
+        problem = next(judge.problems(run, outcome, outcomes, killed), None)
         if outcomes is not None:
             outcomes.append(outcome)
         self.totals["requests"] += len(run.requests)

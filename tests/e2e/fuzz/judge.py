@@ -61,7 +61,11 @@ class Judge:
         self._tokenizer = get_tokenizer(self.folder)
 
     def problems(
-        self, run: Run, outcome: Outcome, before: Sequence[Outcome] | None = None
+        self,
+        run: Run,
+        outcome: Outcome,
+        before: Sequence[Outcome] | None = None,
+        killed: bool = False,
     ) -> Iterator[Problem]:
         """What is wrong with a run that went to its end.
 
@@ -69,12 +73,13 @@ class Judge:
             run: what was to be done.
             outcome: what came of it.
             before: of engines that had the same disk; None: it had none.
+            killed: whether an engine that played the same run was killed before them.
         """
         for served in outcome.served:
             found = [
                 *self._samples(served, run.setting.max_len),
                 *self._prompt_logprobs(served),
-                *_cached(served, run, outcome, before),
+                *_cached(served, run, outcome, before, killed),
             ]
             yield from (Problem(kind, served.request.index, text) for kind, text in found)
 
@@ -210,7 +215,7 @@ def _wrong_end(sample: CompletionOutput, params: SamplingParams, room: int) -> s
 
 
 def _cached(
-    served: Served, run: Run, outcome: Outcome, before: Sequence[Outcome] | None
+    served: Served, run: Run, outcome: Outcome, before: Sequence[Outcome] | None, killed: bool
 ) -> Iterator[tuple[str, str]]:
     """Whether a prefix hit can come from those whose texts the request may share."""
     if not served.cached:
@@ -221,8 +226,8 @@ def _cached(
     longest = len(prompt) - (before is None)
     if (served.cached % size and not all_but_last) or served.cached > longest:
         yield "cached", f"{served.cached} tokens of a prompt of {len(prompt)} were cached"
-    if served.num_samples > 1:
-        return  # they share the prompt among themselves
+    if served.num_samples > 1 or killed:
+        return  # they share the prompt among themselves; or nobody knows what was left on disk
     forgotten = max((step for step in outcome.resets if step <= served.added), default=0)
     kept = before is not None and (served.request.salt is None or keeps(served.request.salt))
     sources = [
