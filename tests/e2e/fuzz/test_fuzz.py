@@ -47,7 +47,7 @@ def test_every_request_gets_the_text_it_gets_alone(campaign, seeds):
     ("seeds", "kills"),
     [
         pytest.param((1, 2), False, id="first"),
-        pytest.param((3, 4, 5, 10), True, id="others", marks=pytest.mark.more),
+        pytest.param((3, 4, 5, 10), True, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_with_a_disk_and_a_restart(campaign, seeds, kills):
