@@ -89,7 +89,7 @@ class BlockPages:
 
     def page_bytes(self, group: int) -> int:
         """Bytes of a page of the group."""
-        return sum(part.nbytes for part in self._parts[group])
+        return self._page_bytes[group]
 
     def queue_export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
         """Copies of whole blocks, not computed yet; does not wait for the device.
