@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves blocks between the pool and the disk around steps, as the scheduler's connector asks."""
+"""Moves blocks out of the pool and back around steps, as the scheduler's connector asks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TransferHooks(StepHooks):
     ) -> None:
         """
         Args:
-            store: the pages on disk.
+            store: the pages outside the pool.
             fingerprint: what they are kept under from now on; asked for each pool, since other
                 weights may have been loaded.
             block_size: tokens of a block.
@@ -73,6 +73,7 @@ class TransferHooks(StepHooks):
         if (fingerprint := self._fingerprint()) != self.store.fingerprint:
             self.store.switch(fingerprint)
         pages = runner.layers.block_pages()
+        self.store.use_pages(pages.sizes)
         self._stores.use(pages)
         self._loads.use(pages)
         self._runner = runner
