@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of K/V that leave the pool, and what they change of vLLM.
 
-A prefix cache on disk has a short way, `--additional-config '{"prefix_cache_dir": ...}'`, and vLLM's:
-`--kv-transfer-config` with the connector `MetalKVConnector`, where peers are named, too. All end as
-vLLM's, every value read and absolute, which goes to the engine's process and is read there.
+vLLM's way is `--kv-transfer-config` with the connector `MetalKVConnector`. A prefix cache on disk
+has a short one, too: `--additional-config '{"prefix_cache_dir": ...}'`. Both end as vLLM's, every
+value read and absolute, which goes to the engine's process and is read there.
 """
 
 from __future__ import annotations
@@ -213,8 +213,9 @@ def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
     if cache.prefix_caching_hash_algo.startswith("xxhash"):
         raise ValueError(
             f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} does not go with K/V on "
-            "disk or of other engines (prefix_cache_dir, --kv-transfer-config): it is no cryptographic hash, so a text can be made that hashes "
-            f"like another's, and its seed changes with each process; choose {HASH_ALGORITHM}"
+            "disk or of other engines (prefix_cache_dir, --kv-transfer-config): it is no "
+            "cryptographic hash, so a text can be made that hashes like another's, and its seed "
+            f"changes with each process; choose {HASH_ALGORITHM}"
         )
     tokens = given.get("block_size", cache.block_size)
     if tokens != cache.block_size:

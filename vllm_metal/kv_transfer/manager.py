@@ -80,9 +80,7 @@ class PageManager(OffloadingManager):
             req_context.set_state(RequestPlace(namespace, self._clock()))
         return RequestOffloadingContext()
 
-    def hear_peers(
-        self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext
-    ) -> bool:
+    def hear_peers(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> bool:
         """Whether peers have said what they have of a request; asks them first.
 
         Args:
@@ -199,10 +197,10 @@ class PageManager(OffloadingManager):
             self._ending.append(keys)
 
     def stores_prepared(self) -> None:
-        """All pages of requests that ended are being stored now, or will not be."""
+        """Of requests that ended, pages are announced by `prepare_store` now, or never will be."""
         for keys in self._ending:
             if self._store is not None and (outbox := self._store.outbox) is not None:
-                outbox.settle([key for key in keys if key not in self._writing])
+                outbox.settle(keys)
         self._ending.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

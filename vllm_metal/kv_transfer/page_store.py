@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_metal.kv_transfer.messages import Discard, RequestPlace
     from vllm_metal.kv_transfer.peer.client import Peer
     from vllm_metal.kv_transfer.peer.outbox import Outbox
-    from vllm_metal.kv_transfer.peering import Peering, PeerStats
+    from vllm_metal.kv_transfer.peering import Peering, PeeringStats
 
 logger = init_logger(__name__)
 
@@ -35,6 +35,7 @@ class Shelf:
 
     folder: BlockFolder | None
     outbox: Outbox | None
+    generation: int = 0  # of the outbox: once it was cleared, pages of before do not go there
 
     def lacks(self, key: bytes) -> bool:
         """Whether a page is missing somewhere."""
@@ -52,7 +53,7 @@ class Shelf:
         Returns:
             Whether it was kept anywhere that it was not.
         """
-        kept = self.outbox is not None and self.outbox.put(key, row.data)
+        kept = self.outbox is not None and self.outbox.put(key, row.data, self.generation)
         if self.folder is not None:
             kept |= self.folder.write(key, row.data, used_at, depth) is Written.STORED
         return kept
@@ -96,8 +97,8 @@ class Changes:
 
     disk: DiskStats | None  # None: there is none
     disk_before: DiskStats | None
-    peers: PeerStats | None  # None: there are none
-    peers_before: PeerStats | None
+    peers: PeeringStats | None  # None: there are none
+    peers_before: PeeringStats | None
     num_dropped: int  # pages that were not written because writing is slower than computing
 
 
@@ -162,7 +163,8 @@ class PageStore(KVConnectorHandshakeMetadata):
             if self._disk is not None and namespace is not None:
                 digest, facts = self._fingerprint.digest, self._fingerprint.facts
                 folder = self._disk.blocks(digest, facts, namespace)
-            self._shelves[namespace] = Shelf(folder, self.outbox)
+            generation = 0 if self.outbox is None else self.outbox.generation
+            self._shelves[namespace] = Shelf(folder, self.outbox, generation)
         return self._shelves[namespace]
 
     def source(self, place: RequestPlace) -> Source:
