@@ -58,5 +58,5 @@ def on_disk(store, keys):
     folder, found = store.folder(keys.place.namespace), []
     for key in keys.keys:
         content = bytearray(PAGE_BYTES)
-        found.append(bytes(content) if folder.read(key, [memoryview(content)]) else None)
+        found.append(bytes(content) if folder.read(key, memoryview(content)) else None)
     return found

@@ -27,7 +27,7 @@ def filled(folder):
     keys = keys_of(NAMES)
     for index, key in enumerate(keys.keys):
         content = memoryview(source.block(1 + index))
-        store.folder("shared").write(key, [content], 1e9, index)
+        store.folder("shared").write(key, content, 1e9, index)
     assert None not in on_disk(store, keys)
     return store, source
 

@@ -47,7 +47,7 @@ def request(manager, req_id="r", salt=None, keys=()):
 
 def write(store, keys, namespace="shared"):
     for key in keys:
-        assert store.folder(namespace).write(key, [PAGE], 1e9, 0) is Written.STORED
+        assert store.folder(namespace).write(key, PAGE, 1e9, 0) is Written.STORED
 
 
 def stored(manager, keys, context):
@@ -113,15 +113,15 @@ def test_a_day_s_writes_stop_and_go_on_the_next_day_while_reads_go_on(tmp_path):
     manager = DiskManager(None, clock=lambda: now[0])
     manager.open(store)
     context, keys = request(manager), keys_of("abcd").keys
-    outcomes = [store.folder("shared").write(key, [PAGE], 1e9, 0) for key in keys]
+    outcomes = [store.folder("shared").write(key, PAGE, 1e9, 0) for key in keys]
     num_stored = outcomes.count(Written.STORED)
     assert 0 < num_stored < 4 and set(outcomes[num_stored:]) == {Written.OVER_BUDGET}
     assert stored(manager, keys, context) == []  # so no step copies what nobody would write
     assert manager.lookup(keys[0], context) is HIT
-    assert store.folder("shared").read(keys[0], [memoryview(bytearray(PAGE_BYTES))])
+    assert store.folder("shared").read(keys[0], memoryview(bytearray(PAGE_BYTES)))
     now[0] += 2 * 86400
     assert stored(manager, keys, context) == keys[num_stored:]
-    assert store.folder("shared").write(keys[-1], [PAGE], 1e9, 0) is Written.STORED
+    assert store.folder("shared").write(keys[-1], PAGE, 1e9, 0) is Written.STORED
     store.close()
 
 

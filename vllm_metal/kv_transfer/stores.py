@@ -16,7 +16,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
+from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.messages import PageKeys
 
@@ -29,6 +29,8 @@ logger = init_logger(__name__)
 #: Pages are copied out of the pool in lots of so many bytes, or when the oldest has waited for so
 #: many steps: a copy costs the host some 5 µs an array, whatever its size.
 LOT_BYTES, LOT_STEPS = 8 << 20, 16
+#: Rows are made of so many bytes of copies at a time, of one page at least.
+ROWS_BYTES = 4 << 20
 #: Copies some blocks of a group out of the pool.
 Export = Callable[[int, np.ndarray], list[mx.array]]
 
@@ -78,8 +80,9 @@ class Stores:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
     A page is due once the step that completes it is with the device: the step after takes it along.
-    Copies that are not on disk yet take `staging_bytes` at most. A block whose memory is wanted for
-    another request before there is room for its copy is dropped. No step ever waits for the disk.
+    Copies that are not on disk yet take `staging_bytes` at most, and the rows that the thread is
+    writing ROWS_BYTES more. A block whose memory is wanted for another request before there is room
+    for its copy is dropped. No step ever waits for the disk.
     """
 
     def __init__(
@@ -239,24 +242,30 @@ class Stores:
 
     def _write(self, lot: _Lot) -> None:
         """Writes a lot to the disk; runs in the store's thread, and never raises."""
-        sizes = []
+        sizes = [0] * len(lot.pages)
         try:
-            for index, page in enumerate(lot.pages):
-                views = page_views(lot.arrays, index)
-                sizes.append(0)
-                if not all_finite(lot.parts, views):
-                    logger.warning_once("A block with numbers that are not finite is not kept")
-                    continue
-                job = page.job
-                depth = page.end // self._block_size
-                written = job.folder.write(page.key, views, job.used_at, depth)
-                if written is Written.STORED:
-                    sizes[-1] = sum(view.nbytes for view in views)
+            count = max(1, ROWS_BYTES // lot.pages[0].size)
+            for first in range(0, len(sizes), count):
+                sizes[first : first + count] = self._write_pages(lot, first, first + count)
         except Exception:
             logger.exception("Blocks could not be written to the prefix cache on disk")
-        sizes += [0] * (len(lot.pages) - len(sizes))
         lot.arrays.clear()  # before the room they took is given to others
         self._written.put((lot, sizes))
+
+    def _write_pages(self, lot: _Lot, start: int, stop: int) -> list[int]:
+        """Writes some pages of a lot; how many bytes of each."""
+        rows = page_rows(lot.arrays, start, stop)
+        pages, sizes = lot.pages[start:stop], []
+        for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
+            sizes.append(0)
+            if not finite:
+                logger.warning_once("A block with numbers that are not finite is not kept")
+                continue
+            depth = page.end // self._block_size
+            written = page.job.folder.write(page.key, memoryview(row), page.job.used_at, depth)
+            if written is Written.STORED:
+                sizes[-1] = page.size
+        return sizes
 
     def _take_written(self) -> None:
         while True:
