@@ -83,6 +83,11 @@ class BlockPages:
         """What a page of the group consists of, in order."""
         return self._parts[group]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a page, by KV cache group."""
+        return tuple(self._page_bytes)
+
     def page_bytes(self, group: int) -> int:
         """Bytes of a page of the group."""
         return self._page_bytes[group]

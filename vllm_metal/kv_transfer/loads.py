@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load jobs: pages on their way from the disk to the pool."""
+"""Load jobs: pages on their way into the pool."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.page_store import PageStore, Source
 
 logger = init_logger(__name__)
 
@@ -45,7 +44,7 @@ class FinishedLoad:
 class _Job:
     job_id: int
     req_id: str
-    folder: BlockFolder
+    source: Source
     started: float
     pages_left: int
     num_bytes: int = 0
@@ -154,9 +153,7 @@ class Loads:
             blocks: of the pool, in the order of the keys.
         """
         pages = list(zip(keys.keys, blocks, strict=True))
-        namespace = keys.place.namespace
-        assert namespace is not None  # nothing is found for such a request
-        job = _Job(job_id, req_id, self._store.folder(namespace), self._clock(), len(pages))
+        job = _Job(job_id, req_id, self._store.source(keys.place), self._clock(), len(pages))
         self._jobs[req_id] = job
         if not pages:
             self._end(job)
@@ -212,14 +209,11 @@ class Loads:
 
     def _read_piece(self, piece: _Piece) -> None:
         """Fills a piece; runs in a reader's thread, and never raises."""
-        good = True
         try:
-            for key, row in zip(piece.keys, piece.rows, strict=False):
-                good = not piece.job.stopped and piece.job.folder.read(key, memoryview(row))
-                if not good:
-                    break
+            rows, job = list(piece.rows[: len(piece.keys)]), piece.job
+            good = job.source.read(piece.keys, rows, lambda: not job.stopped)
         except Exception:
-            logger.exception("Blocks could not be read from the prefix cache on disk")
+            logger.exception("Blocks that were to enter the KV pool could not be read")
             good = False
         self._read.put((piece, good))
 

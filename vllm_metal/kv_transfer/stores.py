@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store jobs: blocks on their way from the pool to the disk."""
+"""Store jobs: blocks on their way out of the pool."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
-from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.page_store import PageStore, Shelf
 
 logger = init_logger(__name__)
 
@@ -48,11 +46,11 @@ class Finished:
 class _Job:
     job_id: int
     req_id: str
-    folder: BlockFolder
+    shelf: Shelf
     used_at: float
     pages_left: int
     started: float
-    num_bytes: int = 0  # written
+    num_bytes: int = 0  # kept
 
 
 @dataclass(frozen=True)
@@ -128,14 +126,13 @@ class Stores:
             keys: where they go.
             blocks: of the pool, in the order of the keys.
         """
-        namespace = keys.place.namespace
         pages = list(zip(keys.keys, keys.ends, blocks, strict=True))
-        if namespace is None or not pages:
+        if not pages:
             self.refuse(job_id)
             return
-        used_at, now = keys.place.used_at, self._clock()
-        # The folder of now: blocks of other weights must not go where those of the next do.
-        job = _Job(job_id, req_id, self._store.folder(namespace), used_at, len(pages), now)
+        # The shelf of now: blocks of other weights must not go where those of the next do.
+        shelf, used_at = self._store.shelf(keys.place.namespace), keys.place.used_at
+        job = _Job(job_id, req_id, shelf, used_at, len(pages), self._clock())
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
@@ -241,19 +238,19 @@ class Stores:
         return taken
 
     def _write(self, lot: _Lot) -> None:
-        """Writes a lot to the disk; runs in the store's thread, and never raises."""
+        """Keeps the pages of a lot; runs in the store's thread, and never raises."""
         sizes = [0] * len(lot.pages)
         try:
             count = max(1, ROWS_BYTES // lot.pages[0].size)
             for first in range(0, len(sizes), count):
                 sizes[first : first + count] = self._write_pages(lot, first, first + count)
         except Exception:
-            logger.exception("Blocks could not be written to the prefix cache on disk")
+            logger.exception("Blocks that left the KV pool could not be kept")
         lot.arrays.clear()  # before the room they took is given to others
         self._written.put((lot, sizes))
 
     def _write_pages(self, lot: _Lot, start: int, stop: int) -> list[int]:
-        """Writes some pages of a lot; how many bytes of each."""
+        """Keeps some pages of a lot; how many bytes of each."""
         rows = page_rows(lot.arrays, start, stop)
         pages, sizes = lot.pages[start:stop], []
         for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
@@ -262,8 +259,7 @@ class Stores:
                 logger.warning_once("A block with numbers that are not finite is not kept")
                 continue
             depth = page.end // self._block_size
-            written = page.job.folder.write(page.key, memoryview(row), page.job.used_at, depth)
-            if written is Written.STORED:
+            if page.job.shelf.write(page.key, row, page.job.used_at, depth):
                 sizes[-1] = page.size
         return sizes
 
