@@ -64,6 +64,7 @@ class Outbox:
         self._bytes = 0  # of all pages, and of those that are being copied
         self._leased_bytes = 0
         self._announced: Counter[bytes] = Counter()
+        self._generation = 0
         self._counts: Counter[str] = Counter()
 
     # -- pages that are being made
@@ -111,16 +112,28 @@ class Outbox:
         with self._changed:
             return key in self._unleased or key in self._leased
 
-    def put(self, key: bytes, page: memoryview) -> bool:
+    @property
+    def generation(self) -> int:
+        """How often it was cleared."""
+        return self._generation
+
+    def put(self, key: bytes, page: memoryview, generation: int | None = None) -> bool:
         """Copies a page; one that is there already stays, and counts as used.
+
+        Args:
+            key: of the page.
+            page: its bytes.
+            generation: what the outbox had when the page was begun; None: that of now.
 
         Returns:
             False: there is no room, for all else is leased, or the page is larger than the outbox;
-            or it was discarded while it was copied.
+            or it was discarded while it was copied, or cleared since the page was begun.
         """
         size = page.nbytes
         this_one = object()
         with self._changed:
+            if generation is not None and generation != self._generation:
+                return False
             if self._find(key) is not None or key in self._copying:
                 return True
             if not self._make_room(size):
@@ -164,6 +177,7 @@ class Outbox:
                 self._remove(key)
             self._copying.clear()
             self._announced.clear()
+            self._generation += 1
             self._changed.notify_all()
 
     def _find(self, key: bytes) -> _Entry | None:
