@@ -53,7 +53,7 @@ class Shelf:
         Returns:
             Whether it was kept anywhere that it was not.
         """
-        kept = self.outbox is not None and self.outbox.put(key, row.data, self.generation)
+        kept = self.outbox is not None and self.outbox.put(key, row.data, used_at, self.generation)
         if self.folder is not None:
             kept |= self.folder.write(key, row.data, used_at, depth) is Written.STORED
         return kept
@@ -178,8 +178,11 @@ class PageStore(KVConnectorHandshakeMetadata):
 
     def touch(self, namespace: str | None, keys: Sequence[bytes], used_at: float) -> None:
         """Marks the pages of a text, from its first block on, as used; returns at once."""
-        if (folder := self.shelf(namespace).folder) is not None:
-            self.writer.submit(folder.touch, keys, used_at)
+        shelf = self.shelf(namespace)
+        if shelf.folder is not None:
+            self.writer.submit(shelf.folder.touch, keys, used_at)
+        if shelf.outbox is not None:
+            self.writer.submit(shelf.outbox.touch, keys, used_at)
 
     def discard(self, discard: Discard) -> None:
         """Removes pages once all that was handed to the writer before is written."""

@@ -89,18 +89,21 @@ class Stores:
         block_size: int,
         staging_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        lot_steps: int = LOT_STEPS,
     ) -> None:
         """
         Args:
             store: where they go.
             block_size: tokens of a block.
             staging_bytes: most memory of copies; a single page may be larger.
+            lot_steps: steps that a page waits for others at most.
             clock: seconds.
         """
         self._store = store
         self._block_size = block_size
         self._staging_bytes = staging_bytes
         self._clock = clock
+        self._lot_steps = lot_steps
         self._due: deque[_Page] = deque()
         self._lots: list[_Lot] = []  # copies queued, but not handed to the device
         self._due_bytes = self._staged_bytes = 0
@@ -186,7 +189,7 @@ class Stores:
     def _worthwhile(self) -> bool:
         if not self._due:
             return False
-        return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= LOT_STEPS
+        return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= self._lot_steps
 
     def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[_Lot]:
         """Copies due pages for which there is room; where that fails, their jobs end all the same.

@@ -41,7 +41,7 @@ from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.step_hooks import NO_HOOKS
-from vllm_metal.worker.transfer_hooks import STAGING_BYTES, TransferHooks
+from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,7 +166,8 @@ class MetalWorker(WorkerBase):
         config = TransferConfig.of(self.vllm_config)
         if config is None:
             return 0
-        return 2 * STAGING_BYTES + (0 if config.peers is None else config.peers.outbox_bytes)
+        outbox_bytes = 0 if config.peers is None else config.peers.outbox_bytes
+        return staging_bytes(listens=outbox_bytes > 0) + outbox_bytes
 
     def _largest_step(self) -> None:
         networks = self.networks

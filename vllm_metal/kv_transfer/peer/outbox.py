@@ -33,6 +33,7 @@ class OutboxStats:
 @dataclass
 class _Entry:
     page: Page
+    used_at: float
     leases: dict[int, float] = field(default_factory=dict)  # when they end, by holder
 
     @property
@@ -42,6 +43,9 @@ class _Entry:
 
 class Outbox:
     """Pages by key, the least recently used of which give way; every method is for any thread.
+
+    Pages of a text give way to those of a later one, and never to others of their own: the first
+    pages of a text that is larger than the outbox stay, and are of use.
 
     Pages count by their bytes. A page is used when it is read, leased, and when its last lease
     ends. One that somebody reads stays in memory until it is read, evicted or not.
@@ -117,17 +121,21 @@ class Outbox:
         """How often it was cleared."""
         return self._generation
 
-    def put(self, key: bytes, page: memoryview, generation: int | None = None) -> bool:
+    def put(
+        self, key: bytes, page: memoryview, used_at: float = 0.0, generation: int | None = None
+    ) -> bool:
         """Copies a page; one that is there already stays, and counts as used.
 
         Args:
             key: of the page.
             page: its bytes.
+            used_at: when its text came, on any clock.
             generation: what the outbox had when the page was begun; None: that of now.
 
         Returns:
-            False: there is no room, for all else is leased, or the page is larger than the outbox;
-            or it was discarded while it was copied, or cleared since the page was begun.
+            False: there is no room, for all else is leased or of texts that came no earlier, or the
+            page is larger than the outbox; or it was discarded while it was copied, or the outbox
+            was cleared since the page was begun.
         """
         size = page.nbytes
         this_one = object()
@@ -136,7 +144,7 @@ class Outbox:
                 return False
             if self._find(key) is not None or key in self._copying:
                 return True
-            if not self._make_room(size):
+            if not self._make_room(size, used_at):
                 self._counts["refused"] += 1
                 return False
             self._bytes += size  # before it is copied: the limit holds meanwhile
@@ -144,7 +152,7 @@ class Outbox:
         entry = None
         try:
             data = memoryview(bytes(page))
-            entry = _Entry(Page(data, checksum(key, data)))
+            entry = _Entry(Page(data, checksum(key, data)), used_at)
         finally:
             with self._changed:
                 wanted = self._copying.get(key) is this_one  # else it was discarded meanwhile
@@ -162,6 +170,13 @@ class Outbox:
         with self._changed:
             entry = self._find(key)
             return entry.page if entry is not None else None
+
+    def touch(self, keys: Iterable[bytes], used_at: float) -> None:
+        """Pages are of a text that came now, too."""
+        with self._changed:
+            for key in keys:
+                if (entry := self._find(key)) is not None:
+                    entry.used_at = max(entry.used_at, used_at)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Removes pages, leased or not; what is being sent of them goes on."""
@@ -187,11 +202,13 @@ class Outbox:
             return entry
         return self._leased.get(key)
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, used_at: float) -> bool:
         self._end_leases()
         if size > self._max_bytes - self._leased_bytes:
             return False
         while self._bytes + size > self._max_bytes and self._unleased:
+            if next(iter(self._unleased.values())).used_at >= used_at > 0.0:
+                return False
             _, evicted = self._unleased.popitem(last=False)
             self._bytes -= evicted.size
             self._counts["evicted"] += 1
