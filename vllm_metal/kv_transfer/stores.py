@@ -78,9 +78,9 @@ class Stores:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
     A page is due once the step that completes it is with the device: the step after takes it along.
-    Copies that are not on disk yet take `staging_bytes` at most, and the rows that the thread is
-    writing ROWS_BYTES more. A block whose memory is wanted for another request before there is room
-    for its copy is dropped. No step ever waits for the disk.
+    Copies that are not on disk yet take `staging_bytes` at most, and the rows that are made of them
+    ROWS_BYTES, or a page, more. A block whose memory is wanted for another request before there is
+    room for its copy is dropped. No step ever waits for the disk.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Stores:
         self._step = 0
         self._ended: list[Finished] = []
         self._written: SimpleQueue[tuple[_Lot, list[int]]] = SimpleQueue()
+        self._memory = np.empty(0, np.uint8)  # of rows; the store's thread makes it
 
     def use(self, pages: BlockPages) -> None:
         """There is a pool, and these are its blocks."""
@@ -245,6 +246,8 @@ class Stores:
         sizes = [0] * len(lot.pages)
         try:
             count = max(1, ROWS_BYTES // lot.pages[0].size)
+            if self._memory.nbytes < count * lot.pages[0].size:
+                self._memory = np.empty(count * lot.pages[0].size, np.uint8)
             for first in range(0, len(sizes), count):
                 sizes[first : first + count] = self._write_pages(lot, first, first + count)
         except Exception:
@@ -254,8 +257,9 @@ class Stores:
 
     def _write_pages(self, lot: _Lot, start: int, stop: int) -> list[int]:
         """Keeps some pages of a lot; how many bytes of each."""
-        rows = page_rows(lot.arrays, start, stop)
         pages, sizes = lot.pages[start:stop], []
+        memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
+        rows = page_rows(lot.arrays, start, stop, memory)
         for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
             sizes.append(0)
             if not finite:
