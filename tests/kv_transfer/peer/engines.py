@@ -6,19 +6,30 @@ asks a server for pages, prints how many it has leases on, and holds them. Both 
 killed.
 """
 
+import contextlib
+import logging
 import os
 import random
 import socket
 import sys
 import threading
 import time
+import types
 
+if __name__ == "__main__":
+    # Importing vLLM takes seconds, and its logger is all that is used of it here.
+    sys.modules["vllm"] = types.ModuleType("vllm")
+    sys.modules["vllm.logger"] = types.ModuleType("vllm.logger")
+    sys.modules["vllm.logger"].init_logger = logging.getLogger
+
+from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.peer.terms import Terms
+from vllm_metal.kv_transfer.peer.wire import Link
 
 SECRET = b"a secret of the tests"
 #: Short where a test waits for the end of it, long where an end would spoil the test.
@@ -64,6 +75,30 @@ def wait_until(condition, seconds=30):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.002)
+
+
+def connect(port, no_progress_s=20.0):
+    """A link to a server, before a word is said."""
+    return Link(socket.create_connection(("127.0.0.1", port)), no_progress_s)
+
+
+def introduced(port, session=b"i" * 16, no_progress_s=20.0):
+    """A link to a server that has got over the first words."""
+    link = connect(port, no_progress_s)
+    handshake.introduce(link, SECRET, session, make_terms())
+    return link
+
+
+def is_over(link):
+    """Waits for the other side to end a connection, whatever it says before."""
+    try:
+        while link.sock.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False  # a slice of time is over
+    except ConnectionError:
+        pass
+    return True
 
 
 class Proxy:
@@ -118,16 +153,14 @@ class Proxy:
     def _pump(self, source, target, is_servers):
         try:
             while data := source.recv(1 << 16):
-                target.sendall(self._spoiled(data) if is_servers else data)
+                target.sendall(self._spoiled(data, target) if is_servers else data)
         except OSError:
             pass
         for end in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
-    def _spoiled(self, data):
+    def _spoiled(self, data, target):
         with self._lock:
             fault, at = self._fault, self._left
             self._left -= len(data)
@@ -137,6 +170,7 @@ class Proxy:
         self.happened.set()
         if fault == "flip":
             return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+        target.sendall(data[:at])
         if fault == "stall":
             self._closed.wait()
         self._cut()
@@ -145,10 +179,8 @@ class Proxy:
     def _cut(self):
         with self._lock:
             for end in self._sockets:
-                try:
+                with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
 
 
 def main():

@@ -30,11 +30,11 @@ def test_others_must_not_read_it(tmp_path, mode):
 
 
 def test_it_must_be_long_enough_and_there(tmp_path):
-    with pytest.raises(ValueError, match="15 bytes, and a secret needs 16.*openssl rand"):
+    with pytest.raises(ValueError, match=r"15 bytes, and a secret needs 16.*openssl rand"):
         read_secret(write(tmp_path / "key", KEY[:15] + b"\n" * 9))
-    with pytest.raises(ValueError, match="secret: .*cannot be read"):
+    with pytest.raises(ValueError, match=r"secret: .*cannot be read"):
         read_secret(tmp_path / "none")
-    with pytest.raises(ValueError, match="secret: .*cannot be read"):
+    with pytest.raises(ValueError, match=r"secret: .*cannot be read"):
         read_secret(tmp_path)
 
 
