@@ -123,6 +123,29 @@ def test_prompts_that_come_at_once(toys, tmp_path, prompts, method):
     assert len(found.keys() & expected.keys()) >= NUM_FULL + 1
 
 
+@pytest.mark.parametrize("method", CORE)
+def test_one_server_leaves_as_much_of_requests_of_one_token(toys, tmp_path, prompts, method):
+    options = {"max_num_batched_tokens": 40, "async_scheduling": True}
+    _, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING, **options)
+    _, pages = serve(toys[method], tmp_path / "short", "kv_both", prompts, 1, **options)
+    assert len(pages) == NUM_FULL + 1
+    check_pages(pages, expected, exact=method != "draft_model")
+
+
+@pytest.mark.more
+def test_windows_whose_groups_share_memory_with_the_drafts(tiny_models, tmp_path):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 256, length).tolist() for length in (3 * BLOCK, 130, 200)]
+    spec = {"method": "draft_model", "model": str(tiny_models / "windowed-draft")}
+    toy = Toy(str(tiny_models / "windowed"), spec | {"num_speculative_tokens": 3})
+    options = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 80}
+    _, expected = serve(toy, tmp_path / "one", "kv_both", prompts, DRAFTING, **options)
+    _, pages = serve(toy, tmp_path / "p", "kv_producer", prompts, 1, **options)
+    both = pages.keys() & expected.keys()
+    assert len(both) > len(pages) // 2 > 10
+    check_pages({key: pages[key] for key in both}, expected, exact=False)
+
+
 def test_a_draft_model_made_for_shorter_texts(toys, tmp_path, prompts):
     toy = toys["draft_model"]
     toy = Toy(toy.model, toy.speculation | {"max_model_len": 3 * BLOCK + 8})
