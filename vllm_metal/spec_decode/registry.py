@@ -155,6 +155,7 @@ def propose_nothing(config: VllmConfig) -> None:
         return
     if method.keeps_kv:
         speculation.num_speculative_tokens = 0
+        speculation.num_speculative_tokens_per_batch_size = None  # numbers up to that one
     else:
         config.speculative_config = None
 
