@@ -145,6 +145,9 @@ class Runner:
     def learn(self):
         pass
 
+    def settle_leaving(self, step):
+        pass
+
     def wait(self):
         self.pool._settle()
 

@@ -74,6 +74,14 @@ class _Lot:
     num_bytes: int
 
 
+def _ends(pages: Iterable[_Page]) -> dict[str, int]:
+    """By request id how many tokens of it the pages complete."""
+    ends: dict[str, int] = {}
+    for page in pages:
+        ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
+    return ends
+
+
 class Stores:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
@@ -157,10 +165,12 @@ class Stores:
         Makes room for that lot as well, where others have been written: call it before `queue_lot`.
         """
         self._take_written()
-        ends: dict[str, int] = {}
-        for page in islice(self._due, self._num_fitting() if self._worthwhile() else 0):
-            ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
-        return ends
+        return _ends(islice(self._due, self._num_fitting() if self._worthwhile() else 0))
+
+    def all_due_ends(self, job_ids: Collection[int] | None = None) -> dict[str, int]:
+        """The same of all due pages, or those of some jobs: call it before `copy_now`."""
+        due = self._due
+        return _ends(page for page in due if job_ids is None or page.job.job_id in job_ids)
 
     def queue_lot(self) -> list[mx.array]:
         """Copies of due pages, to be handed to the device with the step that is being built."""
