@@ -150,10 +150,10 @@ def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, mo
     with consumer(tiny, port) as d:
         found = decode(d, prompts[0])
         assert (found.tokens, found.pulled) == (alone[0], 0)
-        for client in peering(d)._clients:
-            client._down_until = None  # as after some seconds
         for _ in range(2):  # another engine at the same address after the first
             with producer(tiny, port) as p:
+                for client in peering(d)._clients:
+                    client._down_until = None  # as after some seconds
                 prompt = prompts.pop()
                 found = decode(d, prompt, prefill(p, prompt))
                 assert (found.tokens, found.pulled) == (alone.pop(), PULLED)
