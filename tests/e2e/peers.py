@@ -14,6 +14,7 @@ from e2e.harness import counters, engine, free_blocks, greedy, run_out
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from vllm_metal.kv_transfer.config import CONNECTOR
+from vllm_metal.kv_transfer.peering import Peering
 
 #: What vLLM's proxies send along to the engine that prefills.
 FOR_A_DECODER = {
@@ -67,6 +68,28 @@ def consumer(model: str, *ports: int, role: str = "kv_consumer", **options: Any)
     extra = {"peers": [f"127.0.0.1:{port}" for port in ports]} | options.pop("extra", {})
     with role_engine(model, role, extra=extra, **options) as llm:
         yield llm
+
+
+def worker_of(llm: LLM) -> Any:
+    """The worker of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def runner_of(llm: LLM) -> Any:
+    """The model runner of now."""
+    return worker_of(llm).runner.runner
+
+
+def blocks_of(llm: LLM, req_id: str) -> list[int]:
+    """Blocks of the first KV cache group that a request has."""
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    return list(scheduler.kv_cache_manager.get_block_ids(req_id)[0])
+
+
+def peering(llm: LLM) -> Peering:
+    """What an engine has to do with others."""
+    found: Peering = worker_of(llm).get_kv_connector_handshake_metadata()[0, 0].peering
+    return found
 
 
 @dataclass(frozen=True)

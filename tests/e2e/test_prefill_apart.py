@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine prefills and another decodes: what comes out is what one engine would have made."""
 
+from math import ceil
+
 import numpy as np
 import pytest
 from e2e.drafting import METHODS, write_toys
 from e2e.drafting import VOCAB as TOY_VOCAB
 from e2e.fuzz.models import VOCAB
-from e2e.peers import consumer, decode, free_port, prefill, producer, role_engine
+from e2e.peers import (
+    blocks_of,
+    consumer,
+    decode,
+    free_port,
+    prefill,
+    producer,
+    role_engine,
+    runner_of,
+)
+
+from vllm_metal.kv_cache.pages import page_rows
+from vllm_metal.kv_transfer.connector import MetalKVConnector
+from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peers import Peers
 
 BLOCK = 16
 NUM_DRAFTS = 3
@@ -62,6 +78,67 @@ def check_all(model, spec, ahead, vocabulary=VOCAB, block=BLOCK, **options):
             pulled += found.pulled
     assert pulled > 0
     return sum(served.accepted for served in expected)
+
+
+class ByPosition:
+    """A connector that knows blocks by their place, as others do: it keeps the last of a list.
+
+    The engine that prefills has a block more than the other where drafts, or a step in flight, are
+    to go into the next one: vLLM issue 43996.
+    """
+
+    def __init__(self, monkeypatch, p):
+        self._p, self._blocks, self._rows, self._places = p, [], [], {}
+        ends, asks = MetalKVConnector.request_finished_all_groups, Peers.ask
+
+        def note_blocks(connector, request, block_ids):
+            if (request.kv_transfer_params or {}).get("do_remote_decode"):
+                self._blocks = blocks_of(p, request.request_id)  # `block_ids` is cut already
+            return ends(connector, request, block_ids)
+
+        def note_places(peers, keys, engine_id):
+            self._places = {key: place for place, key in enumerate(keys)}
+            return asks(peers, keys, engine_id)
+
+        monkeypatch.setattr(MetalKVConnector, "request_finished_all_groups", note_blocks)
+        monkeypatch.setattr(Peers, "ask", note_places)
+        monkeypatch.setattr(Peer, "fetch", self._fetch)
+
+    def trim(self, prompt):
+        """Takes what the engine that prefilled has in its blocks, less those that are too many."""
+        pages = runner_of(self._p).layers.block_pages()
+        rows = page_rows(pages.export(0, np.array(self._blocks)))
+        self._rows = rows[-ceil(len(prompt) / BLOCK) :]
+
+    def _fetch(self, keys, pages, wanted):
+        for key, page in zip(keys, pages, strict=True):
+            page[:] = self._rows[self._places[key]].data
+        return True
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
+    """The comparison above finds the error that it is for."""
+    toy = toys["draft_model"]
+    options = {
+        "async_scheduling": ahead,
+        "additional_config": {"fixed_draft_length": True},
+        "speculative_config": toy.speculation,
+        "skip_tokenizer_init": True,
+    }
+    texts = [(prompt, []) for prompt, known in cases(TOY_VOCAB, BLOCK) if not known]
+    expected = computed_alone(toy.model, toy.speculation, texts, options)
+    expected, port, wrong = list(expected), free_port(), set()
+    with producer(toy.model, port, "kv_both", **options) as p:
+        double = ByPosition(monkeypatch, p)
+        with consumer(toy.model, port, **options) as d:
+            for (prompt, _), alone in zip(texts, expected, strict=True):
+                params = prefill(p, prompt)
+                double.trim(prompt)
+                found = decode(d, prompt, params)
+                same = (found.tokens, found.accepted) == (alone.tokens, alone.accepted)
+                wrong |= set() if same else {len(prompt)}
+    assert wrong == {2 * BLOCK}
 
 
 AHEAD = pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])

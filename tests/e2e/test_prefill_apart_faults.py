@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import greedy, run_out
-from e2e.peers import consumer, decode, free_port, prefill, producer, role_engine
+from e2e.peers import consumer, decode, free_port, peering, prefill, producer, role_engine
 from vllm import TokensPrompt
 
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
@@ -42,12 +42,6 @@ def pair(tiny):
             return first, stack.enter_context(consumer(tiny, port, **(of_consumer or {})))
 
         yield make
-
-
-def peering(llm):
-    """What an engine has to do with others."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return worker.get_kv_connector_handshake_metadata()[0, 0].peering
 
 
 def dies(p):

@@ -17,10 +17,10 @@ MAX_KEYS = 32 << 10
 MAX_KEY_BYTES = 64  # as on disk; vLLM's have 36
 #: Of a fingerprint's facts as JSON; those of a model of 60 layers have some 10 KB.
 MAX_FACTS_BYTES = 256 << 10
-#: Threads and sockets that peers can make a server hold; a peer has three of them.
+#: Threads and sockets that peers can make a server hold; a peer has seven of them at most.
 MAX_CONNECTIONS = 32
-#: Of one peer: two threads that load, and what is asked besides.
-CONNECTIONS_OF_A_PEER = 3
+#: Of one peer: two threads that load, four questions, and one thread that renews leases.
+CONNECTIONS_OF_A_PEER = 7
 
 
 @dataclass(frozen=True)
