@@ -95,10 +95,12 @@ def beside_loads(
         stream = Stream(engine, [7 + number, *range(10, 70)], length)
         for prompt in prompts:
             stream.tokens(alone_tokens, alone)
-            name, others, gaps_of = engine.add(prompt), set[str](), loading
+            name, others = engine.add(prompt), set[str]()
             while name not in others:
-                others = stream.token(gaps_of)
-                gaps_of = loading if engine.is_loading(name) else answering
+                gap: list[float] = []
+                others = stream.token(gap)
+                # The step that finds all pages there computes the prompt's last tokens, too.
+                (loading if engine.is_loading(name) else answering).extend(gap)
         stream.stop()
     hits = engine.counter("external_prefix_cache_hits") - hits
     wanted = rounds * sum(len(prompt) - 16 for prompt in prompts)
