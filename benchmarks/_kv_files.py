@@ -11,20 +11,22 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import vllm.config  # noqa: F401  # before vllm.distributed: they import each other
 
-from vllm_metal.kv_cache.pages import PagePart, all_finite, page_views
+from vllm_metal.kv_cache.pages import PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.loads import NUM_READERS, PIECE_BYTES
+from vllm_metal.kv_transfer.stores import ROWS_BYTES
 
 _FINGERPRINT = "00" * 16
 _NAMESPACE = "shared"
@@ -89,12 +91,14 @@ class FileBench:
         self._blocks = self._cache.blocks(_FINGERPRINT, {}, _NAMESPACE)
         self._pages_folder = folder / "cache" / _FINGERPRINT / _NAMESPACE
         self._keys = [os.urandom(36) for _ in range(max(1, total_bytes // page.nbytes))]
-        per_piece = max(1, PIECE_BYTES // page.nbytes)
-        self._pieces = [
-            [mx.random.normal((per_piece, *page.shape)) for _ in range(page.count)]
-            for _ in range(max(NUM_READERS, _STAGED_BYTES // (per_piece * page.nbytes)))
+        self._per_piece = max(1, PIECE_BYTES // page.nbytes)
+        num_pieces = max(NUM_READERS, _STAGED_BYTES // (self._per_piece * page.nbytes))
+        self._copies = [
+            [mx.random.normal((self._per_piece, *page.shape)) for _ in range(page.count)]
+            for _ in range(num_pieces)
         ]
-        mx.eval(self._pieces)
+        mx.eval(self._copies)
+        self._rows = np.zeros((num_pieces, self._per_piece, page.nbytes), np.uint8)
         self._ring = memoryview(bytearray(os.urandom(1 << 20) * (_STAGED_BYTES >> 20)))
 
     def run(self) -> list[Rates]:
@@ -150,25 +154,28 @@ class FileBench:
         for path in self._plain.iterdir():
             path.unlink()
 
-    def _views(self, number: int) -> list[memoryview]:
-        per_piece = len(self._pieces[0][0])
-        piece, page = divmod(number, per_piece)
-        return page_views(self._pieces[piece % len(self._pieces)], page)
-
     def _slice(self, number: int, size: int) -> memoryview:
         start = number * size % (_STAGED_BYTES - size)
         return self._ring[start : start + size]
 
     def _store(self) -> float:
-        """As the store's thread writes a lot: numbers are checked, too."""
-        parts = self._page.parts
+        """As the store's thread writes lots: numbers are checked, too."""
         started = time.perf_counter()
-        for number, key in enumerate(self._keys):
-            views = self._views(number)
-            assert all_finite(parts, views)
-            written = self._blocks.write(key, views, 1e9, number)
-            assert written is Written.STORED, written
+        for first in range(0, len(self._keys), self._per_piece):
+            last = min(first + self._per_piece, len(self._keys))
+            lot = self._copies[first // self._per_piece % len(self._copies)]
+            for number, row in enumerate(self._made_rows(lot, last - first), first):
+                written = self._blocks.write(self._keys[number], row, 1e9, number)
+                assert written is Written.STORED, written
         return time.perf_counter() - started
+
+    def _made_rows(self, lot: Sequence[mx.array], count: int) -> Iterator[memoryview]:
+        parts = self._page.parts
+        at_once = max(1, ROWS_BYTES // self._page.nbytes)
+        for first in range(0, count, at_once):
+            rows = page_rows(lot, first, min(first + at_once, count))
+            assert finite_rows(parts, rows).all()
+            yield from map(memoryview, rows)
 
     def _raw_write(self) -> float:
         started = time.perf_counter()
@@ -190,16 +197,17 @@ class FileBench:
 
     def _load(self) -> float:
         """As the readers do: each thread reads pieces of several pages."""
-        per_piece = len(self._pieces[0][0])
 
         def read(first: int) -> bool:
-            numbers = range(first, min(first + per_piece, len(self._keys)))
-            return all(self._blocks.read(self._keys[n], self._views(n)) for n in numbers)
+            keys = self._keys[first : first + self._per_piece]
+            rows = self._rows[first // self._per_piece % len(self._rows)]
+            pages = zip(keys, rows, strict=False)
+            return all(self._blocks.read(key, memoryview(row)) for key, row in pages)
 
-        return _in_threads(read, range(0, len(self._keys), per_piece))
+        return _in_threads(read, range(0, len(self._keys), self._per_piece))
 
     def _raw_read(self) -> float:
-        paths, per_piece = self._plain_paths(), len(self._pieces[0][0])
+        paths, per_piece = self._plain_paths(), self._per_piece
 
         def read(first: int) -> bool:
             size = self._page.nbytes

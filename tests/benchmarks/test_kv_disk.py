@@ -89,7 +89,7 @@ def test_a_stuck_disk_keeps_its_writers_until_it_is_free(tmp_path: Path) -> None
     blocks = cache.blocks("00" * 16, {})
 
     def write() -> Written:
-        return blocks.write(b"key", [memoryview(b"payload")], 1e9, 0)
+        return blocks.write(b"key", memoryview(b"payload"), 1e9, 0)
 
     with ThreadPoolExecutor(1) as thread:
         with stuck_disk():

@@ -12,7 +12,7 @@ from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import StepLayout
-from vllm_metal.kv_cache.pages import BlockPages, page_views
+from vllm_metal.kv_cache.pages import BlockPages, page_rows
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory import profile
@@ -185,12 +185,7 @@ def test_a_request_goes_on_in_another_engine_from_pages(model, config):
     mx.async_eval(queued)
     first.paged.update_blocks(first.all_blocks(0).tolist(), [])
     for group, (blocks, arrays) in enumerate(zip(second.blocks[2], queued, strict=True)):
-        staged = theirs.staging(group, len(blocks) + 1)
-        for index in range(len(blocks)):
-            views = zip(page_views(arrays, index), page_views(staged, index), strict=True)
-            for source, target in views:
-                target[:] = source
-        theirs.import_pages(group, np.array(blocks, np.int32), staged)
+        theirs.import_pages(group, np.array(blocks, np.int32), page_rows(arrays))
     close(second.step([(2, 30, tokens[30:])])[0], dense(model, tokens)[30:])
 
 

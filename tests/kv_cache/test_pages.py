@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
+from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 
@@ -65,10 +65,6 @@ def naive(states, names, block):
     return b"".join(part.tobytes() for part in parts)
 
 
-def joined(arrays, index):
-    return b"".join(bytes(view) for view in page_views(arrays, index))
-
-
 def in_thread(run):
     """Its result; what it raises, too."""
     out = []
@@ -88,12 +84,9 @@ def in_thread(run):
     return result
 
 
-def carried(arrays, count, staged):
-    """The first pages' bytes put into staging, as reading files would."""
-    for index in range(count):
-        pages = zip(page_views(arrays, index), page_views(staged, index), strict=True)
-        for source, target in pages:
-            target[:] = bytes(source)
+def pages_of(arrays):
+    """Bytes of each page."""
+    return [row.tobytes() for row in page_rows(arrays)]
 
 
 class Steps:
@@ -122,23 +115,21 @@ def test_pages_are_the_pools_bytes_and_enter_another_bit_by_bit(kv_cache_type, d
     following = built(target, [3, 1, 7, 9], 48, 1)
     queued = ours.queue_export(0, sources)
     steps.hand_over(following, *queued)
-    staged = theirs.staging(0, 4)
-    in_thread(lambda: carried(queued, 3, staged))
+    rows = np.full((4, ours.page_bytes(0)), 7, np.uint8)  # room for one more
+    rows[:3] = in_thread(lambda: page_rows(queued))
     settled = ours.export(0, sources)
     expected = [naive(here, NAMES, block) for block in sources]
-    assert [joined(queued, index) for index in range(3)] == expected
-    assert [joined(settled, index) for index in range(3)] == expected
+    assert [row.tobytes() for row in rows[:3]] == expected
+    assert pages_of(settled) == expected
     assert ours.page_bytes(0) == len(expected[0])
-    assert [part.nbytes for part in ours.parts(0)] == [
-        view.nbytes for view in page_views(queued, 0)
-    ]
+    np.testing.assert_array_equal(page_rows(settled, 1), rows[1:3])
+    np.testing.assert_array_equal(page_rows(settled, 1, 2), rows[1:2])
 
     before = [naive(there, NAMES, block) for block in range(12)]
     mine = there[NAMES[0]]
     built(mine, [5], 0, 9)  # written, and not handed to the device yet
-    theirs.import_pages(0, targets, staged)
-    for array in staged:  # free for other use
-        page_views([array], 0)[0][:] = bytes(array.nbytes // len(array))
+    theirs.import_pages(0, targets, rows)
+    rows[:] = 0  # free for other use
     for page, block in zip(expected, targets, strict=True):
         assert naive(there, NAMES, block) == page
     for block in {*range(12)} - {8, 2, 4, 5}:
@@ -176,10 +167,11 @@ def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype,
     mx.async_eval(queued)
     for g, names in enumerate(groups):
         targets = blocks[g] + 20
-        theirs.import_pages(g, targets, queued[g])
+        rows = page_rows(queued[g])
+        theirs.import_pages(g, targets, rows)
         for index in range(2):
             page = naive(here, names, blocks[g][index])
-            assert joined(queued[g], index) == page
+            assert rows[index].tobytes() == page
             assert naive(there, names, targets[index]) == page
     moved = {int(block) + 20 for of_group in blocks.values() for block in of_group}
     for block in {*range(placed.num_blocks)} - moved:
@@ -203,7 +195,7 @@ def copy(target, draft, pages):
 
 
 def import_others(target, draft, pages):
-    pages.import_pages(0, np.array([7, 1]), pages.export(0, np.array([2, 4])))
+    pages.import_pages(0, np.array([7, 1]), page_rows(pages.export(0, np.array([2, 4]))))
 
 
 @pytest.mark.parametrize("later", [overwrite, clear, copy, import_others])
@@ -222,7 +214,7 @@ def test_queued_copies_see_the_steps_before_and_nothing_later(kv_cache_type, dty
     steps.hand_over(following, *queued)
     out = later(target, draft, pages)
     steps.hand_over(built(target, [5], 0, 3) if out is None else out)
-    assert [joined(queued, index) for index in range(2)] == expected
+    assert pages_of(queued) == expected
     target.settle()
     assert naive(states, NAMES[:1], 7) not in expected[0]
 
@@ -239,7 +231,7 @@ def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(kv_ca
     )
     steps.hand_over(following, *first, *second)
     steps.hand_over(built(target, [7, 1], 0, 32))
-    assert [joined(first, 0), joined(second, 0)] == expected
+    assert pages_of(first) + pages_of(second) == expected
 
 
 @pytest.mark.parametrize("later", [overwrite, clear, copy])
@@ -253,7 +245,7 @@ def test_fences_order_a_write_behind_copies_that_are_not_handed_over_yet(kv_cach
     queued = pages.queue_export(0, np.array([7, 1], np.int32))
     later(target, draft, pages)
     assert naive(states, NAMES[:1], 7) not in expected[0]
-    assert [joined(queued, index) for index in range(2)] == expected
+    assert pages_of(queued) == expected
 
 
 def graph_of(array, **named):
@@ -318,7 +310,6 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kv_cache_type, dtype):
     one_array = layers[0].arrays[0].nbytes
     assert sum(array.nbytes for state in layers for array in state.arrays) >= 64 << 20
     blocks, others = np.arange(1, 9), np.arange(20, 28)
-    staged = pages.staging(0, 8)
     moved = 8 * pages.page_bytes(0)
     arrays = [array for state in layers for array in state.arrays]
     steps = Steps(layers[0])
@@ -336,13 +327,13 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kv_cache_type, dtype):
     for start in range(2, 14, 4):
         queued = step(start, exports=True)
         step(start + 1)
-        in_thread(lambda exported=queued: carried(exported, 8, staged))
+        rows = in_thread(lambda exported=queued: page_rows(exported))
         exported = pages.export(0, blocks)
         for state in layers:
             state.settle()
-        assert joined(exported, 0) == naive(states, names, 1)  # what the last step has written
+        assert pages_of(exported)[0] == naive(states, names, 1)  # what the last step has written
         step(start + 2)
-        pages.import_pages(0, others, staged)
+        pages.import_pages(0, others, rows)
         step(start + 3)
         mx.synchronize()
     assert mx.get_peak_memory() - before < 3 * moved + one_array / 4
@@ -368,16 +359,26 @@ def test_an_idle_engine_keeps_no_copies(kv_cache_type):
     assert mx.get_active_memory() - before < held / 10
 
 
-def test_pages_of_another_group_are_refused_by_what_they_are():
+def rows_of(pages, group, count):
+    return np.zeros((count, pages.page_bytes(group)), np.uint8)
+
+
+def test_rows_that_are_not_the_groups_pages_are_refused_by_what_they_are():
     pages = BlockPages(two_layers(ScatterKVCache, mx.bfloat16), [NAMES, NAMES[1:]])
-    staged = pages.staging(1, 2)
-    with pytest.raises(ValueError, match=r"staged: expected 3 pages, found 2"):
-        pages.import_pages(1, np.array([1, 2, 3]), staged)
-    with pytest.raises(ValueError, match=r"staged: expected pages of .*uint16.*, found .*uint16"):
-        pages.import_pages(0, np.array([1]), staged)
-    others = BlockPages(two_layers(ScatterKVCache, mx.float16), [NAMES]).staging(0, 2)
-    with pytest.raises(ValueError, match=r"staged: expected .*uint16.*, found .*float16"):
-        pages.import_pages(0, np.array([1]), others)
+    few, size = rows_of(pages, 1, 2), pages.page_bytes(1)
+    blocks = np.array([1, 2, 3])
+    with pytest.raises(ValueError, match=rf"rows: expected \(3, {size}\).* found \(2, {size}\)"):
+        pages.import_pages(1, blocks, few)
+    other = rows_of(pages, 0, 3)
+    with pytest.raises(ValueError, match=rf"rows: expected \(3, {size}\).* found \(3, "):
+        pages.import_pages(1, blocks, other)
+    for rows in (other[:, :size], rows_of(pages, 1, 6)[::2], np.asfortranarray(other)):
+        with pytest.raises(ValueError, match="rows: expected contiguous uint8"):
+            pages.import_pages(1, blocks, rows)
+    with pytest.raises(ValueError, match="rows: expected contiguous uint8, found uint16"):
+        pages.import_pages(1, blocks, rows_of(pages, 1, 3).view(np.uint16))
+    with pytest.raises(ValueError, match=rf"rows: expected .* found \({3 * size},\)"):
+        pages.import_pages(1, blocks, rows_of(pages, 1, 3).reshape(-1))
 
 
 @pytest.mark.parametrize("block", [-1, 12])
@@ -388,7 +389,7 @@ def test_blocks_that_the_pool_has_not_are_refused(block):
         with pytest.raises(ValueError, match=message):
             call(0, blocks)
     with pytest.raises(ValueError, match=message):
-        pages.import_pages(0, blocks, pages.staging(0, 2))
+        pages.import_pages(0, blocks, rows_of(pages, 0, 2))
 
 
 FLOATS = [mx.float32, mx.float16, mx.bfloat16, mx.uint8]
@@ -412,50 +413,50 @@ def part_of(count, dtype):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.uint8], ids=str)
 def test_every_code_is_told_finite_or_not(dtype):
     codes = np.arange(256**dtype.size).astype(CODES[dtype.size])
-    part, views = part_of(1, dtype), memoryview(codes).cast("B")
-    found = [
-        all_finite([part], [views[start : start + dtype.size]])
-        for start in range(0, codes.nbytes, dtype.size)
-    ]
+    rows = codes.view(np.uint8).reshape(-1, dtype.size)  # a page is one number
+    found = finite_rows([part_of(1, dtype)], rows)
     np.testing.assert_array_equal(found, finite_codes(codes, dtype))
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_a_page_is_finite_if_all_its_numbers_are(data):
-    """Finite numbers, and now and then one anywhere that may be anything."""
-    parts, views, expected = [], [], True
-    for _ in range(data.draw(st.integers(1, 4))):
+    """Finite numbers, and now and then one anywhere that may be anything; parts of odd sizes."""
+    parts, columns = [], []
+    expected = np.ones(data.draw(st.integers(1, 4)), bool)
+    for _ in range(data.draw(st.integers(1, 5))):
         dtype = data.draw(st.sampled_from([*FLOATS, mx.int8]))
         count = data.draw(st.integers(1, 300))
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-        codes = rng.integers(0, 256, count * dtype.size, np.uint8).view(CODES[dtype.size])
-        codes = codes.copy()
+        shape = (len(expected), count)
+        codes = rng.integers(0, 256, (shape[0], count * dtype.size), np.uint8)
+        codes = codes.view(CODES[dtype.size])
         if dtype != mx.int8:
-            codes[~finite_codes(codes, dtype)] = 0
+            codes[~finite_codes(codes.reshape(-1), dtype).reshape(shape)] = 0
             if data.draw(st.booleans()):
+                page = data.draw(st.integers(0, shape[0] - 1))
                 place = data.draw(st.integers(0, count - 1))
                 special = {1: [0x7F, 0xFF, 0x7E], 2: [0x7C00, 0xFF80, 0x7F80, 0x7BFF, 0xFFFF]}
                 special[4] = [0x7F800000, 0xFF800001, 0x7F7FFFFF, 0xFFFFFFFF, 0x7F800001]
-                codes[place] = data.draw(st.sampled_from(special[dtype.size]))
-            expected &= bool(finite_codes(codes, dtype).all())
+                codes[page, place] = data.draw(st.sampled_from(special[dtype.size]))
+            expected &= finite_codes(codes.reshape(-1), dtype).reshape(shape).all(axis=1)
         parts.append(part_of(count, dtype))
-        views.append(memoryview(codes).cast("B"))
-    assert all_finite(parts, views) == expected
+        columns.append(codes.view(np.uint8))
+    found = finite_rows(parts, np.concatenate(columns, axis=1))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_number_that_is_none_is_found_wherever_it_lies_in_a_page(dtype):
     pages = BlockPages(two_layers(ScatterKVCache, dtype), [NAMES])
-    staged = pages.staging(0, 3)
-    assert all_finite(pages.parts(0), page_views(staged, 1))
-    rng, parts = np.random.default_rng(0), pages.parts(0)
-    for index, (part, view) in enumerate(zip(parts, page_views(staged, 1), strict=True)):
-        codes = np.frombuffer(view, CODES[part.dtype.size])
+    rows, parts = rows_of(pages, 0, 3), pages.parts(0)
+    assert finite_rows(parts, rows).all()
+    rng, start = np.random.default_rng(0), 0
+    for part in parts:
+        codes = rows[1, start : start + part.nbytes].view(CODES[part.dtype.size])
+        start += part.nbytes
         for place in (0, len(codes) - 1, *rng.integers(0, len(codes), 5)):
             codes[place] = np.iinfo(codes.dtype).max  # NaN in every format
-            finite = all_finite(parts, page_views(staged, 1))
-            assert finite == (parts[index].dtype == mx.int8)
-            assert all_finite(parts, page_views(staged, 0))
-            assert all_finite(parts, page_views(staged, 2))
+            assert finite_rows(parts, rows).tolist() == [True, part.dtype == mx.int8, True]
             codes[place] = 0
+    assert start == rows.shape[1]

@@ -43,7 +43,7 @@ class SmallPool:
 
 
 def store_on(folder, limits=None, **options):
-    return PageStore(DiskCache(folder, limits or Limits(10**8, None), **options), FINGERPRINT)
+    return PageStore(FINGERPRINT, DiskCache(folder, limits or Limits(10**8, None), **options))
 
 
 def keys_of(names, namespace="shared", group=0, used_at=1e9):
@@ -55,8 +55,8 @@ def keys_of(names, namespace="shared", group=0, used_at=1e9):
 
 def on_disk(store, keys):
     """The pages' bytes; None where there is none."""
-    folder, found = store.folder(keys.place.namespace), []
+    folder, found = store.shelf(keys.place.namespace).folder, []
     for key in keys.keys:
         content = bytearray(PAGE_BYTES)
-        found.append(bytes(content) if folder.read(key, [memoryview(content)]) else None)
+        found.append(bytes(content) if folder.read(key, memoryview(content)) else None)
     return found

@@ -17,6 +17,7 @@ from vllm_metal.kv_transfer.config import (
     CONNECTOR,
     CONNECTOR_MODULE,
     PrefixCacheConfig,
+    TransferConfig,
     settle_kv_transfer,
 )
 from vllm_metal.kv_transfer.disk import limits
@@ -50,7 +51,8 @@ def full(path, /, **extra):
 
 def checked(config):
     MetalPlatform.check_and_update_config(config)
-    return PrefixCacheConfig.of(config)
+    found = TransferConfig.of(config)
+    return None if found is None else found.disk
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_a_full_disk_does_not_stop_a_start(config, tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_metal.kv_transfer.config.default_max_bytes", lambda path: 0)
     config.kv_transfer_config = full(tmp_path)
     assert checked(config) == checked(config)
-    assert PrefixCacheConfig.of(config).max_bytes == 1
+    assert TransferConfig.of(config).disk.max_bytes == 1
 
 
 def test_unlimited_writes(config, tmp_path):

@@ -27,7 +27,7 @@ def filled(folder):
     keys = keys_of(NAMES)
     for index, key in enumerate(keys.keys):
         content = memoryview(source.block(1 + index))
-        store.folder("shared").write(key, [content], 1e9, index)
+        store.shelf("shared").folder.write(key, content, 1e9, index)
     assert None not in on_disk(store, keys)
     return store, source
 
@@ -191,7 +191,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
         elif action == "cancel":
             loads.cancel({req_id})
         elif action == "spoil":
-            store.folder("shared").discard(keys_of(NAMES).keys[number % 8 : number % 8 + 1])
+            store.shelf("shared").folder.discard(keys_of(NAMES).keys[number % 8 : number % 8 + 1])
         elif action == "lose":
             lose()
         elif action == "import fails":

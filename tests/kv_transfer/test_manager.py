@@ -13,7 +13,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.written import Written
-from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, DiskManager
+from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, PageManager
 from vllm_metal.kv_transfer.messages import Discard
 from vllm_metal.kv_transfer.metrics import DEFINITIONS
 
@@ -31,7 +31,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def manager(store):
-    made = DiskManager(KEY, clock=lambda: 2e9)
+    made = PageManager(KEY, clock=lambda: 2e9)
     made.open(store)
     return made
 
@@ -47,7 +47,7 @@ def request(manager, req_id="r", salt=None, keys=()):
 
 def write(store, keys, namespace="shared"):
     for key in keys:
-        assert store.folder(namespace).write(key, [PAGE], 1e9, 0) is Written.STORED
+        assert store.shelf(namespace).folder.write(key, PAGE, 1e9, 0) is Written.STORED
 
 
 def stored(manager, keys, context):
@@ -55,7 +55,7 @@ def stored(manager, keys, context):
 
 
 def test_nothing_is_found_or_stored_before_the_worker_has_a_store(store):
-    manager, keys = DiskManager(None), keys_of("a").keys
+    manager, keys = PageManager(None), keys_of("a").keys
     write(store, keys)
     context = request(manager)
     assert manager.lookup(keys[0], context) is MISS
@@ -110,18 +110,18 @@ def test_a_day_s_writes_stop_and_go_on_the_next_day_while_reads_go_on(tmp_path):
     now = [time.time()]
     limits = Limits(10**8, daily_write_bytes=3 * 4096)  # a manifest and two pages
     store = store_on(tmp_path / "cache", limits, clock=lambda: now[0])
-    manager = DiskManager(None, clock=lambda: now[0])
+    manager = PageManager(None, clock=lambda: now[0])
     manager.open(store)
     context, keys = request(manager), keys_of("abcd").keys
-    outcomes = [store.folder("shared").write(key, [PAGE], 1e9, 0) for key in keys]
+    outcomes = [store.shelf("shared").folder.write(key, PAGE, 1e9, 0) for key in keys]
     num_stored = outcomes.count(Written.STORED)
     assert 0 < num_stored < 4 and set(outcomes[num_stored:]) == {Written.OVER_BUDGET}
     assert stored(manager, keys, context) == []  # so no step copies what nobody would write
     assert manager.lookup(keys[0], context) is HIT
-    assert store.folder("shared").read(keys[0], [memoryview(bytearray(PAGE_BYTES))])
+    assert store.shelf("shared").folder.read(keys[0], memoryview(bytearray(PAGE_BYTES)))
     now[0] += 2 * 86400
     assert stored(manager, keys, context) == keys[num_stored:]
-    assert store.folder("shared").write(keys[-1], [PAGE], 1e9, 0) is Written.STORED
+    assert store.shelf("shared").folder.write(keys[-1], PAGE, 1e9, 0) is Written.STORED
     store.close()
 
 
@@ -132,7 +132,7 @@ def test_pages_are_touched_from_the_first_on_so_that_the_last_go_first(manager, 
     store.writer.submit(lambda: None).result()
     times = []
     for key in keys:
-        (path,) = store._cache._root.glob(f"*/shared/*/{key.hex()}.kv")
+        (path,) = store._disk._root.glob(f"*/shared/*/{key.hex()}.kv")
         times.append(os.stat(path).st_mtime_ns)
     assert times[0] == 2 * 10**18 and times == sorted(times, reverse=True)
     assert len(set(times)) == 4
@@ -147,7 +147,7 @@ def test_what_the_writer_is_given_is_done_in_order(manager, store):
     store.discard(discard)
     go.set()
     assert discard.done.wait(20)
-    assert not store.folder("shared").contains(keys[0])
+    assert not store.shelf("shared").folder.contains(keys[0])
 
 
 def test_distrusted_pages_are_missed_until_they_are_gone(manager, store):

@@ -30,9 +30,13 @@ def store(tmp_path):
 
 @pytest.fixture
 def stores(store, pool):
-    made = Stores(store, 4, 4 * PAGE_BYTES)
-    made.use(pool.pages)
-    return made
+    return made(store, pool)
+
+
+def made(store, pool, **options):
+    stores = Stores(store, 4, 4 * PAGE_BYTES, **options)
+    stores.use(pool.pages)
+    return stores
 
 
 def step(stores):
@@ -86,17 +90,15 @@ def test_pages_go_in_lots_of_bytes(stores, store, pool, monkeypatch):
     assert not stores.busy
 
 
-def test_a_page_waits_for_so_many_steps_at_most(stores, monkeypatch):
-    monkeypatch.setattr(module, "LOT_STEPS", 5)
+def test_a_page_waits_for_so_many_steps_at_most(store, pool):
+    stores = made(store, pool, lot_steps=5)
     stores.add(0, "r", keys_of("a"), [5])
     assert [step(stores) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
     finish(stores, 0)
 
 
-def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(
-    stores, store, monkeypatch, blocked
-):
-    monkeypatch.setattr(module, "LOT_STEPS", 0)
+def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(store, pool, blocked):
+    stores = made(store, pool, lot_steps=0)
     for number in range(10):
         stores.add(number, "r", keys_of([number]), [1 + number])
         step(stores)
@@ -171,7 +173,7 @@ def test_jobs_end_though_their_blocks_cannot_be_copied(stores, pool, monkeypatch
         raise RuntimeError("the device failed")
 
     monkeypatch.setattr(pool.pages, method, fail)
-    monkeypatch.setattr(module, "LOT_STEPS", 0)
+    stores = made(store, pool, lot_steps=0)
     stores.add(0, "r", keys_of("a"), [5])
     stores.add(1, "s", keys_of("b", group=1), [3])
     with pytest.raises(RuntimeError):
@@ -184,7 +186,7 @@ class Machine:
     """Random work; `ended` counts reports of each job."""
 
     def __init__(self, store):
-        self.stores = Stores(store, 4, 3 * PAGE_BYTES)
+        self.stores = Stores(store, 4, 3 * PAGE_BYTES, lot_steps=1)
         self.pool = SmallPool()
         self.stores.use(self.pool.pages)
         self.added, self.ended = [], []
@@ -236,7 +238,6 @@ ACTIONS = ["add", "add", "step", "step", "fails", "export fails", "flush", "void
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30)), max_size=30))
 def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_factory, actions):
     store = store_on(tmp_path_factory.mktemp("cache"))
-    was, module.LOT_STEPS = module.LOT_STEPS, 1
     try:
         machine = Machine(store)
         for action, number in actions:
@@ -246,7 +247,6 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
         assert sorted(machine.ended) == machine.added
         assert not machine.stores.busy and machine.stores._staged_bytes == 0
     finally:
-        module.LOT_STEPS = was
         store.close()
 
 

@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from vllm_metal.kv_transfer import stores
 from vllm_metal.kv_transfer.messages import TransferMetadata
 from vllm_metal.worker.transfer_hooks import TransferHooks
 
@@ -99,7 +98,7 @@ def ended_jobs(outcomes):
 def test_blocks_go_with_the_step_after_the_one_that_completes_them(
     hooks, runner, pool, monkeypatch
 ):
-    monkeypatch.setattr(stores, "LOT_STEPS", 0)
+    monkeypatch.setattr(hooks._stores, "_lot_steps", 0)
     step(hooks, {0: store_job("r", "ab", [3, 5])}, new=["r"], scheduled=["r"])
     assert runner.joined == 0
     second = step(hooks, scheduled=["r"])

@@ -2,8 +2,8 @@
 """Whole blocks of the pool as pages: bytes that threads may write to files and read from them.
 
 A page is all that the layers of one KV cache group keep of a block: for each layer, each array of
-its storage has a part. Only the engine's thread touches the pool. Other threads get copies of
-blocks, or arrays to fill, and see their bytes through memoryviews.
+its storage has a part. As bytes it is a row of uint8, the parts one after another. Only the
+engine's thread touches the pool; other threads make rows of copies of blocks, or fill rows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import mlx.core as mx
 import numpy as np
@@ -21,14 +22,9 @@ from vllm_metal.kv_cache.layer_state import LayerState
 _CARRIERS = {mx.bfloat16: mx.uint16}
 #: Elements of a fence that are taken of a copied array: as many as a fence has.
 _FENCE_SIZE = 8
-#: By dtype: what numpy sees a number as, all its bits but the sign's, and the least of those that
-#: stand for no finite number. In a pool uint8 is fp8 e4m3, which has no infinity; int8 has neither.
-_FINITE: dict[mx.Dtype, tuple[type[np.unsignedinteger], int, int]] = {
-    mx.float32: (np.uint32, 0x7FFFFFFF, 0x7F800000),
-    mx.float16: (np.uint16, 0x7FFF, 0x7C00),
-    mx.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
-    mx.uint8: (np.uint8, 0x7F, 0x7F),
-}
+#: By dtype the least code without a sign that stands for no finite number; all above it do so, too.
+#: In a pool uint8 is fp8 e4m3, which has no infinity; int8, which is not here, is always finite.
+_NOT_FINITE = {mx.float32: 0x7F800000, mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.uint8: 0x7F}
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,8 @@ class PagePart:
 class BlockPages:
     """Whole blocks in and out of a pool, ordered with the steps.
 
-    Pages come and go in arrays, one for each of `parts`: [n, *shape], row-contiguous, in the pool's
-    dtype but for bfloat16, which comes as uint16. `page_views` gives their bytes.
+    Pages leave in arrays, one for each of `parts`: [n, *shape], row-contiguous, in the pool's dtype
+    but for bfloat16, which comes as uint16. `page_rows` makes rows of them. Pages come as rows.
 
     To be let go with the pool. No method keeps an array of the pool beyond its call.
     """
@@ -86,6 +82,11 @@ class BlockPages:
     def parts(self, group: int) -> tuple[PagePart, ...]:
         """What a page of the group consists of, in order."""
         return self._parts[group]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a page, by KV cache group."""
+        return tuple(self._page_bytes)
 
     def page_bytes(self, group: int) -> int:
         """Bytes of a page of the group."""
@@ -145,41 +146,35 @@ class BlockPages:
         mx.eval(copies)
         return copies
 
-    def staging(self, group: int, count: int) -> list[mx.array]:
-        """Evaluated arrays for `count` pages, which other threads may fill through `page_views`."""
-        arrays = [mx.zeros((count, *part.shape), part.carrier) for part in self._parts[group]]
-        mx.eval(arrays)
-        return arrays
-
-    def import_pages(self, group: int, blocks_np: np.ndarray, staged: Sequence[mx.array]) -> None:
+    def import_pages(self, group: int, blocks_np: np.ndarray, rows: np.ndarray) -> None:
         """Puts pages into whole blocks, between steps; waits for the device.
 
         Args:
             group: KV cache group.
             blocks_np: [n] integers, where the pages go; none twice.
-            staged: arrays as of `staging` or an export, of n pages or more; the first n go into the
-                blocks. Free for other use afterwards.
+            rows: [n or more, page_bytes] uint8, C-contiguous; the first n go into the blocks. Free
+                for other use afterwards.
 
         Raises:
-            ValueError: the arrays are not the group's, or hold fewer pages; or a block is not the
-                pool's.
+            ValueError: the rows are not the group's pages, or fewer; or a block is not the pool's.
         """
         self._check(blocks_np)
         count, parts, states = len(blocks_np), self._parts[group], self._states[group]
-        expected = [(part.shape, part.carrier) for part in parts]
-        found = [(array.shape[1:], array.dtype) for array in staged]
-        if found != expected:
-            raise ValueError(f"staged: expected pages of {expected}, found {found}")
-        if (fewest := min(map(len, staged))) < count:
-            raise ValueError(f"staged: expected {count} pages, found {fewest}")
+        if rows.dtype != np.uint8 or not rows.flags.c_contiguous:
+            raise ValueError(f"rows: expected contiguous uint8, found {rows.dtype}")
+        if rows.ndim != 2 or rows.shape[1] != self._page_bytes[group] or len(rows) < count:
+            expected = (count, self._page_bytes[group])
+            raise ValueError(f"rows: expected {expected}, or more rows, found {rows.shape}")
         for state in states:
             state.settle()
         arrays = [(array, state.block_axis) for state in states for array in state.arrays]
         # Views of the same memory, under dtypes that numpy has.
         views = [array.view(part.carrier) for (array, _), part in zip(arrays, parts, strict=True)]
         mx.eval(views)
-        for view, (_, block_axis), pages in zip(views, arrays, staged, strict=True):
-            _write(view, block_axis, blocks_np, pages)
+        start = 0
+        for view, (_, block_axis), part in zip(views, arrays, parts, strict=True):
+            _write(view, block_axis, blocks_np, rows[:count, start : start + part.nbytes])
+            start += part.nbytes
 
     def _check(self, blocks_np: np.ndarray) -> None:
         """Raises ValueError: MLX would read or write wherever an index leads."""
@@ -230,15 +225,20 @@ def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
     return (blocks_np.reshape(-1, *[1] * len(lead)) + starts).astype(np.uint32)
 
 
-def _write(array: mx.array, block_axis: int, blocks_np: np.ndarray, pages: mx.array) -> None:
-    """Writes the first pages into the blocks of a settled array, in place, by the host.
+def _write(array: mx.array, block_axis: int, blocks_np: np.ndarray, columns: np.ndarray) -> None:
+    """Writes parts of pages into the blocks of a settled array, in place, by the host.
 
     The device reads the same memory. MLX's scatter takes element by element on a CPU, a tenth as
     fast. The view of the pool ends here: while it is held, the next scatter would copy the pool.
+
+    Args:
+        array: of a dtype that numpy has.
+        columns: [n, bytes of the part] uint8.
     """
     pool_np = np.moveaxis(np.asarray(array), block_axis, 0)
-    for block, page_np in zip(blocks_np.tolist(), np.asarray(pages), strict=False):
-        pool_np[block] = page_np  # block by block numpy moves runs of memory, not elements
+    parts_np = columns.view(pool_np.dtype).reshape(-1, *pool_np.shape[1:])
+    for block, part_np in zip(blocks_np.tolist(), parts_np, strict=True):
+        pool_np[block] = part_np  # block by block numpy moves runs of memory, not elements
 
 
 def _fence_of(copies: Sequence[mx.array]) -> mx.array:
@@ -247,37 +247,59 @@ def _fence_of(copies: Sequence[mx.array]) -> mx.array:
     return mx.stack(firsts).max(0).astype(mx.uint32)
 
 
-def page_views(arrays: Sequence[mx.array], index: int) -> list[memoryview]:
-    """The bytes of one page, part by part, in place; waits for arrays that are with the device.
+def page_rows(arrays: Sequence[mx.array], start: int = 0, stop: int | None = None) -> np.ndarray:
+    """The bytes of pages, copied; waits for arrays that are with the device.
 
-    Any thread may call it for arrays that are evaluated or were handed to the device. MLX keeps
-    their memory while a view is held.
+    Any thread may call it for arrays that are evaluated or were handed to the device. It keeps
+    nothing of them.
 
     Args:
         arrays: of a `BlockPages`.
-        index: of the page in them.
+        start: the first page.
+        stop: the page after the last; None: all.
 
     Returns:
-        Flat, writable views of format "B".
+        [n, page_bytes] uint8, C-contiguous: of each page the parts one after another.
     """
-    views = []
-    for array in arrays:
-        whole = memoryview(array).cast("B")  # type: ignore[arg-type]
-        size = whole.nbytes // len(array)
-        views.append(whole[index * size : (index + 1) * size])
-    return views
+    parts = [_bytes_of(array)[start:stop] for array in arrays]
+    return np.concatenate(parts, axis=1)
 
 
-def all_finite(parts: Sequence[PagePart], views: Sequence[memoryview]) -> bool:
-    """Whether there is no NaN and no infinity among a page's numbers.
+def _bytes_of(array: mx.array) -> np.ndarray:
+    """[n, bytes of the part] uint8, in place."""
+    return np.asarray(memoryview(array).cast("B")).reshape(len(array), -1)  # type: ignore[arg-type]
+
+
+def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
+    """Of each page whether there is no NaN and no infinity among its numbers.
 
     Args:
-        parts: of the page; uint8 counts as codes of fp8 e4m3, integers of other dtypes as finite.
-        views: its bytes, of each part.
+        parts: of a page; uint8 counts as codes of fp8 e4m3, integers of other dtypes as finite.
+        rows: [n, bytes of the parts] uint8.
+
+    Returns:
+        [n] bool.
     """
-    for part, view in zip(parts, views, strict=True):
-        if part.dtype in _FINITE:
-            dtype, magnitude, least = _FINITE[part.dtype]
-            if (np.frombuffer(view, dtype) & dtype(magnitude)).max(initial=0) >= least:
-                return False
-    return True
+    spans: dict[mx.Dtype, list[np.ndarray]] = {}  # of consecutive parts; a look at each costs 10 µs
+    start = 0
+    for dtype, of_dtype in groupby(parts, lambda part: part.dtype):
+        stop = start + sum(part.nbytes for part in of_dtype)
+        if dtype in _NOT_FINITE:
+            spans.setdefault(dtype, []).append(rows[:, start:stop])
+        start = stop
+    finite = np.ones(len(rows), bool)
+    for dtype, columns in spans.items():
+        joined = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+        finite &= _finite(joined, dtype)
+    return finite
+
+
+def _finite(columns: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """`finite_rows` for numbers of one floating dtype.
+
+    The greatest code tells, with no array in between: as signed integers those of negative numbers
+    are the least, as unsigned ones the greatest.
+    """
+    least, sign = _NOT_FINITE[dtype], 1 << 8 * dtype.size - 1
+    signed, unsigned = columns.view(f"i{dtype.size}"), columns.view(f"u{dtype.size}")
+    return (signed.max(axis=1) < least) & (unsigned.max(axis=1) < sign + least)

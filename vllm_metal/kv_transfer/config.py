@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the prefix cache on disk, the short way and vLLM's, and what they change of vLLM.
+"""The settings of K/V that leave the pool, and what they change of vLLM.
 
-The short way is `--additional-config '{"prefix_cache_dir": ...}'`, vLLM's is `--kv-transfer-config`
-with the connector `MetalKVConnector`. Both end as vLLM's, every value read and absolute, which goes
-to the engine's process and is read there.
+vLLM's way is `--kv-transfer-config` with the connector `MetalKVConnector`. A prefix cache on disk
+has a short one, too: `--additional-config '{"prefix_cache_dir": ...}'`. Both end as vLLM's, every
+value read and absolute, which goes to the engine's process and is read there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer import peer_config, salts
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.limits import DEFAULT_DAILY_WRITE_BYTES, default_max_bytes
+from vllm_metal.kv_transfer.peer_config import PeerConfig
 from vllm_metal.settings import values
 from vllm_metal.settings.additional_config import OPTION, PREFIX_CACHE_KEYS, AdditionalConfig
 
@@ -46,7 +47,7 @@ def _text(expected: str) -> values.Reader:
 
 def _one(value: Any) -> int:
     if isinstance(value, bool) or value != 1:
-        raise ValueError(f"must be 1, as each block has a file of its own, not {value!r}")
+        raise ValueError(f"must be 1, as each block is kept by itself, not {value!r}")
     return 1
 
 
@@ -65,32 +66,49 @@ _READERS: Mapping[str, values.Reader] = {
     "blocks_per_chunk": _one,
     "block_size": _tokens,
     "spec_name": _text(SPEC),
+    "listen": peer_config.address,
+    "peers": peer_config.addresses,
+    "secret": values.path,
+    "outbox_bytes": values.size,
 }
+#: Keys that need "path".
+_OF_DISK = ("bytes", "daily_writes", "salt_key")
 
 
 @dataclass(frozen=True)
 class PrefixCacheConfig:
-    """What the connector reads of --kv-transfer-config."""
+    """What of --kv-transfer-config is about the cache on disk."""
 
     directory: Path  # absolute
     max_bytes: int  # of all that the folder holds
     daily_write_bytes: int | None  # in a calendar day; None: no limit
     salt_key: Path | None  # file of the secret of derived salts; None: salted requests are not kept
 
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """What the connector reads of --kv-transfer-config."""
+
+    disk: PrefixCacheConfig | None
+    peers: PeerConfig | None
+
     @staticmethod
-    def of(vllm_config: VllmConfig) -> PrefixCacheConfig | None:
+    def of(vllm_config: VllmConfig) -> TransferConfig | None:
         """Of a configuration that `settle_kv_transfer` has seen; None: no connector is on."""
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector is None:
             return None
         given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
-        daily = given["daily_writes"]
-        return PrefixCacheConfig(
-            directory=given["path"],
-            max_bytes=given["bytes"],
-            daily_write_bytes=None if daily == values.UNLIMITED else daily,
-            salt_key=given.get("salt_key"),
-        )
+        disk = None
+        if "path" in given:
+            daily = given["daily_writes"]
+            disk = PrefixCacheConfig(
+                directory=given["path"],
+                max_bytes=given["bytes"],
+                daily_write_bytes=None if daily == values.UNLIMITED else daily,
+                salt_key=given.get("salt_key"),
+            )
+        return TransferConfig(disk, PeerConfig.of(given))
 
 
 def settle_kv_transfer(vllm_config: VllmConfig) -> None:
@@ -120,11 +138,12 @@ def settle_kv_transfer(vllm_config: VllmConfig) -> None:
         return
     transfer.kv_connector_module_path = CONNECTOR_MODULE
     extra = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
-    if "path" not in extra:
-        raise ValueError(f"{EXTRA} lacks 'path', the folder of the cache on disk")
+    assert transfer.kv_role is not None  # vLLM asks for it
+    peer_config.check(transfer.kv_role, extra, EXTRA)
+    _check_disk(extra)
     _check_cache(vllm_config, extra)
-    directory: Path = extra["path"]
-    _prepare(directory)
+    if "path" in extra:
+        _prepare(extra["path"])
     if "salt_key" in extra:
         salts.read_key(extra["salt_key"])
     transfer.kv_connector_extra_config = _settled(extra)
@@ -151,40 +170,58 @@ def _of_short_way(short: AdditionalConfig) -> KVTransferConfig:
 
 def _settled(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same as JSON has it, with every default."""
-    max_bytes = given.get("bytes")
-    if max_bytes is None:  # of a full disk the default is 0, which is no size
-        max_bytes = max(default_max_bytes(given["path"]), 1)
-    settled = {
+    settled: dict[str, Any] = {
         "spec_name": SPEC,
-        "path": str(given["path"]),
-        "bytes": max_bytes,
-        "daily_writes": given.get("daily_writes", DEFAULT_DAILY_WRITE_BYTES),
         "offload_prompt_only": given.get("offload_prompt_only", False),
     }
+    if "path" in given:
+        max_bytes = given.get("bytes")
+        if max_bytes is None:  # of a full disk the default is 0, which is no size
+            max_bytes = max(default_max_bytes(given["path"]), 1)
+        settled |= {
+            "path": str(given["path"]),
+            "bytes": max_bytes,
+            "daily_writes": given.get("daily_writes", DEFAULT_DAILY_WRITE_BYTES),
+        }
     if "salt_key" in given:
         settled["salt_key"] = str(given["salt_key"])
-    return settled
+    peers = PeerConfig.of(given)
+    return settled if peers is None else settled | peers.settled()
+
+
+def _check_disk(given: Mapping[str, Any]) -> None:
+    """Raises where there is nowhere to keep K/V, or a key of a disk without one."""
+    if "path" in given:
+        return
+    if not {"listen", "peers"} & given.keys():
+        raise ValueError(
+            f"{EXTRA} lacks 'path', the folder of a cache on disk, or 'listen' and 'peers', the "
+            "addresses of engines that hand each other K/V"
+        )
+    if alone := [key for key in _OF_DISK if key in given]:
+        raise ValueError(f"{EXTRA} {alone[0]!r} needs 'path', the folder of the cache on disk")
 
 
 def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
-    """Raises where the cache in memory does not allow one on disk."""
+    """Raises where the cache in memory does not allow K/V to leave it."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise ValueError(
-            "a prefix cache on disk (prefix_cache_dir, --kv-transfer-config) needs prefix caching: "
-            "leave out --no-enable-prefix-caching (enable_prefix_caching=False)"
+            "K/V on disk or of other engines (prefix_cache_dir, --kv-transfer-config) need prefix "
+            "caching: leave out --no-enable-prefix-caching (enable_prefix_caching=False)"
         )
     if cache.prefix_caching_hash_algo.startswith("xxhash"):
         raise ValueError(
-            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} does not go with a "
-            "prefix cache on disk: it is no cryptographic hash, so a text can be made that hashes "
-            f"like another's, and its seed changes with each process; choose {HASH_ALGORITHM}"
+            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} does not go with K/V on "
+            "disk or of other engines (prefix_cache_dir, --kv-transfer-config): it is no "
+            "cryptographic hash, so a text can be made that hashes like another's, and its seed "
+            f"changes with each process; choose {HASH_ALGORITHM}"
         )
     tokens = given.get("block_size", cache.block_size)
     if tokens != cache.block_size:
         raise ValueError(
             f"{EXTRA} 'block_size' {tokens} must be the cache's, {cache.block_size}, as each block "
-            "has a file of its own: leave it out, or set --block-size"
+            "is kept by itself: leave it out, or set --block-size"
         )
 
 

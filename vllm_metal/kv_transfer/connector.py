@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from vllm_metal.kv_transfer.config import SPEC
-from vllm_metal.kv_transfer.manager import DiskManager
+from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.messages import Discard, TransferMetadata
 from vllm_metal.kv_transfer.page_store import PageStore
 
@@ -56,9 +56,9 @@ class MetalKVConnector(OffloadingConnector):
         self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
 
     @property
-    def _manager(self) -> DiskManager:
+    def _manager(self) -> PageManager:
         manager = self.scheduler.manager
-        assert isinstance(manager, DiskManager)
+        assert isinstance(manager, PageManager)
         return manager
 
     def set_xfer_handshake_metadata(
@@ -80,6 +80,10 @@ class MetalKVConnector(OffloadingConnector):
         status = self.scheduler._req_status[request.request_id]
         for group in status.group_states:
             group.next_stored_chunk_idx = 0
+        if not self._manager.hear_peers(
+            lambda: self._usable_keys(request, num_computed_tokens), status.req_context
+        ):
+            return None, False
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found[0] is not None or not status.transfer_jobs:
             self._waiting_since.pop(request.request_id, None)
@@ -89,6 +93,23 @@ class MetalKVConnector(OffloadingConnector):
         since = self._waiting_since.setdefault(request.request_id, now)
         return (0, False) if now - since > LONGEST_WAIT else found
 
+    def _usable_keys(self, request: Request, num_computed_tokens: int) -> list[OffloadKey]:
+        """Pages that a request could begin with, beyond what the pool has.
+
+        Whole blocks only, and never the last token: it is computed, for its logits are wanted.
+        """
+        if request.skip_reading_prefix_cache:
+            return []
+        keys = []
+        for group in self.scheduler.config.kv_group_configs:
+            first = num_computed_tokens // group.tokens_per_block
+            if (window := group.load_window_size_in_chunks(num_computed_tokens)) is not None:
+                first = max(0, first - window)  # what a window reaches back to may be gone
+            last = (request.num_tokens - 1) // group.tokens_per_block
+            hashes = request.block_hashes[first:last]
+            keys += [make_offload_key(each, group.group_idx) for each in hashes]
+        return keys
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -96,9 +117,12 @@ class MetalKVConnector(OffloadingConnector):
         status = self.scheduler._req_status[request.request_id]
         for group in status.group_states:
             self._manager.touch_prefix(group.offload_keys, status.req_context)
+        if num_external_tokens == 0:
+            self._manager.loads_nothing(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
+        self._manager.stores_prepared()
         metadata = TransferMetadata(
             jobs.load_jobs,
             jobs.store_jobs,
@@ -132,7 +156,31 @@ class MetalKVConnector(OffloadingConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._waiting_since.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
+        keeps, _ = super().request_finished_all_groups(request, block_ids)
+        if (status := self.scheduler._req_status.get(request.request_id)) is not None:
+            keys = [key for group in status.group_states for key in group.offload_keys]
+            self._manager.request_ends(keys)
+        return keeps, self._params_of(request)
+
+    def _params_of(self, request: Request) -> dict[str, Any] | None:
+        """What a proxy hands to the engine that decodes; None: none asked, or nobody listens.
+
+        The names are those of vLLM's NIXL connector, which vLLM's proxies know. The other engine
+        finds the pages by their hashes; this only says whom to ask first.
+        """
+        if not request.kv_transfer_params or (where := self._manager.address) is None:
+            return None
+        engine_id, address = where
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": engine_id,
+            "remote_block_ids": [],
+            "remote_request_id": request.request_id,
+            "remote_host": address.host,
+            "remote_port": address.port,
+            "tp_size": 1,
+        }
 
     def reset_cache(self) -> bool:
         """Leaves the disk alone: vLLM resets all caches when an engine goes to sleep, too.
@@ -152,9 +200,8 @@ class MetalKVConnector(OffloadingConnector):
         groups = [group.group_idx for group in self.scheduler.config.kv_group_configs]
         for request in requests:
             self._void.add(request.request_id)
+            hashes = request.block_hashes
+            keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
             namespace = self._manager.namespace_of(request.cache_salt)
-            if namespace is not None:
-                hashes = request.block_hashes
-                keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
-                self._discards.append(Discard(namespace, frozenset(keys)))
-                self._manager.distrust(self._discards[-1])
+            self._discards.append(Discard(namespace, frozenset(keys)))
+            self._manager.distrust(self._discards[-1])

@@ -103,13 +103,18 @@ class Fingerprint:
             return None
         return f"the prefix cache holds nothing for this set-up: {'; '.join(closest)}"
 
-    def _changes(self, other: Mapping[str, Any]) -> list[str]:
-        now = self.facts
-        names = [*now, *(name for name in other if name not in now)]
+    def difference(self, theirs: Mapping[str, Any]) -> str:
+        """In what another engine's facts differ from these, in one line."""
+        return "; ".join(self._changes(theirs, "here")) or "its facts are of another kind"
+
+    def _changes(self, other: Mapping[str, Any], this: str = "now") -> list[str]:
+        """What differs, in words; `this` says whose the facts of this fingerprint are."""
+        ours = self.facts
+        names = [*ours, *(name for name in other if name not in ours)]
         return [
             change
             for name in names
-            for change in _change(str(name), other.get(name), now.get(name))
+            for change in _change(str(name), other.get(name), ours.get(name), this)
         ]
 
 
@@ -122,17 +127,21 @@ def _without_names(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _change(name: str, was: Any, now: Any) -> list[str]:
+def _change(name: str, other: Any, ours: Any, this: str) -> list[str]:
     """What differs between two values of a fact, in words."""
-    if was == now:
+    if other == ours:
         return []
-    if isinstance(was, Mapping) and isinstance(now, Mapping) and (part := _PARTS.get(name)):
-        keys = [*now, *(key for key in was if key not in now)]
-        return [c for k in keys for c in _change(f"{part} {k}", was.get(k), now.get(k))]
-    values = (_word(was), _word(now))
+    if isinstance(other, Mapping) and isinstance(ours, Mapping) and (part := _PARTS.get(name)):
+        keys = [*ours, *(key for key in other if key not in ours)]
+        return [
+            change
+            for key in keys
+            for change in _change(f"{part} {key}", other.get(key), ours.get(key), this)
+        ]
+    values = (_word(other), _word(ours))
     if None in values or any(word in name for word in ("weights", "hf_config", "seed")):
-        return [f"{name} changed"]
-    return [f"{name} {values[0]}, now {values[1]}"]
+        return [f"{name} {'changed' if this == 'now' else 'differ'}"]
+    return [f"{name} {values[0]}, {this} {values[1]}"]
 
 
 def _word(value: Any) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load jobs: pages on their way from the disk to the pool."""
+"""Load jobs: pages on their way into the pool."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from vllm_metal.kv_cache.pages import BlockPages, page_views
+from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.page_store import PageStore, Source
 
 logger = init_logger(__name__)
 
@@ -46,7 +44,7 @@ class FinishedLoad:
 class _Job:
     job_id: int
     req_id: str
-    folder: BlockFolder
+    source: Source
     started: float
     pages_left: int
     num_bytes: int = 0
@@ -56,12 +54,12 @@ class _Job:
 
 @dataclass
 class _Staging:
-    """Arrays that pieces are read into, by group; made when first needed, and then kept."""
+    """Rows that pieces are read into, by group; made when first needed, and then kept."""
 
     pages: BlockPages
     max_bytes: int
-    free: dict[int, list[list[mx.array]]] = field(default_factory=dict)
-    num_bytes: int = 0  # of all arrays, in use or free
+    free: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    num_bytes: int = 0  # of all rows, in use or free
 
     def count(self, group: int) -> int:
         """Pages of a piece."""
@@ -70,26 +68,26 @@ class _Staging:
     def _size(self, group: int) -> int:
         return self.count(group) * self.pages.page_bytes(group)
 
-    def take(self, group: int) -> list[mx.array] | None:
-        """Arrays for a piece; None where all memory is in use."""
+    def take(self, group: int) -> np.ndarray | None:
+        """Rows for a piece, [count, page_bytes] uint8; None where all memory is in use."""
         if self.free.get(group):
             return self.free[group].pop()
-        for other, arrays in self.free.items():
-            while arrays and self.num_bytes + self._size(group) > self.max_bytes:
-                arrays.pop()
+        for other, free in self.free.items():
+            while free and self.num_bytes + self._size(group) > self.max_bytes:
+                free.pop()
                 self.num_bytes -= self._size(other)
         if self.num_bytes and self.num_bytes + self._size(group) > self.max_bytes:
             return None
         self.num_bytes += self._size(group)
-        return self.pages.staging(group, self.count(group))
+        return np.empty((self.count(group), self.pages.page_bytes(group)), np.uint8)
 
-    def give_back(self, group: int, arrays: list[mx.array]) -> None:
-        self.free.setdefault(group, []).append(arrays)
+    def give_back(self, group: int, rows: np.ndarray) -> None:
+        self.free.setdefault(group, []).append(rows)
 
     def clear(self) -> None:
-        """Lets go of arrays that are not in use."""
-        for group, arrays in self.free.items():
-            self.num_bytes -= len(arrays) * self._size(group)
+        """Lets go of rows that are not in use."""
+        for group, free in self.free.items():
+            self.num_bytes -= len(free) * self._size(group)
         self.free.clear()
 
 
@@ -101,15 +99,15 @@ class _Piece:
     group: int
     keys: Sequence[bytes]
     blocks: Sequence[int]
-    arrays: list[mx.array]
+    rows: np.ndarray
     staging: _Staging
 
     def let_go(self) -> None:
-        self.staging.give_back(self.group, self.arrays)
+        self.staging.give_back(self.group, self.rows)
 
 
 class Loads:
-    """Has threads read pages into staging arrays, and puts these into the pool between steps."""
+    """Has threads read pages into staging memory, and puts them into the pool between steps."""
 
     def __init__(
         self,
@@ -155,9 +153,7 @@ class Loads:
             blocks: of the pool, in the order of the keys.
         """
         pages = list(zip(keys.keys, blocks, strict=True))
-        namespace = keys.place.namespace
-        assert namespace is not None  # nothing is found for such a request
-        job = _Job(job_id, req_id, self._store.folder(namespace), self._clock(), len(pages))
+        job = _Job(job_id, req_id, self._store.source(keys.place), self._clock(), len(pages))
         self._jobs[req_id] = job
         if not pages:
             self._end(job)
@@ -195,8 +191,8 @@ class Loads:
             if most_pieces is not None and self._num_reading + len(self._ready) >= most_pieces:
                 return
             job, group, _, _ = self._waiting[0]
-            arrays = self._staging.take(group)
-            if arrays is None:
+            rows = self._staging.take(group)
+            if rows is None:
                 return
             keys: list[bytes] = []
             blocks: list[int] = []
@@ -208,21 +204,16 @@ class Loads:
                 keys.append(key)
                 blocks.append(block)
             self._num_reading += 1
-            piece = _Piece(job, group, keys, blocks, arrays, self._staging)
+            piece = _Piece(job, group, keys, blocks, rows, self._staging)
             self._readers.submit(self._read_piece, piece)
 
     def _read_piece(self, piece: _Piece) -> None:
         """Fills a piece; runs in a reader's thread, and never raises."""
-        good = True
         try:
-            for index, key in enumerate(piece.keys):
-                good = not piece.job.stopped and piece.job.folder.read(
-                    key, page_views(piece.arrays, index)
-                )
-                if not good:
-                    break
+            rows, job = list(piece.rows[: len(piece.keys)]), piece.job
+            good = job.source.read(piece.keys, rows, lambda: not job.stopped)
         except Exception:
-            logger.exception("Blocks could not be read from the prefix cache on disk")
+            logger.exception("Blocks that were to enter the KV pool could not be read")
             good = False
         self._read.put((piece, good))
 
@@ -253,7 +244,7 @@ class Loads:
             job = piece.job
             if not job.stopped:
                 blocks_np = np.array(piece.blocks, np.int32)
-                self._pages.import_pages(piece.group, blocks_np, piece.arrays)
+                self._pages.import_pages(piece.group, blocks_np, piece.rows)
                 size = len(piece.blocks) * self._pages.page_bytes(piece.group)
                 num_bytes += size
                 job.num_bytes += size

@@ -11,13 +11,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from vllm_metal.kv_transfer.peers import Asked
+
 
 @dataclass(frozen=True)
 class RequestPlace:
     """Where a request's pages are kept."""
 
-    namespace: str | None  # a folder of the store; None: they are not kept
+    namespace: str | None  # a folder on disk; None: they are not kept there
     used_at: float  # seconds since the epoch: when the request came
+    asked: Asked | None = None  # what peers have of it; None: they were not asked
     failed_loads: int = 0
 
 
@@ -34,7 +37,7 @@ class PageKeys(LoadStoreSpec):
 class Discard:
     """Pages of a request that failed: nobody may be served from them."""
 
-    namespace: str
+    namespace: str | None  # see RequestPlace
     keys: frozenset[bytes]
     done: Event = field(default_factory=Event)  # set when they are gone
 

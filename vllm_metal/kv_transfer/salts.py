@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hmac
 import re
-import stat
 from pathlib import Path
 
+from vllm_metal.kv_transfer import secret_file
+
 SHARED = "shared"  # the folder of requests without a salt
-#: Bytes that a key must have; 128 bits where they are random. RFC 2104, section 3, advises 32.
-MIN_KEY_BYTES = 16
 #: Hex digits kept of the HMACs that name a tenant and a client's salt: half of SHA-256, which
 #: RFC 2104, section 5, names as the least to keep.
 _ID_DIGITS = 32
@@ -69,24 +68,7 @@ def read_key(path: Path) -> bytes:
         ValueError: the file cannot be read, others than its owner may read or write it, or it holds
             fewer than 16 bytes. The message names the setting.
     """
-    setting = f"prefix_cache_salt_key: {path}"
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            key = file.read().strip()
-    except OSError as error:
-        raise ValueError(f"{setting} cannot be read ({error.strerror or error})") from error
-    if mode & 0o077:
-        raise ValueError(
-            f"{setting} holds a secret, but its mode {mode:04o} lets other users at it: run "
-            f"`chmod 600 {path}`"
-        )
-    if len(key) < MIN_KEY_BYTES:
-        raise ValueError(
-            f"{setting} holds {len(key)} bytes, and a secret needs {MIN_KEY_BYTES}: make one by "
-            f"`openssl rand -hex 32 > {path}`"
-        )
-    return key
+    return secret_file.read(path, "prefix_cache_salt_key")
 
 
 def _hmac(key: bytes, purpose: str, text: str) -> str:

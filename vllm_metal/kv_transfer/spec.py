@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_metal.kv_transfer import salts
-from vllm_metal.kv_transfer.manager import DiskManager
+from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.metrics import DEFINITIONS
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MetalOffloadingSpec(OffloadingSpec):
-    """Pages on disk; the settings stand in kv_connector_extra_config."""
+    """Pages outside the pool; the settings stand in kv_connector_extra_config."""
 
     @classmethod
     def build_metric_definitions(
@@ -32,7 +32,7 @@ class MetalOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         salt_key = self.extra_config.get("salt_key")
-        return DiskManager(None if salt_key is None else salts.read_key(Path(salt_key)))
+        return PageManager(None if salt_key is None else salts.read_key(Path(salt_key)))
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")

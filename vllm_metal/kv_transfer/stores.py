@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store jobs: blocks on their way from the pool to the disk."""
+"""Store jobs: blocks on their way out of the pool."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from vllm_metal.kv_cache.pages import BlockPages, PagePart, all_finite, page_views
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-    from vllm_metal.kv_transfer.page_store import PageStore
+    from vllm_metal.kv_transfer.page_store import PageStore, Shelf
 
 logger = init_logger(__name__)
 
 #: Pages are copied out of the pool in lots of so many bytes, or when the oldest has waited for so
 #: many steps: a copy costs the host some 5 µs an array, whatever its size.
 LOT_BYTES, LOT_STEPS = 8 << 20, 16
+#: Rows are made of so many bytes of copies at a time, of one page at least.
+ROWS_BYTES = 4 << 20
 #: Copies some blocks of a group out of the pool.
 Export = Callable[[int, np.ndarray], list[mx.array]]
 
@@ -46,11 +46,11 @@ class Finished:
 class _Job:
     job_id: int
     req_id: str
-    folder: BlockFolder
+    shelf: Shelf
     used_at: float
     pages_left: int
     started: float
-    num_bytes: int = 0  # written
+    num_bytes: int = 0  # kept
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ class Stores:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
     A page is due once the step that completes it is with the device: the step after takes it along.
-    Copies that are not on disk yet take `staging_bytes` at most. A block whose memory is wanted for
-    another request before there is room for its copy is dropped. No step ever waits for the disk.
+    Copies that are not on disk yet take `staging_bytes` at most, and the rows that the thread is
+    writing ROWS_BYTES more. A block whose memory is wanted for another request before there is room
+    for its copy is dropped. No step ever waits for the disk.
     """
 
     def __init__(
@@ -88,18 +89,21 @@ class Stores:
         block_size: int,
         staging_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        lot_steps: int = LOT_STEPS,
     ) -> None:
         """
         Args:
             store: where they go.
             block_size: tokens of a block.
             staging_bytes: most memory of copies; a single page may be larger.
+            lot_steps: steps that a page waits for others at most.
             clock: seconds.
         """
         self._store = store
         self._block_size = block_size
         self._staging_bytes = staging_bytes
         self._clock = clock
+        self._lot_steps = lot_steps
         self._due: deque[_Page] = deque()
         self._lots: list[_Lot] = []  # copies queued, but not handed to the device
         self._due_bytes = self._staged_bytes = 0
@@ -125,14 +129,13 @@ class Stores:
             keys: where they go.
             blocks: of the pool, in the order of the keys.
         """
-        namespace = keys.place.namespace
         pages = list(zip(keys.keys, keys.ends, blocks, strict=True))
-        if namespace is None or not pages:
+        if not pages:
             self.refuse(job_id)
             return
-        used_at, now = keys.place.used_at, self._clock()
-        # The folder of now: blocks of other weights must not go where those of the next do.
-        job = _Job(job_id, req_id, self._store.folder(namespace), used_at, len(pages), now)
+        # The shelf of now: blocks of other weights must not go where those of the next do.
+        shelf, used_at = self._store.shelf(keys.place.namespace), keys.place.used_at
+        job = _Job(job_id, req_id, shelf, used_at, len(pages), self._clock())
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
@@ -186,7 +189,7 @@ class Stores:
     def _worthwhile(self) -> bool:
         if not self._due:
             return False
-        return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= LOT_STEPS
+        return self._due_bytes >= LOT_BYTES or self._step - self._due[0].step >= self._lot_steps
 
     def _copied(self, job_ids: Collection[int] | None, export: Export) -> list[_Lot]:
         """Copies due pages for which there is room; where that fails, their jobs end all the same.
@@ -238,25 +241,30 @@ class Stores:
         return taken
 
     def _write(self, lot: _Lot) -> None:
-        """Writes a lot to the disk; runs in the store's thread, and never raises."""
-        sizes = []
+        """Keeps the pages of a lot; runs in the store's thread, and never raises."""
+        sizes = [0] * len(lot.pages)
         try:
-            for index, page in enumerate(lot.pages):
-                views = page_views(lot.arrays, index)
-                sizes.append(0)
-                if not all_finite(lot.parts, views):
-                    logger.warning_once("A block with numbers that are not finite is not kept")
-                    continue
-                job = page.job
-                depth = page.end // self._block_size
-                written = job.folder.write(page.key, views, job.used_at, depth)
-                if written is Written.STORED:
-                    sizes[-1] = sum(view.nbytes for view in views)
+            count = max(1, ROWS_BYTES // lot.pages[0].size)
+            for first in range(0, len(sizes), count):
+                sizes[first : first + count] = self._write_pages(lot, first, first + count)
         except Exception:
-            logger.exception("Blocks could not be written to the prefix cache on disk")
-        sizes += [0] * (len(lot.pages) - len(sizes))
+            logger.exception("Blocks that left the KV pool could not be kept")
         lot.arrays.clear()  # before the room they took is given to others
         self._written.put((lot, sizes))
+
+    def _write_pages(self, lot: _Lot, start: int, stop: int) -> list[int]:
+        """Keeps some pages of a lot; how many bytes of each."""
+        rows = page_rows(lot.arrays, start, stop)
+        pages, sizes = lot.pages[start:stop], []
+        for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
+            sizes.append(0)
+            if not finite:
+                logger.warning_once("A block with numbers that are not finite is not kept")
+                continue
+            depth = page.end // self._block_size
+            if page.job.shelf.write(page.key, row, page.job.used_at, depth):
+                sizes[-1] = page.size
+        return sizes
 
     def _take_written(self) -> None:
         while True:

@@ -53,7 +53,7 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
 def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
     """The same of what moves K/V out of the pool and back."""
     instead = (
-        f"use {CONNECTOR!r}, or --additional-config prefix_cache_dir, for a prefix cache on disk"
+        f"use {CONNECTOR!r}, or --additional-config prefix_cache_dir for a prefix cache on disk"
     )
     refused = {
         "--kv-offloading-size (memory is unified: there is no other side to offload to; "
@@ -74,9 +74,6 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
     if connector != CONNECTOR:
         return refused | {f"{option}kv_connector {connector!r} ({reason}: {instead})": True}
     return refused | {
-        f"{option}kv_role {transfer.kv_role!r} (one engine prefills and decodes: 'kv_both')": (
-            transfer.kv_role != "kv_both"
-        ),
         f"{option}kv_connector_module_path {module!r} (leave it out)": (
             module not in (None, CONNECTOR_MODULE)
         ),

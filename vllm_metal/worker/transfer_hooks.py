@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves blocks between the pool and the disk around steps, as the scheduler's connector asks."""
+"""Moves blocks out of the pool and back around steps, as the scheduler's connector asks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_metal.kv_transfer.loads import PIECE_BYTES, Loads
 from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata
 from vllm_metal.kv_transfer.page_store import PageStore
-from vllm_metal.kv_transfer.stores import Stores
+from vllm_metal.kv_transfer.stores import LOT_STEPS, Stores
 from vllm_metal.worker.step_hooks import StepHooks
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ logger = init_logger(__name__)
 
 #: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.
 STAGING_BYTES = 64 << 20
+#: Copies on their way out of an engine that prefills for others, who wait for them: what a step of
+#: 2,048 tokens leaves of an 8B model with 16-bit K/V of 8 heads.
+STAGING_BYTES_FOR_PEERS = 256 << 20
 #: Bytes put into the pool before a step: one piece while others decode, which takes the host some
 #: 3 ms, and its reading a core some 5 ms; else all that staging holds.
 IMPORT_BYTES_BESIDE = PIECE_BYTES
@@ -35,6 +38,15 @@ IMPORT_BYTES_BESIDE = PIECE_BYTES
 PIECES_AHEAD_BESIDE = 2
 #: Seconds that what is still to be written may take when the engine sleeps or ends.
 DRAIN_SECONDS = 5.0
+
+
+def staging_bytes(listens: bool) -> int:
+    """Most memory of blocks on their way.
+
+    Args:
+        listens: whether others may ask this engine for pages.
+    """
+    return STAGING_BYTES + (STAGING_BYTES_FOR_PEERS if listens else STAGING_BYTES)
 
 
 class TransferHooks(StepHooks):
@@ -54,14 +66,20 @@ class TransferHooks(StepHooks):
     ) -> None:
         """
         Args:
-            store: the pages on disk.
+            store: the pages outside the pool.
             fingerprint: what they are kept under from now on; asked for each pool, since other
                 weights may have been loaded.
             block_size: tokens of a block.
         """
         self._fingerprint = fingerprint
         self.store = store
-        self._stores = Stores(self.store, block_size, STAGING_BYTES)
+        listens = store.outbox is not None
+        self._stores = Stores(
+            store,
+            block_size,
+            STAGING_BYTES_FOR_PEERS if listens else STAGING_BYTES,
+            lot_steps=1 if listens else LOT_STEPS,
+        )
         self._loads = Loads(self.store, STAGING_BYTES)
         self._runner: ModelRunner | None = None
         self._metadata = TransferMetadata({}, {})
@@ -73,6 +91,7 @@ class TransferHooks(StepHooks):
         if (fingerprint := self._fingerprint()) != self.store.fingerprint:
             self.store.switch(fingerprint)
         pages = runner.layers.block_pages()
+        self.store.use_pages(pages.sizes)
         self._stores.use(pages)
         self._loads.use(pages)
         self._runner = runner

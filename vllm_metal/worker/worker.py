@@ -20,11 +20,13 @@ from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.kv_transfer import weights_digest
-from vllm_metal.kv_transfer.config import PrefixCacheConfig
+from vllm_metal.kv_transfer.config import PrefixCacheConfig, TransferConfig
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
+from vllm_metal.kv_transfer.peer_config import PeerConfig
+from vllm_metal.kv_transfer.peering import Peering
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step
@@ -39,7 +41,7 @@ from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.step_hooks import NO_HOOKS
-from vllm_metal.worker.transfer_hooks import STAGING_BYTES, TransferHooks
+from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,8 +128,8 @@ class MetalWorker(WorkerBase):
         )
 
     def _digests(self) -> Mapping[str, str] | None:
-        """Of the files just read; None without a prefix cache. Later, files may be others."""
-        if PrefixCacheConfig.of(self.vllm_config) is None:
+        """Of the files just read; None where no K/V leave the pool. Later, files may be others."""
+        if TransferConfig.of(self.vllm_config) is None:
             return None
         memo = cache_dir() / "weights" / "digests.json"
         return weights_digest.of_networks(self.vllm_config, memo)
@@ -160,8 +162,12 @@ class MetalWorker(WorkerBase):
         )
 
     def _transfer_bytes(self) -> int:
-        """Of staging for K/V that leave the pool and enter it."""
-        return 2 * STAGING_BYTES if self.vllm_config.kv_transfer_config is not None else 0
+        """Of K/V that leave the pool and enter it: staging, and what peers may ask for."""
+        config = TransferConfig.of(self.vllm_config)
+        if config is None:
+            return 0
+        outbox_bytes = 0 if config.peers is None else config.peers.outbox_bytes
+        return staging_bytes(listens=outbox_bytes > 0) + outbox_bytes
 
     def _largest_step(self) -> None:
         networks = self.networks
@@ -178,14 +184,20 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        self._transfers = self._open_prefix_cache()
+        self._transfers = self._open_transfers()
         self.runner = RecoveringRunner(self._make_runner, self._transfers or NO_HOOKS)
 
-    def _open_prefix_cache(self) -> TransferHooks | None:
-        """What moves blocks to and from the disk; None where the user named no folder."""
-        config = PrefixCacheConfig.of(self.vllm_config)
+    def _open_transfers(self) -> TransferHooks | None:
+        """What moves blocks out of the pool and back; None where the user asked for nothing."""
+        config = TransferConfig.of(self.vllm_config)
         if config is None:
             return None
+        disk = None if config.disk is None else self._open_disk(config.disk)
+        peering = None if config.peers is None else self._open_peering(config.peers)
+        store = PageStore(self._fingerprint(), disk, peering)
+        return TransferHooks(store, self._fingerprint, self.cache_config.block_size)
+
+    def _open_disk(self, config: PrefixCacheConfig) -> DiskCache:
         limits = Limits(config.max_bytes, config.daily_write_bytes)
         cache = DiskCache(config.directory, limits)
         logger.info(
@@ -196,8 +208,21 @@ class MetalWorker(WorkerBase):
             if config.daily_write_bytes is None
             else f"{config.daily_write_bytes / 1e9:.3g} GB written a day at most",
         )
-        store = PageStore(cache, self._fingerprint())
-        return TransferHooks(store, self._fingerprint, self.cache_config.block_size)
+        return cache
+
+    def _open_peering(self, config: PeerConfig) -> Peering:
+        transfer = self.vllm_config.kv_transfer_config
+        assert transfer is not None and transfer.engine_id is not None  # vLLM makes one up
+        peering = Peering(config, transfer.engine_id)
+        if peering.address is not None:
+            logger.info(
+                "Other engines may ask for K/V at %s, of %.3g GB at most",
+                peering.address,
+                config.outbox_bytes / 1e9,
+            )
+        if config.peers:
+            logger.info("K/V are asked of %s", ", ".join(map(str, config.peers)))
+        return peering
 
     def _fingerprint(self) -> Fingerprint:
         """Of the weights that are loaded, and of all else that K/V in the pool depend on."""

@@ -178,10 +178,10 @@ def test_rm_beside_an_engine(run, root):
     folder = cache.blocks(LLAMA, {"model": "llama"})
     assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is Written.STORED
     assert run("rm", root, "--yes")[0] == 0
-    parts = naive.blank(naive.block(9))
-    assert not folder.read(naive.key(9), parts)
+    page = naive.blank(naive.block(9))
+    assert not folder.read(naive.key(9), page)
     assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is Written.STORED
-    assert folder.read(naive.key(9), parts)
+    assert folder.read(naive.key(9), page)
     assert cache.manifests().keys() == {LLAMA}
     assert cache.stats().bytes == naive.room(root)
     cache.close()

@@ -33,19 +33,14 @@ def key(number: int) -> bytes:
     return number.to_bytes(4, "little") * 8 + bytes(4)
 
 
-def block(number: int, parts: int = 4, part_bytes: int = 1000) -> list[memoryview]:
+def block(number: int, size: int = 4000) -> memoryview:
     """Bytes that follow from a number."""
-    rng = np.random.default_rng(number)
-    return [memoryview(rng.bytes(part_bytes)) for _ in range(parts)]
+    return memoryview(np.random.default_rng(number).bytes(size))
 
 
-def blank(parts: list[memoryview]) -> list[memoryview]:
-    """Writable memory of the same sizes."""
-    return [memoryview(bytearray(part.nbytes)) for part in parts]
-
-
-def joined(parts: list[memoryview]) -> bytes:
-    return b"".join(parts)
+def blank(page: memoryview) -> memoryview:
+    """Writable memory of the same size."""
+    return memoryview(bytearray(page.nbytes))
 
 
 def wait_until(condition) -> None:

@@ -3,7 +3,6 @@
 
 import os
 
-import numpy as np
 import pytest
 from blake3 import blake3
 from kv_transfer.disk import naive
@@ -14,18 +13,18 @@ from vllm_metal.kv_transfer.disk.block_file import HEADER_BYTES, BlockFile
 FOLDER = "0123456789abcdef/shared"
 
 
-def write(path, parts, key=b"k" * 36, folder=FOLDER):
-    block = BlockFile(folder, key, block_file.total(parts))
+def write(path, page, key=b"k" * 36, folder=FOLDER):
+    block = BlockFile(folder, key, page.nbytes)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    block_file.write(descriptor, block, block_file.as_bytes(parts))
+    block_file.write(descriptor, block, page)
     os.close(descriptor)
     return block
 
 
-def read(path, block, parts):
+def read(path, block, page):
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return block_file.read(descriptor, block, parts)
+        return block_file.read(descriptor, block, page)
     finally:
         os.close(descriptor)
 
@@ -35,33 +34,21 @@ def path(tmp_path):
     return tmp_path / "block"
 
 
-def test_a_file_is_a_header_and_the_payload(path):
-    parts = naive.block(1)
-    block = write(path, parts)
+def test_a_file_is_a_header_and_the_page(path):
+    page = naive.block(1)
+    block = write(path, page)
     content = path.read_bytes()
     assert len(content) == block.size == HEADER_BYTES + 4000
-    assert content[HEADER_BYTES:] == naive.joined(parts)
+    assert content[HEADER_BYTES:] == page
     covered = content[HEADER_BYTES:] + content[: HEADER_BYTES - 16]
     assert content[HEADER_BYTES - 16 : HEADER_BYTES] == blake3(covered).digest()[:16]
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.float16, np.float32])
-def test_arrays_of_all_dtypes_come_back_bit_by_bit(path, dtype):
-    arrays = [np.frombuffer(np.random.default_rng(i).bytes(960), dtype) for i in range(3)]
-    parts = [memoryview(array.reshape(4, 2, -1)) for array in arrays]
-    block = write(path, parts)
-    back = [np.zeros_like(array) for array in arrays]
-    assert read(path, block, block_file.as_bytes([memoryview(array) for array in back]))
-    for array, other in zip(arrays, back, strict=True):
-        assert array.tobytes() == other.tobytes()
-
-
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 500])
 @pytest.mark.parametrize("most", [None, 7, 1], ids=["as they come", "7 bytes", "1 byte"])
-def test_any_number_of_parts_and_short_transfers(path, most, monkeypatch):
-    """2,500 parts are more than one call takes; a call may transfer less than it was given."""
-    number = 2500 if most is None else 40
-    parts = naive.block(2, parts=number, part_bytes=13)
-    parts[3] = memoryview(b"")
+def test_any_size_and_short_transfers(path, size, most, monkeypatch):
+    """A call may transfer less than it was given."""
+    page = naive.block(2, size)
     if most is not None:
         monkeypatch.setattr(os, "pwritev", lambda fd, b, at: os.pwrite(fd, b[0][:most], at))
 
@@ -71,19 +58,47 @@ def test_any_number_of_parts_and_short_transfers(path, most, monkeypatch):
             return len(got)
 
         monkeypatch.setattr(os, "preadv", short)
-    block = write(path, parts)
-    back = naive.blank(parts)
-    assert read(path, block, block_file.as_bytes(back))
-    assert naive.joined(back) == naive.joined(parts)
-
-
-def test_large_parts_go_in_pieces(path, monkeypatch):
-    monkeypatch.setattr(block_file, "_MAX_BYTES", 100)
-    parts = [memoryview(bytes(range(250))), memoryview(b"x" * 99), memoryview(b"y" * 2)]
-    block = write(path, parts)
-    back = naive.blank(parts)
+    block = write(path, page)
+    back = naive.blank(page)
     assert read(path, block, back)
-    assert naive.joined(back) == naive.joined(parts)
+    assert back == page
+
+
+def test_a_call_that_ends_within_the_page_goes_on_there(path, monkeypatch):
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def cut(buffers):
+        """The header, and the first bytes of what comes with it."""
+        return [buffers[0], *(buffer[:33] for buffer in buffers[1:])]
+
+    monkeypatch.setattr(os, "pwritev", lambda fd, b, at: pwritev(fd, cut(b), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, b, at: preadv(fd, cut(b), at))
+    page = naive.block(2, 500)
+    block = write(path, page)
+    back = naive.blank(page)
+    assert read(path, block, back)
+    assert path.read_bytes()[HEADER_BYTES:] == back == page
+
+
+def test_large_pages_go_in_pieces(path, monkeypatch):
+    sizes = []
+
+    def noting(call):
+        def noted(descriptor, buffers, offset):
+            sizes.append(sum(map(len, buffers)))
+            return call(descriptor, buffers, offset)
+
+        return noted
+
+    monkeypatch.setattr(os, "pwritev", noting(os.pwritev))
+    monkeypatch.setattr(os, "preadv", noting(os.preadv))
+    monkeypatch.setattr(block_file, "_MAX_BYTES", 100)
+    page = naive.block(2, 351)
+    block = write(path, page)
+    back = naive.blank(page)
+    assert read(path, block, back)
+    assert back == page
+    assert sizes == 2 * [HEADER_BYTES + 100, 100, 100, 51]
 
 
 def test_a_disk_that_takes_nothing_is_an_error(path, monkeypatch):
@@ -93,11 +108,11 @@ def test_a_disk_that_takes_nothing_is_an_error(path, monkeypatch):
 
 
 def test_every_flipped_bit_is_found(path):
-    parts = naive.block(3, parts=2, part_bytes=9)
-    block = write(path, parts)
+    page = naive.block(3, 18)
+    block = write(path, page)
     good = path.read_bytes()
     scratch = memoryview(bytearray(7))
-    back = naive.blank(parts)
+    back = naive.blank(page)
     for bit in range(8 * len(good)):
         flipped = bytearray(good)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -110,24 +125,24 @@ def test_every_flipped_bit_is_found(path):
 
 
 def test_every_other_length_is_found(path):
-    parts = naive.block(3, parts=2, part_bytes=9)
-    block = write(path, parts)
+    page = naive.block(3, 18)
+    block = write(path, page)
     good = path.read_bytes()
     scratch = memoryview(bytearray(64))
     for length in range(len(good)):
         path.write_bytes(good[:length])
-        assert not read(path, block, naive.blank(parts)), length
+        assert not read(path, block, naive.blank(page)), length
         assert not block_file.is_good(path, FOLDER, block.key, scratch), length
     path.write_bytes(good + b"\0")
-    assert not read(path, block, naive.blank(parts))
+    assert not read(path, block, naive.blank(page))
     assert not block_file.is_good(path, FOLDER, block.key, scratch)
 
 
 def test_a_file_that_shrinks_while_it_is_read(path, monkeypatch):
-    parts = naive.block(3)
-    block = write(path, parts)
+    page = naive.block(3)
+    block = write(path, page)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    assert not read(path, block, naive.blank(parts))
+    assert not read(path, block, naive.blank(page))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +159,7 @@ def test_a_file_that_shrinks_while_it_is_read(path, monkeypatch):
 )
 def test_a_file_of_another_block_is_not_taken_for_this_one(path, other):
     write(path, naive.block(1))
-    assert not read(path, other, [memoryview(bytearray(other.payload_bytes))])
+    assert not read(path, other, memoryview(bytearray(other.payload_bytes)))
 
 
 @pytest.mark.parametrize("length", [0, 65])

@@ -11,7 +11,7 @@ from kv_transfer.disk import naive
 from vllm_metal.kv_transfer.disk.written import Written
 
 KEY = naive.key(7)
-PARTS = naive.block(7)
+PAGE = naive.block(7)
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def write(folder, number, used_at=1000.0, depth=0):
 
 
 def read(folder, number):
-    """The payload; None: a miss."""
-    parts = naive.blank(naive.block(number))
-    return naive.joined(parts) if folder.read(naive.key(number), parts) else None
+    """The block; None: a miss."""
+    page = naive.blank(naive.block(number))
+    return page if folder.read(naive.key(number), page) else None
 
 
 def file_of(root, number, namespace="shared"):
@@ -44,7 +44,7 @@ def test_a_block_comes_back(folder, cache):
     assert read(folder, 7) is None
     assert write(folder, 7) is Written.STORED
     assert folder.contains(KEY)
-    assert read(folder, 7) == naive.joined(PARTS)
+    assert read(folder, 7) == PAGE
     stats = cache.stats()
     assert (stats.num_written, stats.num_read, stats.num_corrupt) == (1, 1, 0)
     assert stats.written_bytes == stats.read_bytes == 128 + 4000
@@ -109,7 +109,7 @@ def test_what_another_engine_wrote_is_found(folder, make_cache):
     assert not folder.contains(KEY)
     assert write(other, 7) is Written.STORED
     assert folder.contains(KEY)
-    assert read(folder, 7) == naive.joined(PARTS)
+    assert read(folder, 7) == PAGE
     assert write(folder, 7) is Written.PRESENT
 
 
@@ -202,7 +202,7 @@ def test_a_bad_file_is_a_miss_and_removed(folder, root, cache, damage):
     assert not folder.contains(KEY)
     assert cache.stats().num_corrupt == 1
     assert write(folder, 7) is Written.STORED
-    assert read(folder, 7) == naive.joined(PARTS)
+    assert read(folder, 7) == PAGE
 
 
 def test_files_that_swapped_names_are_bad(folder, root, cache):
@@ -251,7 +251,7 @@ def test_a_process_short_of_descriptors_removes_nothing(folder, cache, monkeypat
         patch.setattr(os, "open", short)
         assert read(folder, 7) is None
     assert cache.stats().num_corrupt == 0
-    assert read(folder, 7) == naive.joined(PARTS)
+    assert read(folder, 7) == PAGE
 
 
 def test_a_good_file_that_took_the_place_of_a_bad_one_stays(folder, root, monkeypatch):
@@ -270,7 +270,7 @@ def test_a_good_file_that_took_the_place_of_a_bad_one_stays(folder, root, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", replaced_meanwhile)
         assert read(folder, 7) is None
-    assert read(folder, 7) == naive.joined(PARTS)
+    assert read(folder, 7) == PAGE
 
 
 def test_a_bad_file_that_cannot_be_removed_is_read_once(folder, root, cache, monkeypatch):
@@ -316,11 +316,12 @@ def test_touching_what_is_gone_forgets_it(folder, root):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda folder: folder.write(b"k" * 65, PARTS, 0.0, 0) is Written.FAILED,
-        lambda folder: folder.write(b"", PARTS, 0.0, 0) is Written.FAILED,
-        lambda folder: folder.write(KEY, PARTS, float("nan"), 0) is Written.FAILED,
-        lambda folder: folder.write(KEY, [PARTS[0][::2]], 0.0, 0) is Written.FAILED,
-        lambda folder: folder.read(b"k" * 65, naive.blank(PARTS)) is False,
+        lambda folder: folder.write(b"k" * 65, PAGE, 0.0, 0) is Written.FAILED,
+        lambda folder: folder.write(b"", PAGE, 0.0, 0) is Written.FAILED,
+        lambda folder: folder.write(KEY, PAGE, float("nan"), 0) is Written.FAILED,
+        lambda folder: folder.write(KEY, PAGE[::2], 0.0, 0) is Written.FAILED,
+        lambda folder: folder.read(KEY, naive.blank(PAGE)[::2]) is False,
+        lambda folder: folder.read(b"k" * 65, naive.blank(PAGE)) is False,
         lambda folder: folder.touch([KEY, b"k" * 65], float("inf")) is None,
         lambda folder: folder.discard([b"k" * 200]) is None,
         lambda folder: folder.contains(b"k" * 200) is False,

@@ -48,12 +48,12 @@ class Cache(RuleBasedStateMachine):
 
     @rule(engine=ENGINES, namespace=NAMESPACES, number=NUMBERS)
     def read(self, engine, namespace, number):
-        parts = naive.blank(naive.block(number))
+        page = naive.blank(naive.block(number))
         there = self.on_disk(namespace, number)
-        assert self.folder(engine, namespace).read(naive.key(number), parts) == there
+        assert self.folder(engine, namespace).read(naive.key(number), page) == there
         if there:
             assert (namespace, number) in self.may_hold
-            assert naive.joined(parts) == naive.joined(naive.block(number))
+            assert page == naive.block(number)
 
     @rule(engine=ENGINES, namespace=NAMESPACES, number=NUMBERS)
     def touch_and_ask(self, engine, namespace, number):

@@ -84,7 +84,7 @@ def test_an_engine_that_is_killed_leaves_nothing_that_stays(root, dies):
     naive.wait_until(lambda: cache.stats().bytes == naive.room(root))
     assert maintenance.verify(root, False, lambda number: None).bad == []
     for number in range(60):
-        block = naive.block(number, parts=3)
+        block = naive.block(number, 3000)
         outcome = folder.write(naive.key(number), block, time.time(), 0)
         assert outcome in (Written.STORED, Written.PRESENT)
         assert cache.stats().bytes == naive.room(root) <= LIMIT

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,8 @@ _CHECKSUM_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 MAX_KEY_BYTES = 64
 
-#: What one call of preadv or pwritev takes: buffers (POSIX: at least 16), bytes (macOS: 2**31).
-_MAX_BUFFERS = max(16, os.sysconf("SC_IOV_MAX"))
+#: Bytes of a page that one call of preadv or pwritev gets. macOS takes no 2**31 in a call.
 _MAX_BYTES = 2**28
-#: Bytes that are hashed in one go: BLAKE3 hashes 12 KiB at a third of the rate of 256 KiB.
-_HASHED_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -47,59 +44,36 @@ class BlockFile:
     def size(self) -> int:
         return HEADER_BYTES + self.payload_bytes
 
-    def header(self) -> bytes:
-        """The header before the checksum."""
+    def header(self, payload: Iterable[memoryview]) -> bytes:
+        """The header, which depends on the payload: any pieces of it, in order."""
         digest = blake3(self.folder.encode()).digest(length=16)
-        return _FIELDS.pack(_MAGIC, len(self.key), self.payload_bytes, digest, self.key)
-
-    def checksum(self, payload: Iterable[memoryview | bytes]) -> bytes:
-        """The checksum of the payload and the header."""
+        header = _FIELDS.pack(_MAGIC, len(self.key), self.payload_bytes, digest, self.key)
         hasher = blake3()
-        for part in payload:
-            hasher.update(part)
-        hasher.update(self.header())  # last: BLAKE3 is three times as fast on aligned parts
-        return hasher.digest(length=_CHECKSUM_BYTES)
+        for piece in payload:
+            hasher.update(piece)
+        hasher.update(header)  # last: BLAKE3 is three times as fast on aligned pieces
+        return header + hasher.digest(length=_CHECKSUM_BYTES)
 
 
-def as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
-    """The same memory as bytes, without empty parts.
-
-    Raises:
-        TypeError: a part is not contiguous.
-    """
-    return [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-
-
-def total(parts: Iterable[memoryview]) -> int:
-    """Bytes of all parts."""
-    return sum(part.nbytes for part in parts)
-
-
-def write(descriptor: int, block: BlockFile, payload: Sequence[memoryview]) -> None:
+def write(descriptor: int, block: BlockFile, page: memoryview) -> None:
     """Writes a block's file from its beginning.
 
     Args:
-        payload: bytes, `block.payload_bytes` altogether.
+        page: contiguous bytes, `block.payload_bytes` of them.
 
     Raises:
         OSError: not everything was written.
     """
-    header = block.header() + block.checksum(_joined(payload))
-    offset = 0
-    for batch in _batches([memoryview(header), *payload]):
-        while batch:
-            written = os.pwritev(descriptor, batch, offset)
-            if written == 0:
-                raise OSError("the file system takes no more bytes")
-            offset += written
-            batch = _after(batch, written)
+    header = block.header([page])
+    if not _moved(os.pwritev, descriptor, memoryview(header), page):
+        raise OSError("the file system takes no more bytes")
 
 
-def read(descriptor: int, block: BlockFile, payload: Sequence[memoryview]) -> bool:
-    """Fills `payload` from a block's file; False: the file is not this block, whole.
+def read(descriptor: int, block: BlockFile, page: memoryview) -> bool:
+    """Fills `page` from a block's file; False: the file is not this block, whole.
 
     Args:
-        payload: writable bytes, `block.payload_bytes` altogether. Undefined after False.
+        page: writable contiguous bytes, `block.payload_bytes` of them. Undefined after False.
 
     Raises:
         OSError: the file cannot be read.
@@ -107,15 +81,27 @@ def read(descriptor: int, block: BlockFile, payload: Sequence[memoryview]) -> bo
     if os.fstat(descriptor).st_size != block.size:
         return False
     header = bytearray(HEADER_BYTES)
-    offset = 0
-    for batch in _batches([memoryview(header), *payload]):
-        while batch:
-            got = os.preadv(descriptor, batch, offset)
-            if got == 0:
-                return False  # shorter than it was
-            offset += got
-            batch = _after(batch, got)
-    return header == block.header() + block.checksum(_joined(payload))
+    if not _moved(os.preadv, descriptor, memoryview(header), page):
+        return False  # shorter than it was
+    return header == block.header([page])
+
+
+def _moved(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    header: memoryview,
+    page: memoryview,
+) -> bool:
+    """Moves a whole file by preadv or pwritev; False: a call moved nothing."""
+    done, size = 0, len(header) + len(page)
+    while done < size:
+        start = max(0, done - len(header))
+        buffers = [header[done:], page[start : start + _MAX_BYTES]]
+        moved = call(descriptor, buffers if done < len(header) else buffers[1:], done)
+        if moved == 0:
+            return False
+        done += moved
+    return True
 
 
 def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
@@ -133,7 +119,7 @@ def is_good(path: Path, folder: str, key: bytes, scratch: memoryview) -> bool:
         if block.payload_bytes < 0:
             return False
         header = os.pread(descriptor, HEADER_BYTES, 0)
-        return header == block.header() + block.checksum(_pieces(descriptor, block, scratch))
+        return header == block.header(_pieces(descriptor, block, scratch))
     finally:
         os.close(descriptor)
 
@@ -143,40 +129,3 @@ def _pieces(descriptor: int, block: BlockFile, scratch: memoryview) -> Iterator[
     while offset < block.size and (got := os.preadv(descriptor, [scratch], offset)):
         yield scratch[:got]
         offset += got
-
-
-def _joined(parts: Iterable[memoryview]) -> Iterator[memoryview | bytes]:
-    """The same bytes in pieces that are not small, copied where parts are."""
-    batch: list[memoryview] = []
-    size = 0
-    for part in parts:
-        batch.append(part)
-        size += part.nbytes
-        if size >= _HASHED_BYTES:
-            yield batch[0] if len(batch) == 1 else b"".join(batch)
-            batch, size = [], 0
-    yield b"".join(batch)
-
-
-def _batches(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
-    """The buffers in order, as many in each list as one system call takes."""
-    batch: list[memoryview] = []
-    size = 0
-    for buffer in buffers:
-        for start in range(0, buffer.nbytes, _MAX_BYTES):
-            piece = buffer[start : start + _MAX_BYTES]
-            if len(batch) == _MAX_BUFFERS or size + piece.nbytes > _MAX_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += piece.nbytes
-    yield batch
-
-
-def _after(batch: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of a batch when `done` bytes of it are done."""
-    for place, buffer in enumerate(batch):
-        if done < buffer.nbytes:
-            return [buffer[done:], *batch[place + 1 :]]
-        done -= buffer.nbytes
-    return []

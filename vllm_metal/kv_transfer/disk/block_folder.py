@@ -46,8 +46,8 @@ class BlockFolder:
         # Operations of a set on one key of bytes are atomic; no lock is needed.
         self._known: set[bytes] = set()
         self._unremovable: set[bytes] = set()  # bad files in a folder that cannot be written
-        self._in_flight: dict[bytes, threading.Event] = {}
-        self._in_flight_lock = threading.Lock()
+        self._in_flight: set[bytes] = set()  # keys of blocks that threads are writing
+        self._in_flight_ends = threading.Condition()
 
     def contains(self, key: bytes) -> bool:
         """Whether the block is on disk. Another engine may evict it before it is read."""
@@ -61,18 +61,18 @@ class BlockFolder:
         self._known.add(key)
         return True
 
-    def read(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        """Fills `parts` with the block's bytes; False is a miss, and `parts` are undefined then.
+    def read(self, key: bytes, page: memoryview) -> bool:
+        """Fills `page` with the block's bytes; False is a miss, and `page` is undefined then.
 
         A file that is not this block, whole and unchanged, is removed.
 
         Args:
-            parts: writable and contiguous. The same sizes altogether as when it was written.
+            page: writable and contiguous, of as many bytes as were written.
         """
         try:
-            payload = block_file.as_bytes(parts)
-            block = BlockFile(self._name, key, block_file.total(payload))
-            if key in self._unremovable or not self._read(block, payload):
+            page = page.cast("B")
+            block = BlockFile(self._name, key, page.nbytes)
+            if key in self._unremovable or not self._read(block, page):
                 return False
         except Exception:
             logger.exception("A block could not be read")
@@ -81,22 +81,22 @@ class BlockFolder:
         self._counters.add("read_bytes", block.size)
         return True
 
-    def write(self, key: bytes, parts: Sequence[memoryview], used_at: float, depth: int) -> Written:
+    def write(self, key: bytes, page: memoryview, used_at: float, depth: int) -> Written:
         """Stores a block, once: a second thread that writes it waits for the first.
 
         Args:
-            parts: contiguous. They must not change meanwhile.
+            page: contiguous. It must not change meanwhile.
             used_at: when it was last used, seconds since the epoch.
             depth: number of blocks before it in its prompt. Of blocks that were used at the same
                 time, the deepest are evicted first: they are of no use without those before them.
         """
         try:
-            payload = block_file.as_bytes(parts)
-            block = BlockFile(self._name, key, block_file.total(payload))
+            page = page.cast("B")
+            block = BlockFile(self._name, key, page.nbytes)
             with self._alone(key):
                 if self.contains(key):
                     return Written.PRESENT
-                return self._write(block, payload, _mtime_ns(used_at, depth))
+                return self._write(block, page, _mtime_ns(used_at, depth))
         except Exception:
             logger.exception("A block could not be written")
             self._counters.add("refused_failed")
@@ -148,14 +148,14 @@ class BlockFolder:
                 lambda descriptor: _write_all(descriptor, manifest.content),
             )
 
-    def _read(self, block: BlockFile, payload: list[memoryview]) -> bool:
+    def _read(self, block: BlockFile, page: memoryview) -> bool:
         path = layout.block_path(self._path, block.key)
         identity = None
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 identity = eviction.identity_of(os.fstat(descriptor))
-                good = block_file.read(descriptor, block, payload)
+                good = block_file.read(descriptor, block, page)
             finally:
                 os.close(descriptor)
         except FileNotFoundError:
@@ -177,13 +177,13 @@ class BlockFolder:
         if not self._space.remove(layout.block_path(self._path, key), identity):
             self._unremovable.add(key)
 
-    def _write(self, block: BlockFile, payload: list[memoryview], mtime_ns: int) -> Written:
+    def _write(self, block: BlockFile, page: memoryview, mtime_ns: int) -> Written:
         paused = self._space.is_paused()
         self.store_manifest()
         outcome = self._space.store(
             layout.block_path(self._path, block.key),
             block.size,
-            lambda descriptor: block_file.write(descriptor, block, payload),
+            lambda descriptor: block_file.write(descriptor, block, page),
             mtime_ns,
         )
         if outcome is Written.STORED:
@@ -199,19 +199,15 @@ class BlockFolder:
     @contextmanager
     def _alone(self, key: bytes) -> Iterator[None]:
         """Waits until no other thread writes a block."""
-        mine = threading.Event()
-        while True:
-            with self._in_flight_lock:
-                other = self._in_flight.setdefault(key, mine)
-            if other is mine:
-                break
-            other.wait()
+        with self._in_flight_ends:
+            self._in_flight_ends.wait_for(lambda: key not in self._in_flight)
+            self._in_flight.add(key)
         try:
             yield
         finally:
-            with self._in_flight_lock:
-                del self._in_flight[key]
-            mine.set()
+            with self._in_flight_ends:
+                self._in_flight.remove(key)
+                self._in_flight_ends.notify_all()
 
 
 def _mtime_ns(used_at: float, depth: int) -> int:

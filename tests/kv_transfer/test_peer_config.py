@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of engines that hand each other pages: what each role needs, mistakes named."""
+
+import copy
+import json
+
+import psutil
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_metal.kv_transfer.config import CONNECTOR, TransferConfig
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.platform.metal_platform import MetalPlatform
+from vllm_metal.platform.refusals import refuse_unsupported
+
+HERE, THERE = "127.0.0.1:9100", "127.0.0.1:9101"
+FAR = "192.0.2.7:9100"  # a documentation address, RFC 5737
+
+
+@pytest.fixture(scope="module")
+def made():
+    from vllm_metal.models.embedded import embedded_model_path
+
+    model = str(embedded_model_path(dequantize=True))
+    return EngineArgs(model=model, max_model_len=64).create_engine_config()
+
+
+@pytest.fixture
+def check(made):
+    """What is read of a role and its keys."""
+
+    def of(role, **extra):
+        config = copy.deepcopy(made)
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR, kv_role=role, kv_connector_extra_config=extra
+        )
+        refuse_unsupported(config)
+        MetalPlatform.check_and_update_config(config)
+        found = TransferConfig.of(config)
+        json.dumps(config.kv_transfer_config.kv_connector_extra_config)
+        MetalPlatform.check_and_update_config(config)  # as the engine's process does
+        assert TransferConfig.of(config) == found
+        assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+        return found
+
+    return of
+
+
+@pytest.fixture
+def secret(tmp_path):
+    made = tmp_path / "secret"
+    made.write_text("0123456789abcdef")
+    made.chmod(0o600)
+    return made
+
+
+def test_each_role_has_what_it_needs(check, tmp_path):
+    producer = check("kv_producer", listen=HERE, outbox_bytes="2GB")
+    assert producer.disk is None and producer.peers.peers == ()
+    assert producer.peers.listen == Address("127.0.0.1", 9100)
+    assert producer.peers.outbox_bytes == 2 * 10**9
+    consumer = check("kv_consumer", peers=[HERE, THERE])
+    assert consumer.peers.listen is None and consumer.peers.outbox_bytes == 0
+    assert [str(each) for each in consumer.peers.peers] == [HERE, THERE]
+    both = check("kv_both", listen=HERE, peers=[THERE], path=str(tmp_path / "cache"))
+    assert both.disk.directory == tmp_path / "cache" and both.peers.listen and both.peers.peers
+    assert check("kv_both", path=str(tmp_path / "cache")).peers is None
+
+
+def test_the_outbox_is_a_part_of_this_machine_s_memory(check):
+    found = check("kv_producer", listen=HERE).peers.outbox_bytes
+    assert found == min(psutil.virtual_memory().total // 16, 4 << 30)
+
+
+def test_beyond_this_machine_a_secret_is_needed(check, secret):
+    for role, extra in (("kv_producer", {"listen": FAR}), ("kv_consumer", {"peers": [HERE, FAR]})):
+        with pytest.raises(ValueError, match=rf"{FAR}, beyond this machine.* 'secret'"):
+            check(role, **extra)
+        assert check(role, secret=str(secret), **extra).peers.read_secret() == b"0123456789abcdef"
+    secret.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        check("kv_producer", listen=FAR, secret=str(secret))
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "reason"),
+    [
+        ("kv_producer", {}, "'kv_producer' needs .*'listen'"),
+        ("kv_producer", {"path": "/tmp/x"}, "'kv_producer' needs .*'listen'"),
+        ("kv_producer", {"listen": HERE, "peers": [THERE]}, "no use for .*'peers'.*kv_both"),
+        ("kv_consumer", {"listen": HERE}, "'kv_consumer' needs .*'peers'"),
+        ("kv_consumer", {"listen": HERE, "peers": [THERE]}, "no use for .*'listen'.*kv_both"),
+        ("kv_both", {}, "lacks 'path'.* 'listen' and 'peers'"),
+        ("kv_both", {"secret": "/tmp/x"}, "'secret' needs 'listen' or 'peers'"),
+        ("kv_consumer", {"peers": [HERE], "outbox_bytes": 5}, "'outbox_bytes' needs 'listen'"),
+        ("kv_consumer", {"peers": [HERE], "bytes": "5GB"}, "'bytes' needs 'path'"),
+        ("kv_consumer", {"peers": HERE}, "'peers' must be a list of addresses"),
+        ("kv_consumer", {"peers": []}, "'peers' must be a list of addresses"),
+        ("kv_consumer", {"peers": [HERE, HERE]}, "'peers' names an address twice"),
+        ("kv_producer", {"listen": "9100"}, "'listen' '9100' has no port"),
+        ("kv_producer", {"listen": 9100}, "'listen' must be an address"),
+        ("kv_producer", {"listn": HERE}, "no key 'listn'.*did you mean 'listen'"),
+    ],
+)
+def test_mistakes_are_named(check, role, extra, reason):
+    with pytest.raises(ValueError, match=reason):
+        check(role, **extra)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peer: another engine's pages, asked for and fetched by key."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from vllm.logger import init_logger
+
+from vllm_metal.kv_transfer.peer import handshake
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.connections import Closed, Connections, NotReached, Unavailable
+from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
+from vllm_metal.kv_transfer.peer.limits import (
+    CONNECTIONS_OF_A_PEER,
+    MAX_KEYS,
+    MAX_MESSAGE_BYTES,
+    TIMEOUTS,
+    Timeouts,
+)
+from vllm_metal.kv_transfer.peer.messages import (
+    SESSION_BYTES,
+    Ask,
+    Done,
+    Fetch,
+    Found,
+    NoPage,
+    ProtocolError,
+    Release,
+    Renew,
+    Row,
+    Waiting,
+    decode,
+    flags,
+)
+from vllm_metal.kv_transfer.peer.page import Checksum
+from vllm_metal.kv_transfer.peer.terms import Terms
+from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
+
+logger = init_logger(__name__)
+
+T = TypeVar("T")
+_LONGEST_REASON = 500  # characters of a message that holds a peer's words
+
+
+class _BadPage(Exception):
+    """What came is not the page that was asked for."""
+
+
+@dataclass(frozen=True)
+class PeerStats:
+    """Counters of all the time of a `Peer`."""
+
+    num_asked: int  # pages
+    num_found: int
+    fetched_pages: int
+    fetched_bytes: int
+    failed_fetches: int  # those that ended without all pages, unwanted ones included
+    bad_checksums: int
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Until something changes, the two do not work together."""
+
+    own: Terms
+    until: float  # then it is tried whether the peer has changed
+
+
+class Peer:
+    """One server, as its client sees it; every method is for any thread, and none raises.
+
+    A peer that is down, slow, another version, or has other pages is a peer without pages.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        terms: Callable[[], Terms],
+        difference: Callable[[Mapping[str, Any]], str],
+        clock: Callable[[], float] = time.monotonic,
+        timeouts: Timeouts = TIMEOUTS,
+    ) -> None:
+        """Connects when it is first asked.
+
+        Args:
+            address: of a `PageServer`.
+            secret: both sides'; b"": none, and nothing but loopback is connected to.
+            terms: of this engine, at any time; called by any thread, for every call.
+            difference: what of the peer's facts differs from this engine's, in words.
+            clock: seconds, for how long a peer counts as down or refused, and pages as wanted.
+            timeouts: of everything.
+        """
+        self.address = address
+        self._secret = secret
+        self._terms = terms
+        self._difference = difference
+        self._clock = clock
+        self._timeouts = timeouts
+        self._session = secrets.token_bytes(SESSION_BYTES)
+        self._lock = threading.Lock()
+        self._engine_id: str | None = None
+        self._down_until: float | None = None
+        self._refusal: _Refusal | None = None
+        self._trouble: str | None = None  # what the log has said, and is still so
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        self._connections = Connections(
+            address,
+            self._introduce,
+            self._is_current,
+            self._may_try,
+            timeouts,
+            CONNECTIONS_OF_A_PEER,
+        )
+        self._leases = LeaseKeeper(self._tell, timeouts, clock)
+
+    @property
+    def engine_id(self) -> str | None:
+        """Of the engine that last answered; None before. `ask(())` makes it known."""
+        return self._engine_id
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it could not be reached a moment ago, and is not tried."""
+        with self._lock:
+            return self._down_until is not None and self._clock() < self._down_until
+
+    def ask(self, keys: Iterable[bytes], wait_s: float | None = None) -> frozenset[bytes]:
+        """Which pages the peer has; blocks.
+
+        They are leased: they stay there until `release`, for which each call's finds are to be
+        given back once, or for some minutes.
+
+        Args:
+            keys: of pages, the first of a text first: leases are limited.
+            wait_s: seconds to wait for pages that the peer is making now, 10 at most; None: 10.
+
+        Returns:
+            Those that are there; none if it is down, refused or slow.
+        """
+        asked = list(dict.fromkeys(keys))
+        wait_ms = int(1000 * (self._timeouts.wait if wait_s is None else max(0.0, wait_s)))
+        self._leases.want(asked)
+        found: set[bytes] = set()
+        for part in _parts(asked) or [[]]:  # nothing to ask for says hello all the same
+            if (there := self._call(partial(_ask, part, wait_ms), None)) is None:
+                break
+            found |= there
+        self._leases.not_found(key for key in asked if key not in found)
+        self._count(num_asked=len(asked), num_found=len(found))
+        if found:
+            self._leases.found()
+        return frozenset(found)
+
+    def fetch(
+        self, keys: Sequence[bytes], pages: Sequence[memoryview], wanted: Callable[[], bool]
+    ) -> bool:
+        """Receives pages into memory; blocks.
+
+        Args:
+            keys: of the pages.
+            pages: writable, contiguous memory for each, of its size. Undefined after False.
+            wanted: whether somebody still wants them; asked often, from this thread.
+
+        Returns:
+            Whether all of them came, whole and with the right checksums.
+        """
+        num_bytes = sum(page.nbytes for page in pages)
+        good = True
+        for start in range(0, len(keys), MAX_KEYS):
+            part = slice(start, start + MAX_KEYS)
+            work = partial(self._fetch, keys[part], pages[part], wanted)
+            good = good and self._call(work, otherwise=False)
+        if good:
+            self._count(fetched_pages=len(keys), fetched_bytes=num_bytes)
+        else:
+            self._count(failed_fetches=1)
+        return good
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        """Pages that `ask` found are not wanted any more; returns at once."""
+        self._leases.release(keys)
+
+    def stats(self) -> PeerStats:
+        """Counters, at one time."""
+        with self._lock:
+            return PeerStats(**{name: self._counts[name] for name in PeerStats.__annotations__})
+
+    def close(self) -> None:
+        """Ends calls that wait; later ones find nothing."""
+        self._closed = True
+        self._connections.close()
+        self._leases.close()
+
+    # -- calls
+
+    def _call(self, work: Callable[[Link], T], otherwise: T) -> T:
+        """Does something on a connection; `otherwise` where it cannot be done."""
+        if not self._may_try():
+            return otherwise
+        try:
+            return self._connections.call(work)
+        except handshake.ServerBusy:
+            self._note_down("all its connections are in use")
+        except NotReached as error:
+            self._note_down(str(error))
+        except ProtocolError as error:
+            self._note_down(f"it does not keep to the protocol: {error}")
+        except _BadPage as error:
+            self._note_down(str(error))
+        except (OSError, handshake.Refused, Closed, Unavailable, Unwanted):
+            pass  # a connection broke, the log has been told why, or nobody wants the answer
+        except Exception:
+            logger.exception("A call to the peer %s ended by an error", self.address)
+        return otherwise
+
+    def _fetch(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[memoryview],
+        wanted: Callable[[], bool],
+        link: Link,
+    ) -> bool:
+        own = self._terms().identity
+        places = [page.cast("B") for page in pages]
+        link.send(Fetch(list(keys)))
+        for key, place in zip(keys, places, strict=True):
+            row = decode(link.receive(MAX_MESSAGE_BYTES, wanted), Row, NoPage)
+            if isinstance(row, NoPage):
+                return False
+            if row.size != place.nbytes:
+                raise _BadPage(f"a page came with {row.size} bytes in place of {place.nbytes}")
+            summed = Checksum()
+            link.receive_row(place, wanted, summed.update)
+            if summed.of(key) != row.checksum:
+                self._count(bad_checksums=1)
+                raise _BadPage("a page came with a wrong checksum")
+        return self._terms().identity == own
+
+    def _tell(self, message: Renew | Release) -> None:
+        """For the keeper of leases."""
+
+        def work(link: Link) -> None:
+            link.send(message)
+            decode(link.receive(MAX_MESSAGE_BYTES), Done)
+
+        self._call(work, None)
+
+    def _introduce(self, link: Link) -> tuple[Terms, Terms]:
+        own = self._terms()
+        try:
+            theirs = handshake.introduce(link, self._secret, self._session, own)
+            self._engine_id = theirs.engine_id
+            if theirs.content != own.content:
+                raise handshake.Refused(self._words(own, theirs))
+        except handshake.Refused as refused:
+            self._refuse(own, str(refused))
+            raise
+        self._note_good()
+        return own, theirs
+
+    def _is_current(self, own: Terms) -> bool:
+        return own.identity == self._terms().identity
+
+    def _words(self, own: Terms, theirs: Terms) -> str:
+        """What differs, in one line; the peer's facts may be anything."""
+        if theirs.fingerprint == own.fingerprint:
+            return f"its pages have {theirs.page_bytes} bytes, this engine's {own.page_bytes}"
+        try:
+            words = " ".join(self._difference(theirs.facts).split())
+        except Exception:
+            words = ""
+        return words[:_LONGEST_REASON] or "its K/V are of another model, or other settings"
+
+    # -- whether it is worth trying
+
+    def _may_try(self) -> bool:
+        with self._lock:
+            now, refusal = self._clock(), self._refusal
+            if self._closed or (self._down_until is not None and now < self._down_until):
+                return False
+        return refusal is None or now >= refusal.until or not self._is_current(refusal.own)
+
+    def _note_good(self) -> None:
+        with self._lock:
+            trouble, self._trouble = self._trouble, None
+            self._down_until = self._refusal = None
+        if trouble is not None:
+            logger.info("The peer %s serves pages", self.address)
+
+    def _note_down(self, reason: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._down_until = self._clock() + self._timeouts.down
+        self._say(f"The peer {self.address} cannot be used now ({reason}); prompts are computed")
+
+    def _refuse(self, own: Terms, reason: str) -> None:
+        with self._lock:
+            self._refusal = _Refusal(own, self._clock() + self._timeouts.refused)
+        self._say(f"The peer {self.address} is not used: {reason}")
+
+    def _say(self, trouble: str) -> None:
+        """Once, until there is another trouble, or none."""
+        with self._lock:
+            is_new = trouble != self._trouble
+            self._trouble = trouble
+        if is_new:
+            logger.warning("%s", trouble)
+
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            self._counts.update(numbers)
+
+
+def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:
+    if not keys:
+        return set()
+    link.send(Ask(keys, wait_ms))
+    while isinstance(answer := decode(link.receive(MAX_MESSAGE_BYTES), Found, Waiting), Waiting):
+        pass
+    there = flags(answer.bitmap, len(keys))
+    return {key for key, is_there in zip(keys, there, strict=True) if is_there}
+
+
+def _parts(keys: list[bytes]) -> list[list[bytes]]:
+    """As many keys as a message may have."""
+    return [keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS)]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's connections to one server: opened when needed, reused, each used by one call."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.limits import Timeouts
+from vllm_metal.kv_transfer.peer.terms import Terms
+from vllm_metal.kv_transfer.peer.wire import Link, shut_down
+
+T = TypeVar("T")
+
+
+class Closed(Exception):
+    """Nothing is to be asked any more."""
+
+
+class Unavailable(Exception):
+    """No connection became free in time, or none is to be made now."""
+
+
+class NotReached(Exception):
+    """The server could not be reached, or stopped answering; says why."""
+
+
+class Connection:
+    """A link to a server that has been introduced."""
+
+    def __init__(self, link: Link, own: Terms, theirs: Terms) -> None:
+        self.link = link
+        self.own = own  # what was offered
+        self.theirs = theirs
+
+
+class Connections:
+    """At most so many; every method is for any thread."""
+
+    def __init__(
+        self,
+        address: Address,
+        introduce: Callable[[Link], tuple[Terms, Terms]],
+        is_current: Callable[[Terms], bool],
+        may_connect: Callable[[], bool],
+        timeouts: Timeouts,
+        most: int,
+    ) -> None:
+        """
+        Args:
+            address: the server's.
+            introduce: shakes hands; returns own terms and the server's, or raises.
+            is_current: whether own terms are still these: else a connection is of no use.
+            may_connect: whether a new connection is to be tried.
+            timeouts: of all waits.
+            most: connections at one time.
+        """
+        self._address = address
+        self._introduce = introduce
+        self._is_current = is_current
+        self._may_connect = may_connect
+        self._timeouts = timeouts
+        self._most = most
+        self._changed = threading.Condition()
+        self._idle: list[Connection] = []
+        self._sockets: set[socket.socket] = set()  # of all, those that are being opened too
+        self._num_open = 0
+        self._closed = False
+
+    def call(self, work: Callable[[Link], T]) -> T:
+        """Does something on a connection.
+
+        One that broke while nobody used it, because the server started again, is replaced once.
+
+        Raises:
+            Closed: `close` was called.
+            Unavailable: other calls kept all connections, or `may_connect` said no.
+            NotReached: the server could not be reached, or stood still.
+            Refused: of `introduce`.
+            Anything else that `work` raises.
+        """
+        connection = self._take()
+        good = False
+        try:
+            if connection is not None:
+                before = connection.link.num_received
+                try:
+                    result = work(connection.link)
+                except ConnectionError:
+                    if self._closed or connection.link.num_received != before:
+                        raise
+                    self._close_socket(connection.link.sock)
+                    connection = None
+            if connection is None:
+                if not self._may_connect():
+                    raise Unavailable
+                connection = self._open()
+                result = work(connection.link)
+            good = True
+            return result
+        except TimeoutError as error:
+            raise NotReached(f"it stopped answering ({error})") from error
+        finally:
+            self._give_back(connection, good)
+
+    def close(self) -> None:
+        """Ends all connections, and wakes who waits for one of them."""
+        with self._changed:
+            self._closed = True
+            for sock in self._sockets:
+                shut_down(sock)
+            idle, self._idle = self._idle, []
+            self._changed.notify_all()
+        for connection in idle:
+            self._give_back(connection, good=False)
+
+    def _take(self) -> Connection | None:
+        """One that is open; None: there is a place for a new one, which is now the caller's."""
+        deadline = time.monotonic() + self._timeouts.no_progress
+        while True:
+            with self._changed:
+                while not self._closed and not self._idle and self._num_open >= self._most:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        raise Unavailable
+                if self._closed:
+                    raise Closed
+                if not self._idle:
+                    self._num_open += 1
+                    return None
+                connection = self._idle.pop()
+            if connection.link.is_quiet() and self._is_current(connection.own):
+                return connection
+            self._give_back(connection, good=False)
+
+    def _give_back(self, connection: Connection | None, good: bool) -> None:
+        """Ends the use of a connection, or of a place where none came to be."""
+        with self._changed:
+            good = good and not self._closed
+            if connection is not None and good:
+                self._idle.append(connection)
+            else:
+                self._num_open -= 1
+            self._changed.notify()
+        if connection is not None and not good:
+            self._close_socket(connection.link.sock)
+
+    def _open(self) -> Connection:
+        """Connects and shakes hands."""
+        try:
+            link = self._connect()
+        except OSError as error:
+            raise NotReached(str(error.strerror or error)) from error
+        try:
+            own, theirs = self._introduce(link)
+        except BaseException as error:
+            self._close_socket(link.sock)
+            if isinstance(error, OSError):
+                raise NotReached(str(error.strerror or error)) from error
+            raise
+        return Connection(link, own, theirs)
+
+    def _connect(self) -> Link:
+        deadline = time.monotonic() + self._timeouts.connect
+        failure: OSError | None = None
+        for family, place in self._address.resolve():
+            left = deadline - time.monotonic()
+            if failure is not None and left <= 0:
+                break
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                with self._changed:
+                    if self._closed:
+                        raise Closed
+                    self._sockets.add(sock)
+                sock.settimeout(max(left, 0.001))
+                sock.connect(place)
+                with self._changed:
+                    if self._closed:  # before it was connected, when nothing could be woken
+                        raise Closed
+                return Link(sock, self._timeouts.no_progress)
+            except BaseException as error:
+                self._close_socket(sock)
+                if not isinstance(error, OSError):
+                    raise
+                failure = error
+        assert failure is not None
+        raise failure
+
+    def _close_socket(self, sock: socket.socket) -> None:
+        with self._changed:  # under the lock: `close` does not touch a number that is another's
+            self._sockets.discard(sock)
+            sock.close()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first words of a connection, on both sides: version, secret, terms."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_metal.kv_transfer.peer import secret as secrets
+from vllm_metal.kv_transfer.peer.address import is_loopback_ip
+from vllm_metal.kv_transfer.peer.limits import (
+    MAX_FACTS_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_UNKNOWN_BYTES,
+    PROTOCOL_VERSION,
+)
+from vllm_metal.kv_transfer.peer.messages import (
+    MAGIC,
+    Busy,
+    Greeting,
+    Offer,
+    Proof,
+    ProtocolError,
+    Stranger,
+    Welcome,
+    decode,
+)
+from vllm_metal.kv_transfer.peer.terms import Terms
+from vllm_metal.kv_transfer.peer.wire import Link
+
+_VERSION = struct.Struct("<I")
+PREAMBLE = MAGIC + _VERSION.pack(PROTOCOL_VERSION)
+
+
+class Refused(Exception):
+    """Two engines cannot work together; its text says why, without saying of whom."""
+
+
+class ServerBusy(Exception):
+    """The server has no connection left."""
+
+
+class WrongSecret(Exception):
+    """Somebody could not prove the secret."""
+
+
+class OtherVersion(Exception):
+    """Somebody speaks another version of the protocol, or another protocol."""
+
+
+def greet(link: Link, secret: bytes, terms: Terms) -> int:
+    """The server's side.
+
+    Args:
+        link: a new connection.
+        secret: both sides'.
+        terms: the server's.
+
+    Returns:
+        The client's session.
+
+    Raises:
+        OtherVersion, WrongSecret, Refused: the client is none to serve, and was told so.
+        ProtocolError, OSError: the connection is of no use.
+    """
+    if not secret and not is_loopback_ip(link.peer_ip()):
+        raise WrongSecret
+    nonce = secrets.make_nonce()
+    link.send_bytes(PREAMBLE)
+    link.send(Greeting(nonce))
+    if link.receive_bytes(len(PREAMBLE)) != PREAMBLE:
+        raise OtherVersion
+    proof = decode(link.receive(MAX_UNKNOWN_BYTES), Proof)
+    challenge = secrets.Challenge(nonce, proof.nonce, proof.session)
+    if not challenge.is_proof(secret, "client", proof.proof):
+        link.send(Stranger())
+        raise WrongSecret
+    link.send(Welcome(challenge.proof(secret, "server")))
+    theirs = _terms(decode(link.receive(MAX_MESSAGE_BYTES), Offer), {})
+    link.send(_offer(terms, _packed(terms.facts)))
+    if theirs.content != terms.content:
+        raise Refused("its terms differ")
+    return int.from_bytes(proof.session, "big")
+
+
+def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
+    """The client's side.
+
+    Args:
+        link: a new connection.
+        secret: both sides'.
+        session: 16 bytes, the same for all connections of this client.
+        terms: the client's.
+
+    Returns:
+        The server's terms, which may differ.
+
+    Raises:
+        ServerBusy: it has no connection left.
+        Refused: the server is none to take pages from.
+        ProtocolError, OSError: the connection is of no use.
+    """
+    if not secret and not is_loopback_ip(link.peer_ip()):
+        raise Refused("it is on another machine, and that needs a 'secret'")
+    preamble = link.receive_bytes(len(PREAMBLE))
+    if not preamble.startswith(MAGIC):
+        raise Refused("something else than an engine of vllm-metal answers there")
+    (version,) = _VERSION.unpack(preamble[len(MAGIC) :])
+    if version != PROTOCOL_VERSION:
+        raise Refused(
+            f"it speaks version {version}, this engine {PROTOCOL_VERSION}: run the same release of "
+            "vllm-metal on both"
+        )
+    greeting = decode(link.receive(MAX_UNKNOWN_BYTES), Greeting, Busy)
+    if isinstance(greeting, Busy):
+        raise ServerBusy
+    challenge = secrets.Challenge(greeting.nonce, secrets.make_nonce(), session)
+    proof = Proof(session, challenge.client_nonce, challenge.proof(secret, "client"))
+    link.send_bytes(PREAMBLE)
+    link.send(proof)
+    answer = decode(link.receive(MAX_UNKNOWN_BYTES), Welcome, Stranger)
+    if isinstance(answer, Stranger) or not challenge.is_proof(secret, "server", answer.proof):
+        raise Refused("its secret is another one: give both the same file as 'secret'")
+    link.send(_offer(terms, b""))
+    offer = decode(link.receive(MAX_MESSAGE_BYTES), Offer)
+    return _terms(offer, _unpacked(offer.facts))
+
+
+def _offer(terms: Terms, facts: bytes) -> Offer:
+    return Offer(terms.engine_id, terms.fingerprint, list(terms.page_bytes), facts)
+
+
+def _terms(offer: Offer, facts: Mapping[str, Any]) -> Terms:
+    return Terms(offer.engine_id, offer.fingerprint, facts, tuple(offer.page_bytes))
+
+
+def _packed(facts: Mapping[str, Any]) -> bytes:
+    """As JSON; nothing where that is too long: facts only word what the fingerprint says."""
+    packed = msgspec.json.encode(facts)
+    return packed if len(packed) <= MAX_FACTS_BYTES else b""
+
+
+def _unpacked(facts: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(facts, type=dict[str, Any]) if facts else {}
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"no facts: {error}") from None

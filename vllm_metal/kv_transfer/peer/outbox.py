@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that an engine keeps for others, in memory outside its pool."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_metal.kv_transfer.peer.page import Page, checksum
+
+#: Of the outbox's bytes, that leases may hold: new pages always find room, whatever peers ask for.
+_LEASED_SHARE = (3, 4)
+
+
+@dataclass(frozen=True)
+class OutboxStats:
+    """Figures of an outbox. Pages and bytes are what it holds now, counters of all its time."""
+
+    bytes: int
+    max_bytes: int
+    pages: int
+    leased_bytes: int
+    num_put: int
+    num_evicted: int
+    num_refused: int  # pages for which there was no room
+    sent_pages: int
+    sent_bytes: int
+
+
+@dataclass
+class _Entry:
+    page: Page
+    used_at: float
+    leases: dict[int, float] = field(default_factory=dict)  # when they end, by holder
+
+    @property
+    def size(self) -> int:
+        return self.page.data.nbytes
+
+
+class Outbox:
+    """Pages by key, the least recently used of which give way; every method is for any thread.
+
+    Pages of a text give way to those of a later one, and never to others of their own: the first
+    pages of a text that is larger than the outbox stay, and are of use.
+
+    Pages count by their bytes. A page is used when it is read, leased, and when its last lease
+    ends. One that somebody reads stays in memory until it is read, evicted or not.
+    """
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            max_bytes: of all pages.
+            clock: seconds.
+        """
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
+        self._leased: dict[bytes, _Entry] = {}
+        self._held: dict[int, set[bytes]] = {}  # by holder
+        self._next_end = float("inf")  # no lease ends before
+        self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
+        self._bytes = 0  # of all pages, and of those that are being copied
+        self._leased_bytes = 0
+        self._announced: Counter[bytes] = Counter()
+        self._generation = 0
+        self._counts: Counter[str] = Counter()
+
+    # -- pages that are being made
+
+    def announce(self, keys: Iterable[bytes]) -> None:
+        """Pages are being made; who asks for them waits. Each call is paid by one `settle`."""
+        with self._changed:
+            self._announced.update(keys)
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        """Announced pages are there, or will not come."""
+        with self._changed:
+            for key in keys:
+                if self._announced[key] <= 1:
+                    del self._announced[key]
+                else:
+                    self._announced[key] -= 1
+            self._changed.notify_all()
+
+    def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
+        """Those that are there, in the order of `keys`, once none of them is being made.
+
+        Args:
+            keys: of pages.
+            seconds: the longest to wait, of real time.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while (left := deadline - time.monotonic()) > 0 and self._any_announced(keys):
+                self._changed.wait(left)
+            return [key for key in keys if key in self._unleased or key in self._leased]
+
+    def any_announced(self, keys: Iterable[bytes]) -> bool:
+        """Whether one of the pages is being made."""
+        with self._changed:
+            return self._any_announced(keys)
+
+    def _any_announced(self, keys: Iterable[bytes]) -> bool:
+        return bool(self._announced) and any(key in self._announced for key in keys)
+
+    # -- pages that are there
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a page is there."""
+        with self._changed:
+            return key in self._unleased or key in self._leased
+
+    @property
+    def generation(self) -> int:
+        """How often it was cleared."""
+        return self._generation
+
+    def put(
+        self, key: bytes, page: memoryview, used_at: float = 0.0, generation: int | None = None
+    ) -> bool:
+        """Copies a page; one that is there already stays, and counts as used.
+
+        Args:
+            key: of the page.
+            page: its bytes.
+            used_at: when its text came, on any clock.
+            generation: what the outbox had when the page was begun; None: that of now.
+
+        Returns:
+            False: there is no room, for all else is leased or of texts that came no earlier, or the
+            page is larger than the outbox; or it was discarded while it was copied, or the outbox
+            was cleared since the page was begun.
+        """
+        size = page.nbytes
+        this_one = object()
+        with self._changed:
+            if generation is not None and generation != self._generation:
+                return False
+            if self._find(key) is not None or key in self._copying:
+                return True
+            if not self._make_room(size, used_at):
+                self._counts["refused"] += 1
+                return False
+            self._bytes += size  # before it is copied: the limit holds meanwhile
+            self._copying[key] = this_one
+        entry = None
+        try:
+            data = memoryview(bytes(page))
+            entry = _Entry(Page(data, checksum(key, data)), used_at)
+        finally:
+            with self._changed:
+                wanted = self._copying.get(key) is this_one  # else it was discarded meanwhile
+                if wanted:
+                    del self._copying[key]
+                if entry is not None and wanted:
+                    self._unleased[key] = entry
+                    self._counts["put"] += 1
+                else:
+                    self._bytes -= size
+        return wanted
+
+    def get(self, key: bytes) -> Page | None:
+        """A page; None: it is not there. It may be evicted, and stays readable."""
+        with self._changed:
+            entry = self._find(key)
+            return entry.page if entry is not None else None
+
+    def touch(self, keys: Iterable[bytes], used_at: float) -> None:
+        """Pages are of a text that came now, too."""
+        with self._changed:
+            for key in keys:
+                if (entry := self._find(key)) is not None:
+                    entry.used_at = max(entry.used_at, used_at)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Removes pages, leased or not; what is being sent of them goes on."""
+        with self._changed:
+            for key in keys:
+                self._remove(key)
+                self._copying.pop(key, None)
+
+    def clear(self) -> None:
+        """Removes all pages and leases; what was announced will not come."""
+        with self._changed:
+            for key in [*self._unleased, *self._leased]:
+                self._remove(key)
+            self._copying.clear()
+            self._announced.clear()
+            self._generation += 1
+            self._changed.notify_all()
+
+    def _find(self, key: bytes) -> _Entry | None:
+        entry = self._unleased.get(key)
+        if entry is not None:
+            self._unleased.move_to_end(key)
+            return entry
+        return self._leased.get(key)
+
+    def _make_room(self, size: int, used_at: float) -> bool:
+        self._end_leases()
+        if size > self._max_bytes - self._leased_bytes:
+            return False
+        while self._bytes + size > self._max_bytes and self._unleased:
+            if next(iter(self._unleased.values())).used_at >= used_at > 0.0:
+                return False
+            _, evicted = self._unleased.popitem(last=False)
+            self._bytes -= evicted.size
+            self._counts["evicted"] += 1
+        return self._bytes + size <= self._max_bytes  # else others are being copied
+
+    def _remove(self, key: bytes) -> None:
+        entry = self._unleased.pop(key, None)
+        if entry is None:
+            entry = self._leased.pop(key, None)
+            if entry is None:
+                return
+            self._leased_bytes -= entry.size
+            for holder in entry.leases:
+                self._drop_held(holder, key)
+        self._bytes -= entry.size
+
+    # -- leases
+
+    def lease(self, holder: int, keys: Iterable[bytes], seconds: float) -> int:
+        """Keeps pages from being evicted for a time.
+
+        Args:
+            holder: for whom.
+            keys: of pages; those that are not there are left out, and so are those that would make
+                leases hold more than three quarters of the outbox: such a page may vanish.
+            seconds: how long.
+
+        Returns:
+            How many pages the holder has leases on now, of `keys`.
+        """
+        most = self._max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
+        num_leased = 0
+        with self._changed:
+            self._end_leases()
+            ends = self._clock() + seconds
+            for key in keys:
+                entry = self._find(key)
+                if entry is None:
+                    continue
+                if key in self._unleased:
+                    if self._leased_bytes + entry.size > most:
+                        continue
+                    self._leased[key] = self._unleased.pop(key)
+                    self._leased_bytes += entry.size
+                entry.leases[holder] = max(ends, entry.leases.get(holder, ends))
+                self._held.setdefault(holder, set()).add(key)
+                num_leased += 1
+            self._next_end = min(self._next_end, ends)
+        return num_leased
+
+    def renew(self, holder: int, seconds: float) -> None:
+        """All leases of a holder that have not ended go on for so long from now, at least."""
+        with self._changed:
+            self._end_leases()
+            ends = self._clock() + seconds
+            for key in self._held.get(holder, ()):
+                leases = self._leased[key].leases
+                leases[holder] = max(ends, leases[holder])
+
+    def release(self, holder: int, keys: Collection[bytes] | None) -> None:
+        """Ends leases of a holder: on some pages, or None: on all."""
+        with self._changed:
+            held = self._held.get(holder, set())
+            for key in [*held] if keys is None else [key for key in keys if key in held]:
+                self._end_lease(holder, key)
+
+    def _end_leases(self) -> None:
+        """Ends those whose time is over."""
+        now = self._clock()
+        if now < self._next_end:
+            return
+        over = [
+            (holder, key)
+            for key, entry in self._leased.items()
+            for holder, ends in entry.leases.items()
+            if ends <= now
+        ]
+        for holder, key in over:
+            self._end_lease(holder, key)
+        self._next_end = min(
+            (ends for entry in self._leased.values() for ends in entry.leases.values()),
+            default=float("inf"),
+        )
+
+    def _end_lease(self, holder: int, key: bytes) -> None:
+        entry = self._leased[key]
+        del entry.leases[holder]
+        self._drop_held(holder, key)
+        if not entry.leases:
+            self._unleased[key] = self._leased.pop(key)
+            self._leased_bytes -= entry.size
+
+    def _drop_held(self, holder: int, key: bytes) -> None:
+        held = self._held[holder]
+        held.discard(key)
+        if not held:
+            del self._held[holder]
+
+    # -- figures
+
+    def count_sent(self, num_pages: int, num_bytes: int) -> None:
+        """Pages went to a peer."""
+        with self._changed:
+            self._counts["sent_pages"] += num_pages
+            self._counts["sent_bytes"] += num_bytes
+
+    def stats(self) -> OutboxStats:
+        """Figures, at one time."""
+        with self._changed:
+            self._end_leases()
+            return OutboxStats(
+                bytes=self._bytes,
+                max_bytes=self._max_bytes,
+                pages=len(self._unleased) + len(self._leased),
+                leased_bytes=self._leased_bytes,
+                num_put=self._counts["put"],
+                num_evicted=self._counts["evicted"],
+                num_refused=self._counts["refused"],
+                sent_pages=self._counts["sent_pages"],
+                sent_bytes=self._counts["sent_bytes"],
+            )

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the pages of an outbox to peers."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from vllm.logger import init_logger
+
+from vllm_metal.kv_transfer.peer import handshake
+from vllm_metal.kv_transfer.peer.address import Address, is_loopback_ip
+from vllm_metal.kv_transfer.peer.limits import (
+    MAX_CONNECTIONS,
+    MAX_MESSAGE_BYTES,
+    TIMEOUTS,
+    Timeouts,
+)
+from vllm_metal.kv_transfer.peer.messages import (
+    Ask,
+    Busy,
+    Done,
+    Fetch,
+    Found,
+    NoPage,
+    ProtocolError,
+    Release,
+    Renew,
+    Row,
+    Waiting,
+    bitmap,
+    decode,
+)
+from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.terms import Terms
+from vllm_metal.kv_transfer.peer.wire import Link, shut_down
+
+logger = init_logger(__name__)
+
+#: Seconds until the system is asked again for a connection that it could not give (no descriptors).
+_ACCEPT_PAUSE_S = 0.2
+
+
+class _TermsChanged(Exception):
+    """The pages are others than the client agreed to."""
+
+
+class PageServer:
+    """Listens, with a thread for each connection; nothing that a peer does reaches beyond it."""
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        outbox: Outbox,
+        terms: Callable[[], Terms],
+        timeouts: Timeouts = TIMEOUTS,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """
+        Args:
+            address: to listen on; with port 0 the system chooses one.
+            secret: of all peers; b"": none, and the address must be loopback.
+            outbox: the pages.
+            terms: which pages these are, at any time; called by any thread. Where they change,
+                the outbox is cleared first.
+            timeouts: of its connections.
+            max_connections: at one time; others are told that it is busy.
+
+        Raises:
+            ValueError: the address is not loopback, and there is no secret.
+            OSError: it cannot be listened on.
+        """
+        self._secret = secret
+        self._outbox = outbox
+        self._terms = terms
+        self._timeouts = timeouts
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._threads: dict[socket.socket, threading.Thread] = {}  # by connection
+        self._sessions: Counter[int] = Counter()  # connections by session
+        self._told: set[str] = set()  # warnings that were given, once each
+        self._listener = _listen(address, secret)
+        self.port: int = self._listener.getsockname()[1]
+        self._woken, self._wake = socket.socketpair()
+        self._acceptor = threading.Thread(target=self._accept, name="kv-peer-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Ends all connections, and waits for their threads."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._wake.send(b"\0")
+        self._acceptor.join()
+        with self._lock:
+            threads = dict(self._threads)
+            for sock in threads:
+                shut_down(sock)
+        for thread in threads.values():
+            thread.join()
+        for sock in (self._listener, self._woken, self._wake):
+            sock.close()
+
+    # -- connections
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                selector.select()
+                if self._closed.is_set():
+                    return
+                try:
+                    sock, _ = self._listener.accept()
+                except BlockingIOError:
+                    continue  # who came has gone
+                except OSError as error:
+                    self._warn(f"A connection could not be taken: {error}")
+                    self._closed.wait(_ACCEPT_PAUSE_S)
+                    continue
+                self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Starts a connection's thread, or tells it that there is none for it."""
+        thread = threading.Thread(
+            target=self._serve, args=(sock,), name="kv-peer-serve", daemon=True
+        )
+        try:
+            with self._lock:
+                if len(self._threads) < self._max_connections:
+                    thread.start()
+                    self._threads[sock] = thread
+                    return
+            link = Link(sock, self._timeouts.no_progress)
+            link.send_bytes(handshake.PREAMBLE)  # into an empty buffer: nothing waits
+            link.send(Busy())
+        except (OSError, RuntimeError) as error:
+            self._warn(f"A connection could not be served: {error}")
+        sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """A connection, from its first byte to its last."""
+        session = None
+        try:
+            link = Link(sock, self._timeouts.no_progress)
+            terms = self._terms()
+            session = handshake.greet(link, self._secret, terms)
+            with self._lock:
+                self._sessions[session] += 1
+            while not self._closed.is_set():
+                link.wait_for_message()
+                self._answer(link, session, terms)
+        except handshake.WrongSecret:
+            self._warn("An engine that does not know the 'secret' wanted pages, and got none")
+        except (OSError, ProtocolError, handshake.Refused, handshake.OtherVersion, _TermsChanged):
+            pass  # the client's own affair: it goes on without us, or comes again
+        except Exception:
+            logger.exception("A connection of a peer ended by an error")
+        finally:
+            self._end(sock, session)
+
+    def _end(self, sock: socket.socket, session: int | None) -> None:
+        with self._lock:
+            del self._threads[sock]
+            sock.close()  # under the lock: `close` does not touch a number that is another's
+            if session is None:
+                return
+            self._sessions[session] -= 1
+            is_last = not self._sessions[session]
+            if is_last:
+                del self._sessions[session]
+                self._outbox.release(session, None)
+
+    def _warn(self, text: str) -> None:
+        """Once: a hostile peer must not fill the log."""
+        with self._lock:
+            if text in self._told:
+                return
+            self._told.add(text)
+        logger.warning("%s", text)
+
+    # -- requests
+
+    def _answer(self, link: Link, session: int, terms: Terms) -> None:
+        request = decode(link.receive(MAX_MESSAGE_BYTES), Ask, Fetch, Renew, Release)
+        if isinstance(request, Ask):
+            link.send(self._found(link, session, terms, request))
+        elif isinstance(request, Fetch):
+            self._send_pages(link, terms, request.keys)
+        elif isinstance(request, Renew):
+            self._outbox.renew(session, self._timeouts.lease)
+            link.send(Done())
+        elif isinstance(request, Release):
+            self._outbox.release(session, request.keys)
+            link.send(Done())
+
+    def _found(self, link: Link, session: int, terms: Terms, ask: Ask) -> Found:
+        deadline = time.monotonic() + min(ask.wait_ms / 1000, self._timeouts.wait)
+        while True:
+            left = deadline - time.monotonic()
+            there = self._outbox.await_pages(ask.keys, min(left, self._timeouts.waiting_sign))
+            if left <= 0 or self._closed.is_set() or not self._outbox.any_announced(ask.keys):
+                break
+            link.send(Waiting())
+        self._outbox.lease(session, there, self._timeouts.lease)
+        self._check(terms)
+        known = set(there)
+        return Found(bitmap([key in known for key in ask.keys]))
+
+    def _send_pages(self, link: Link, terms: Terms, keys: list[bytes]) -> None:
+        """Sends page by page, so that a connection keeps one evicted page in memory at most."""
+        if not all(self._outbox.contains(key) for key in keys):
+            self._check(terms)
+            link.send(NoPage())
+            return
+        for key in keys:
+            page = self._outbox.get(key)
+            self._check(terms)  # after it was taken: pages of other weights come after their terms
+            if page is None:
+                link.send(NoPage())
+                return
+            link.send(Row(page.data.nbytes, page.checksum), raw=page.data)
+            self._outbox.count_sent(1, page.data.nbytes)
+
+    def _check(self, terms: Terms) -> None:
+        if self._terms().identity != terms.identity:
+            raise _TermsChanged
+
+
+def _listen(address: Address, secret: bytes) -> socket.socket:
+    """A socket that listens, and does not block."""
+    named = f"'listen': {address}"
+    try:
+        family, place = address.resolve()[0]
+    except OSError as error:
+        raise OSError(f"{named} is no address of this machine ({error})") from error
+    if not secret and not is_loopback_ip(str(place[0])):
+        raise ValueError(
+            f"{named} is open to other machines, and pages tell what prompts were: name a file "
+            "with a secret in 'secret', the same on both machines, or listen on 127.0.0.1"
+        )
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        sock.listen()
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise OSError(
+            error.errno, f"{named} cannot be listened on ({error.strerror}): name another port"
+        ) from error
+    return sock

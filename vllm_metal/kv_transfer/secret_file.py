@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets that users keep in files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+#: Bytes that a secret must have; 128 bits where they are random. RFC 2104, section 3, advises 32.
+MIN_BYTES = 16
+
+
+def read(path: Path, setting: str) -> bytes:
+    """The secret in a file, white space around it left out.
+
+    Args:
+        path: of the file.
+        setting: that names it, for messages.
+
+    Raises:
+        ValueError: the file cannot be read, others than its owner may read or write it, or it holds
+            fewer than 16 bytes. The message names the setting.
+    """
+    named = f"{setting}: {path}"
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read().strip()
+    except OSError as error:
+        raise ValueError(f"{named} cannot be read ({error.strerror or error})") from error
+    if mode & 0o077:
+        raise ValueError(
+            f"{named} holds a secret, but its mode {mode:04o} lets other users at it: run "
+            f"`chmod 600 {path}`"
+        )
+    if len(secret) < MIN_BYTES:
+        raise ValueError(
+            f"{named} holds {len(secret)} bytes, and a secret needs {MIN_BYTES}: make one by "
+            f"`openssl rand -hex 32 > {path}`"
+        )
+    return secret
