@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own proxies, unchanged, before two servers that hand each other K/V."""
+"""vLLM's own proxies, unchanged, and the example's, before two servers that hand each other K/V."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ HITS = "vllm:external_prefix_cache_hits_total"
 TOY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 MULTITURN = archive.PROXIES + "disagg_proxy_multiturn.py"
 DEMO = archive.PROXIES + "disagg_proxy_demo.py"
+OWN = Path(__file__).parents[2] / "examples" / "disaggregated" / "proxy.py"
 TOY_HEALTH, MULTITURN_HEALTH, DEMO_HEALTH = "/healthcheck", "/health", "/status"
 _START_S = 120.0
 
@@ -71,13 +74,17 @@ def pair(smollm2, tmp_path_factory) -> Iterator[Pair]:
         yield Pair(of_pair("prefill", "decode"), of_pair("decode", "prefill"), start("alone"))
 
 
-@contextmanager
-def proxy(name: str, arguments: list[str], health: str, log: Path) -> Iterator[openai.OpenAI]:
-    """A client of one of vLLM's proxies, which runs until the block ends."""
+def of_vllm(name: str) -> Path:
+    """One of vLLM's proxies."""
     try:
-        script = archive.file(name)
+        return archive.file(name)
     except archive.UnavailableError as error:
         pytest.skip(str(error))
+
+
+@contextmanager
+def proxy(script: Path, arguments: list[str], health: str, log: Path) -> Iterator[openai.OpenAI]:
+    """A client of a proxy, which runs until the block ends."""
     port = free_port()
     command = [sys.executable, str(script), "--port", str(port), *arguments]
     with log.open("w") as output:
@@ -120,7 +127,7 @@ def instances(pair: Pair) -> list[str]:
 @pytest.fixture(scope="module")
 def toy(pair, tmp_path_factory):
     log = tmp_path_factory.mktemp("toy") / "log"
-    with proxy(TOY, ["--host", "127.0.0.1", *instances(pair)], TOY_HEALTH, log) as client:
+    with proxy(of_vllm(TOY), ["--host", "127.0.0.1", *instances(pair)], TOY_HEALTH, log) as client:
         yield client
 
 
@@ -128,7 +135,7 @@ def toy(pair, tmp_path_factory):
 def multiturn(pair, tmp_path_factory):
     log = tmp_path_factory.mktemp("multiturn") / "log"
     arguments = ["--host", "127.0.0.1", *instances(pair)]
-    with proxy(MULTITURN, arguments, MULTITURN_HEALTH, log) as client:
+    with proxy(of_vllm(MULTITURN), arguments, MULTITURN_HEALTH, log) as client:
         yield client
 
 
@@ -137,7 +144,7 @@ def demo(pair, tmp_path_factory):
     log = tmp_path_factory.mktemp("demo") / "log"
     of = {name: ":".join(host_and_port(getattr(pair, name))) for name in ("prefill", "decode")}
     arguments = ["--model", MODEL, "--prefill", of["prefill"], "--decode", of["decode"]]
-    with proxy(DEMO, arguments, DEMO_HEALTH, log) as client:
+    with proxy(of_vllm(DEMO), arguments, DEMO_HEALTH, log) as client:
         yield client
 
 
@@ -197,3 +204,19 @@ def test_the_second_turn_has_prefill_pull_what_decode_wrote(pair, multiturn, str
     # An answer of 96 tokens fills five blocks at least, the last of which may be on its way.
     assert pair.prefill.metric(HITS) - of_prefill >= 48
     assert pair.decode.metric(HITS) >= of_decode
+
+
+def test_the_examples_proxy_goes_on_without_its_prefill_server(pair, tmp_path):
+    """Last of this file: it kills the server."""
+    arguments = ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+    prompts = [TEXT[-PROMPT_CHARS:], TEXT[-2 * PROMPT_CHARS : -PROMPT_CHARS]]
+    with pair.alone.client() as alone, proxy(OWN, arguments, "/health", tmp_path / "log") as client:
+        before = pair.decode.metric(HITS)
+        assert complete(client, prompts[0], True) == complete(alone, prompts[0], False)
+        pulled = pair.decode.metric(HITS)
+        assert pulled - before >= 64
+        os.killpg(pair.prefill.process.pid, signal.SIGKILL)
+        for stream in (False, True):
+            assert complete(client, prompts[1], stream) == complete(alone, prompts[1], stream)
+        assert pair.decode.metric(HITS) == pulled
+        assert pair.decode.health() == 200
