@@ -98,6 +98,8 @@ class FileBench:
             for _ in range(num_pieces)
         ]
         mx.eval(self._copies)
+        at_once = max(1, ROWS_BYTES // page.nbytes)
+        self._memory = np.zeros((at_once, page.nbytes), np.uint8)
         self._rows = np.zeros((num_pieces, self._per_piece, page.nbytes), np.uint8)
         self._ring = memoryview(bytearray(os.urandom(1 << 20) * (_STAGED_BYTES >> 20)))
 
@@ -171,9 +173,8 @@ class FileBench:
 
     def _made_rows(self, lot: Sequence[mx.array], count: int) -> Iterator[memoryview]:
         parts = self._page.parts
-        at_once = max(1, ROWS_BYTES // self._page.nbytes)
-        for first in range(0, count, at_once):
-            rows = page_rows(lot, first, min(first + at_once, count))
+        for first in range(0, count, len(self._memory)):
+            rows = page_rows(lot, first, min(first + len(self._memory), count), self._memory)
             assert finite_rows(parts, rows).all()
             yield from map(memoryview, rows)
 

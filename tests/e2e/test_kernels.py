@@ -3,9 +3,11 @@
 
 import metal_interpreter
 import pytest
+from e2e.drafting import transfer
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
 
 from tests.metal_kernels.hazards import Logger, prove, prove_always
+from vllm_metal.platform import refusals
 
 
 class Counted:
@@ -97,6 +99,31 @@ def test_every_read_of_the_pool_is_ordered_with_every_write(smollm2, monkeypatch
     names = {dispatch.name for dispatch in logger.log}
     assert {"kv_write", "decode", "prefill"} <= names
     assert sum(dispatch.name == "kv_write" for dispatch in logger.log) >= 3 * 30  # steps, layers
+    assert prove_always(logger.log) == []
+    for ops_per_buffer in (0, 1, 2, 5, 40, 50):
+        assert prove(logger.log, ops_per_buffer) == []
+
+
+@pytest.mark.more
+def test_what_a_draft_network_writes_beside_steps_is_ordered_with_them(
+    short, tmp_path, monkeypatch
+):
+    logger = Logger(metal_interpreter.metal_kernel)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    monkeypatch.setattr(metal_interpreter, "metal_kernel", logger.metal_kernel)
+    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
+    tokens = text_tokens(short)
+    draft = {"method": "draft_model", "model": short, "num_speculative_tokens": 2}
+    with engine(
+        short,
+        max_num_batched_tokens=32,
+        async_scheduling=True,
+        speculative_config=draft,
+        kv_transfer_config=transfer(tmp_path, "kv_producer"),
+    ) as llm:
+        generate(llm, [tokens[:40], tokens[50:55]], greedy(2))
+    writes = sum(dispatch.name == "kv_write" for dispatch in logger.log)
+    assert writes >= 3 * (2 + 2)  # steps, layers of both
     assert prove_always(logger.log) == []
     for ops_per_buffer in (0, 1, 2, 5, 40, 50):
         assert prove(logger.log, ops_per_buffer) == []

@@ -123,7 +123,10 @@ def test_pages_are_the_pools_bytes_and_enter_another_bit_by_bit(kv_cache_type, d
     assert pages_of(settled) == expected
     assert ours.page_bytes(0) == len(expected[0])
     np.testing.assert_array_equal(page_rows(settled, 1), rows[1:3])
-    np.testing.assert_array_equal(page_rows(settled, 1, 2), rows[1:2])
+    memory = np.full_like(rows, 9)
+    found = page_rows(settled, 1, 2, memory)
+    np.testing.assert_array_equal(found, rows[1:2])
+    assert np.shares_memory(found, memory[:1]) and (memory[1:] == 9).all()
 
     before = [naive(there, NAMES, block) for block in range(12)]
     mine = there[NAMES[0]]

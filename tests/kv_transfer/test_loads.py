@@ -112,7 +112,7 @@ def test_a_step_takes_so_many_bytes_and_staging_is_bounded(loads):
 
 @pytest.mark.parametrize("spoilt", ["vanished", "changed"])
 def test_one_bad_page_fails_the_load_and_the_request_may_load_again(disk, loads, pool, spoilt):
-    (path,) = disk[0]._cache._root.glob(f"*/*/*/{keys_of(NAMES).keys[5].hex()}.kv")
+    (path,) = disk[0]._disk._root.glob(f"*/*/*/{keys_of(NAMES).keys[5].hex()}.kv")
     if spoilt == "vanished":
         path.unlink()
     else:

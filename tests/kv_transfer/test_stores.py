@@ -154,7 +154,7 @@ def test_each_page_is_written_once(stores, store):
         stores.copy_now()
         ended |= finish(stores, job_id)
     assert [ended[job].num_bytes for job in range(3)] == [2 * PAGE_BYTES, 0, 0]
-    assert store.take_changes().now.num_written == 2
+    assert store.take_changes().disk.num_written == 2
 
 
 def test_what_has_no_place_and_what_is_void_is_not_kept(stores, store, pool):
@@ -168,7 +168,7 @@ def test_what_has_no_place_and_what_is_void_is_not_kept(stores, store, pool):
 
 
 @pytest.mark.parametrize("method", ["queue_export", "export"])
-def test_jobs_end_though_their_blocks_cannot_be_copied(stores, pool, monkeypatch, method):
+def test_jobs_end_though_their_blocks_cannot_be_copied(store, pool, monkeypatch, method):
     def fail(group, blocks_np):
         raise RuntimeError("the device failed")
 

@@ -63,11 +63,6 @@ def test_what_cannot_be_honoured_is_named(model, options, named):
         ({"kv_connector": "MyConnector", "kv_connector_module_path": "mine"}, "'MyConnector'"),
         ({"kv_connector": None}, r"--kv-transfer-config without kv_connector \(.*'MetalKVConn"),
         (
-            {"kv_connector": "MetalKVConnector", "kv_role": "kv_producer"},
-            r"kv_role 'kv_producer' \(.*'kv_both'\)",
-        ),
-        ({"kv_connector": "MetalKVConnector", "kv_role": "kv_consumer"}, "kv_role 'kv_consumer'"),
-        (
             {"kv_connector": "MetalKVConnector", "kv_connector_module_path": "mine"},
             "kv_connector_module_path 'mine'",
         ),

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from spec_decode.heads import CONFIG, HIDDEN, MAX_LEN, VOCAB, write_target
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.platform import refusals
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.spec_decode.proposer import TextProposer
 from vllm_metal.spec_decode.registry import (
@@ -92,7 +94,12 @@ def test_the_methods_are_known_where_mlx_cannot_be_imported():
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.names[0])
 def test_each_rows_code_is_what_it_says(method):
-    assert issubclass(method.load(), DraftNetwork if method.has_network else TextProposer)
+    family = method.load()
+    assert issubclass(family, DraftNetwork if method.has_network else TextProposer)
+    if method.has_network:
+        assert method.keeps_kv == (family.writer is not DraftNetwork.writer)
+    else:
+        assert not method.keeps_kv
 
 
 @pytest.mark.parametrize("name", SPECULATIVE_METHODS)
@@ -136,6 +143,30 @@ def test_a_method_without_a_row_is_refused_by_name(target):
         load_network(given, None)
     with pytest.raises(ValueError, match="--speculative-config method 'custom_class' is not"):
         make_speculator(given, None, None)
+
+
+@pytest.mark.parametrize("name", SPECULATIVE_METHODS)
+def test_an_engine_that_prefills_for_others_drafts_nothing(target, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
+    drafts = DRAFTS.get(name)
+    if name == "mtp":
+        target = tmp_path / "draft"
+    speculation = {"method": name}
+    if drafts is not None:
+        speculation["model"] = checkpoint(tmp_path / "draft", drafts)
+    transfer = KVTransferConfig(
+        kv_connector="MetalKVConnector",
+        kv_role="kv_producer",
+        kv_connector_extra_config={"path": str(tmp_path / "cache")},
+    )
+    config = configure(target, speculation, kv_transfer_config=transfer)
+    assert config.num_speculative_tokens == config.num_lookahead_tokens == 0
+    assert make_speculator(config, None, None) is None
+    if BY_NAME[name].keeps_kv:
+        assert config.speculative_config.method == name
+    else:
+        assert config.speculative_config is None
+        assert load_network(config, None) is None  # its weights are not even read
 
 
 TEXT = [7, 1, 2, 3, 4, 5, 6, 9, 1, 2]

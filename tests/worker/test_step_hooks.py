@@ -55,6 +55,9 @@ class Runner:
     def learn(self):
         self._call("learn")
 
+    def settle_leaving(self, scheduler_output):
+        pass
+
     def update_requests(self, scheduler_output):
         self._call("update requests")
 

@@ -107,6 +107,15 @@ def test_blocks_go_with_the_step_after_the_one_that_completes_them(
     assert on_disk(hooks.store, keys_of("ab")) == [pool.block(3), pool.block(5)]
 
 
+def test_an_idle_step_completes_blocks_before_it_copies_them(hooks, runner, pool):
+    step(hooks, {0: store_job("r", "ab", [3, 5])}, new=["r"], scheduled=["r"])
+    assert runner.settled == []
+    idle = step(hooks)
+    assert runner.settled == [{"r": 8}]
+    finish(hooks, 0, before=idle)
+    assert on_disk(hooks.store, keys_of("ab")) == [pool.block(3), pool.block(5)]
+
+
 def test_blocks_of_a_request_that_has_ended_are_copied_before_others_get_them(hooks, runner, pool):
     step(hooks, new=["r"], scheduled=["r"])
     before = pool.block(3)

@@ -143,6 +143,19 @@ def _input_ids(
     return mx.where(mx.array(places >= 0), beyond(places), host_ids)
 
 
+def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> mx.array:
+    """[T] int32: the token after each row, which a request that samples has just sampled.
+
+    Args:
+        requests: whose tokens the host knows.
+        rows: of a step without drafts.
+        last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device.
+    """
+    row_req_indices = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))
+    beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    return _input_ids(requests, row_req_indices, rows.positions_np + 1, beyond)
+
+
 def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray, _: np.ndarray) -> mx.array:
     """[T] int32: the token last sampled of each row's request."""
     return last_token_ids[mx.array(row_req_indices)]

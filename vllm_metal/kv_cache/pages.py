@@ -247,7 +247,12 @@ def _fence_of(copies: Sequence[mx.array]) -> mx.array:
     return mx.stack(firsts).max(0).astype(mx.uint32)
 
 
-def page_rows(arrays: Sequence[mx.array], start: int = 0, stop: int | None = None) -> np.ndarray:
+def page_rows(
+    arrays: Sequence[mx.array],
+    start: int = 0,
+    stop: int | None = None,
+    memory: np.ndarray | None = None,
+) -> np.ndarray:
     """The bytes of pages, copied; waits for arrays that are with the device.
 
     Any thread may call it for arrays that are evaluated or were handed to the device. It keeps
@@ -257,12 +262,15 @@ def page_rows(arrays: Sequence[mx.array], start: int = 0, stop: int | None = Non
         arrays: of a `BlockPages`.
         start: the first page.
         stop: the page after the last; None: all.
+        memory: [n or more, page_bytes] uint8, where the rows go; None: new memory, of which every
+            system page that is touched costs a fault.
 
     Returns:
         [n, page_bytes] uint8, C-contiguous: of each page the parts one after another.
     """
     parts = [_bytes_of(array)[start:stop] for array in arrays]
-    return np.concatenate(parts, axis=1)
+    rows = None if memory is None else memory[: len(parts[0])]
+    return np.concatenate(parts, axis=1, out=rows)
 
 
 def _bytes_of(array: mx.array) -> np.ndarray:

@@ -181,9 +181,9 @@ def _name(model: str) -> str:
 
 
 def _draft(config: VllmConfig) -> dict[str, Any] | None:
-    """Facts of a draft network; lookups in the text keep no K/V, and are none."""
+    """Facts of a draft network that keeps K/V; others leave nothing in the blocks."""
     method = method_of(config)
-    if method is None or not method.has_network:
+    if method is None or not method.keeps_kv:
         return None
     assert config.speculative_config is not None
     return {

@@ -77,12 +77,15 @@ def check(role: str, given: Mapping[str, Any], where: str) -> None:
         "kv_consumer": ("peers", "listen"),
         "kv_both": (None, None),
     }[role]
-    if needed is not None and not given.get(needed):
+    if needed is not None and not (given.get(needed) or "path" in given):
         meaning = {
             "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
             "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
         }[needed]
-        raise ValueError(f"kv_role {role!r} needs {where} {needed!r}: {meaning}")
+        raise ValueError(
+            f"kv_role {role!r} needs {where} {needed!r}, {meaning}; or 'path', a folder that both "
+            "share"
+        )
     if useless is not None and given.get(useless):
         raise ValueError(
             f"kv_role {role!r} has no use for {where} {useless!r}: leave it out, or choose kv_both"

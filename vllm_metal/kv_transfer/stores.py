@@ -74,13 +74,21 @@ class _Lot:
     num_bytes: int
 
 
+def _ends(pages: Iterable[_Page]) -> dict[str, int]:
+    """By request id how many tokens of it the pages complete."""
+    ends: dict[str, int] = {}
+    for page in pages:
+        ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
+    return ends
+
+
 class Stores:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
     A page is due once the step that completes it is with the device: the step after takes it along.
-    Copies that are not on disk yet take `staging_bytes` at most, and the rows that the thread is
-    writing ROWS_BYTES more. A block whose memory is wanted for another request before there is room
-    for its copy is dropped. No step ever waits for the disk.
+    Copies that are not on disk yet take `staging_bytes` at most, and the rows that are made of them
+    ROWS_BYTES, or a page, more. A block whose memory is wanted for another request before there is
+    room for its copy is dropped. No step ever waits for the disk.
     """
 
     def __init__(
@@ -110,6 +118,7 @@ class Stores:
         self._step = 0
         self._ended: list[Finished] = []
         self._written: SimpleQueue[tuple[_Lot, list[int]]] = SimpleQueue()
+        self._memory = np.empty(0, np.uint8)  # of rows; the store's thread makes it
 
     def use(self, pages: BlockPages) -> None:
         """There is a pool, and these are its blocks."""
@@ -156,10 +165,12 @@ class Stores:
         Makes room for that lot as well, where others have been written: call it before `queue_lot`.
         """
         self._take_written()
-        ends: dict[str, int] = {}
-        for page in islice(self._due, self._num_fitting() if self._worthwhile() else 0):
-            ends[page.job.req_id] = max(ends.get(page.job.req_id, 0), page.end)
-        return ends
+        return _ends(islice(self._due, self._num_fitting() if self._worthwhile() else 0))
+
+    def all_due_ends(self, job_ids: Collection[int] | None = None) -> dict[str, int]:
+        """The same of all due pages, or those of some jobs: call it before `copy_now`."""
+        due = self._due
+        return _ends(page for page in due if job_ids is None or page.job.job_id in job_ids)
 
     def queue_lot(self) -> list[mx.array]:
         """Copies of due pages, to be handed to the device with the step that is being built."""
@@ -245,6 +256,8 @@ class Stores:
         sizes = [0] * len(lot.pages)
         try:
             count = max(1, ROWS_BYTES // lot.pages[0].size)
+            if self._memory.nbytes < count * lot.pages[0].size:
+                self._memory = np.empty(count * lot.pages[0].size, np.uint8)
             for first in range(0, len(sizes), count):
                 sizes[first : first + count] = self._write_pages(lot, first, first + count)
         except Exception:
@@ -254,8 +267,9 @@ class Stores:
 
     def _write_pages(self, lot: _Lot, start: int, stop: int) -> list[int]:
         """Keeps some pages of a lot; how many bytes of each."""
-        rows = page_rows(lot.arrays, start, stop)
         pages, sizes = lot.pages[start:stop], []
+        memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
+        rows = page_rows(lot.arrays, start, stop, memory)
         for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
             sizes.append(0)
             if not finite:

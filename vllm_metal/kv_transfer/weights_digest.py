@@ -41,7 +41,7 @@ def of_networks(vllm_config: VllmConfig, memo: Path | None) -> dict[str, str]:
         memo: the file that remembers digests; None: nothing is remembered.
 
     Returns:
-        "target", and "draft" for methods with a network, to 32 hex digits.
+        "target", and "draft" for methods whose network keeps K/V, to 32 hex digits.
 
     Raises:
         OSError: a file cannot be read.
@@ -49,7 +49,7 @@ def of_networks(vllm_config: VllmConfig, memo: Path | None) -> dict[str, str]:
     """
     found = {"target": digest(_target_files(vllm_config), memo)}
     method = method_of(vllm_config)
-    if method is not None and method.has_network:
+    if method is not None and method.keeps_kv:
         found["draft"] = digest(_draft_files(vllm_config), memo)
     return found
 

@@ -28,6 +28,7 @@ class PagedLayers:
         group_of: Mapping[str, int],
         block_size: int,
         paced: bool = True,
+        begins_steps: bool = True,
     ) -> None:
         """
         Args:
@@ -37,9 +38,12 @@ class PagedLayers:
             block_size: tokens of a block.
             paced: whether long steps end command buffers as they go; False for a forward that is
                 recorded and not run.
+            begins_steps: False where each forward belongs to a step that another network's forward
+                over the same pool has begun.
         """
-        self._block_size = block_size
+        self.block_size = block_size
         self._pace = Pace() if paced else None
+        self._begins_steps = begins_steps
         self._by_name, self._group_of = dict(layer_states), dict(group_of)
         self.layer_states = list(dict.fromkeys(layer_states.values()))
         #: Whether a step may be handed to the device while the one before still runs.
@@ -90,14 +94,15 @@ class PagedLayers:
 
         The caches serve nobody after that, also where the forward raises.
         """
-        for state in self.layer_states:
-            state.begin_step()
+        if self._begins_steps:
+            for state in self.layer_states:
+                state.begin_step()
         layouts: dict[int, StepLayout] = {}
         try:
             for group, scope in self._scopes:
                 if group not in layouts:
                     table_np = block_tables.tables_np[group]
-                    layouts[group] = step_layout(rows, table_np, self._block_size, self._pace)
+                    layouts[group] = step_layout(rows, table_np, self.block_size, self._pace)
                 scope.begin(rows.positions, layouts[group])
             yield self._caches
         finally:

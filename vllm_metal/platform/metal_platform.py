@@ -24,7 +24,7 @@ from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
-from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS  # noqa: E402
+from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS, propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     kv_transfer,
@@ -179,6 +179,7 @@ class MetalPlatform(Platform):
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
         settle_kv_transfer(vllm_config)
+        propose_nothing(vllm_config)
 
     @classmethod
     def validate_request(

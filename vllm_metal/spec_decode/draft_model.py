@@ -11,14 +11,16 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
+from vllm_metal.spec_decode.draft_writer import DraftModelWriter, DraftWriter
 from vllm_metal.spec_decode.paged_proposer import (
     LAYER_PREFIX,
     DraftNetwork,
@@ -73,18 +75,34 @@ class DraftModel(DraftNetwork):
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
-        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
-        if any(state.rolls_back for state in own.values()):
-            raise NotImplementedError(
-                f"--speculative-config model {self._name!r} keeps state that rejected "
-                "drafts change (recurrent layers), as only the target may: choose another model"
-            )
+        own = self._own(kv_caches)
         block_size = self._config.cache_config.block_size
         executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
         return DraftModelProposer(
             executor, block_tables, max_num_reqs, self._num_drafts, self._max_len
         )
+
+    def writer(
+        self,
+        kv_caches: Mapping[str, LayerState],
+        group_of: Mapping[str, int],
+        requests: Requests,
+    ) -> DraftWriter:
+        own = self._own(kv_caches)
+        block_size = self._config.cache_config.block_size
+        paged = PagedLayers(self.layers, own, group_of, block_size, begins_steps=False)
+        last = own[self.layers[-1].name]
+        return DraftModelWriter(self._parts, paged, last, requests, self._max_len)
+
+    def _own(self, kv_caches: Mapping[str, LayerState]) -> dict[str, LayerState]:
+        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
+        if any(state.rolls_back for state in own.values()):
+            raise NotImplementedError(
+                f"--speculative-config model {self._name!r} keeps state that rejected "
+                "drafts change (recurrent layers), as only the target may: choose another model"
+            )
+        return own
 
 
 class DraftModelProposer(PagedProposer):
@@ -113,9 +131,11 @@ class DraftModelProposer(PagedProposer):
         # By req_idx, how many positions have K/V. Drafts count until the next call of `propose`,
         # when rejected ones lie at or behind the newest token.
         self._written_np = np.zeros(max_num_reqs, np.int32)
+        # By req_idx, the end of what `propose` was last called for: so far there are blocks.
+        self._called_np = np.zeros(max_num_reqs, np.int32)
 
     def begin_request(self, req_idx: int, num_computed: int) -> None:
-        self._written_np[req_idx] = num_computed
+        self._written_np[req_idx] = self._called_np[req_idx] = num_computed
 
     def propose(
         self,
@@ -130,7 +150,7 @@ class DraftModelProposer(PagedProposer):
         # The drafts before it were accepted.
         starts = np.minimum(self._written_np[req_indices_np], num_tokens_np - 1)
         ends = np.minimum(num_tokens_np, max_len)
-        self._written_np[req_indices_np] = starts
+        self._written_np[req_indices_np], self._called_np[req_indices_np] = starts, ends
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         here = np.flatnonzero(ends > starts)
         if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
@@ -141,7 +161,8 @@ class DraftModelProposer(PagedProposer):
     def settle(
         self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
     ) -> None:
-        starts, ends = self._written_np[req_indices_np], np.minimum(ends_np, self._max_len)
+        starts = self._written_np[req_indices_np]
+        ends = np.minimum(ends_np, self._called_np[req_indices_np])
         here = np.flatnonzero(ends > starts)
         if len(here):
             spans = Spans(req_indices_np[here], starts[here], ends[here])

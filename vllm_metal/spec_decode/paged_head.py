@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.batch.requests import BlockTables
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
@@ -20,6 +20,7 @@ from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
+from vllm_metal.spec_decode.draft_writer import DraftWriter, HeadWriter
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork, PagedProposer, Spans
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
@@ -87,9 +88,28 @@ class HeadNetwork(DraftNetwork):
         group_of: Mapping[str, int],
         block_tables: BlockTables,
     ) -> Proposer:
-        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
-        paged = PagedLayers(self.layers, own, group_of, self._config.cache_config.block_size)
+        paged = self._paged(kv_caches, group_of)
         return HeadProposer(self._head, paged, block_tables, self._states, self._num_drafts)
+
+    def writer(
+        self,
+        kv_caches: Mapping[str, LayerState],
+        group_of: Mapping[str, int],
+        requests: Requests,
+    ) -> DraftWriter:
+        paged = self._paged(kv_caches, group_of, begins_steps=False)
+        last = kv_caches[self.layers[-1].name]
+        return HeadWriter(self._head, self._states, paged, last, requests)
+
+    def _paged(
+        self,
+        kv_caches: Mapping[str, LayerState],
+        group_of: Mapping[str, int],
+        begins_steps: bool = True,
+    ) -> PagedLayers:
+        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
+        block_size = self._config.cache_config.block_size
+        return PagedLayers(self.layers, own, group_of, block_size, begins_steps=begins_steps)
 
 
 @dataclass(frozen=True)

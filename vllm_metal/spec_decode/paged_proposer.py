@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,10 @@ from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
+
+if TYPE_CHECKING:
+    from vllm_metal.batch.requests import Requests
+    from vllm_metal.spec_decode.draft_writer import DraftWriter
 
 #: Prefix of the layer names under which vLLM allocates a draft network's K/V.
 LAYER_PREFIX = "draft."
@@ -46,6 +51,23 @@ class DraftNetwork(ABC):
             group_of: KV cache group by layer name.
             block_tables: of the requests, shared with the target.
         """
+
+    def writer(
+        self,
+        kv_caches: Mapping[str, LayerState],
+        group_of: Mapping[str, int],
+        requests: Requests,
+    ) -> DraftWriter:
+        """What keeps the network's K/V complete on an engine that drafts nothing.
+
+        Args:
+            kv_caches, group_of: see `proposer`.
+            requests: whose blocks are written.
+
+        Raises:
+            NotImplementedError: the network keeps no K/V.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no K/V")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Proposer(ABC):
         Args:
             token_ids_np: see `propose`.
             req_indices_np: [R] rows of the requests.
-            ends_np: [R] int32, each below its request's number of known tokens.
+            ends_np: [R] int32, each below its request's number of known tokens. What no step has
+                had rows of is left out.
         """
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states

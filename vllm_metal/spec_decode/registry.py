@@ -41,6 +41,7 @@ class Method:
     drafts_come_from: str  # for users, like the next
     needs: str
     has_network: bool  # weights, which are loaded beside the target's
+    keeps_kv: bool = False  # K/V of the network's own, in the same blocks as the target's
     schedules_ahead: bool = True  # False: vLLM turns async scheduling off
     #: Those served of draft checkpoints, as vLLM names them; empty: the code tells as it loads.
     architectures: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ METHODS = (
         "a smaller model of the same vocabulary, its KV in the same pool",
         "`model`",
         has_network=True,
+        keeps_kv=True,
     ),
     Method(
         ("eagle", "eagle3"),
@@ -83,6 +85,7 @@ METHODS = (
         "a head on the model's hidden states, Llama layout",
         "`model`",
         has_network=True,
+        keeps_kv=True,
         architectures=tuple(EAGLE_FAMILIES),
         hidden_size_keys=("target_hidden_size", "hidden_size"),
     ),
@@ -108,6 +111,7 @@ METHODS = (
         f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
         "a checkpoint that carries it: the model's own, or `model`",
         has_network=True,
+        keeps_kv=True,
         architectures=tuple(MTP_FAMILIES),
     ),
 )
@@ -134,8 +138,30 @@ def method_of(config: VllmConfig) -> Method | None:
     return method
 
 
+def drafts_for_others(config: VllmConfig) -> bool:
+    """Whether others draft from the K/V of this engine, which drafts nothing itself."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_role == "kv_producer"
+
+
+def propose_nothing(config: VllmConfig) -> None:
+    """Takes the drafts out of the configuration of an engine that drafts nothing.
+
+    The scheduler is made with it, and reserves neither rows nor blocks for them. What is left says
+    whose K/V are written.
+    """
+    method, speculation = method_of(config), config.speculative_config
+    if method is None or speculation is None or not drafts_for_others(config):
+        return
+    if method.keeps_kv:
+        speculation.num_speculative_tokens = 0
+        speculation.num_speculative_tokens_per_batch_size = None  # numbers up to that one
+    else:
+        config.speculative_config = None
+
+
 def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
-    """Loads what drafts for the target; None for methods without a network.
+    """Loads what drafts for the target; None where there is no network, or nothing for it to do.
 
     Args:
         config: whose speculative_config names the method and its checkpoint.
@@ -149,6 +175,8 @@ def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
     method = method_of(config)
     if method is None or not method.has_network:
         return None
+    if drafts_for_others(config) and not method.keeps_kv:
+        return None
     network: DraftNetwork = method.load()(config, target)
     return network
 
@@ -156,7 +184,7 @@ def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
 def make_speculator(
     config: VllmConfig, requests: Requests, network: Proposer | None
 ) -> Speculator | None:
-    """What drafts for the requests; None without speculation.
+    """What drafts for the requests; None where nothing is drafted.
 
     Args:
         config: vLLM's.
@@ -171,7 +199,7 @@ def make_speculator(
     from vllm_metal.spec_decode.speculator import Speculator
 
     method, speculation = method_of(config), config.speculative_config
-    if method is None or speculation is None:
+    if method is None or speculation is None or drafts_for_others(config):
         return None
     num_drafts = speculation.num_speculative_tokens
     lengths: DraftLengthPolicy

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -151,6 +151,22 @@ class Speculator:
             indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
             ends_np = np.minimum(list(here.values()), requests.num_known_np[indices_np] - 1)
             self._proposer.settle(requests.token_ids_np, indices_np, ends_np.astype(np.int32))
+
+    def settle_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
+        """Has the proposer complete the full blocks of requests that it will not be asked for.
+
+        It runs for steps to come, so it has not yet taken in the last one, and the prefix cache
+        keeps that one's blocks.
+
+        Args:
+            req_ids: those that are gone are left out.
+            block_size: tokens of a block.
+        """
+        requests = self._requests
+        here = [req_id for req_id in req_ids if req_id in requests]
+        known_np = requests.num_known_np
+        ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
+        self.settle({req_id: end // block_size * block_size for req_id, end in ends.items()})
 
     def begin_request(self, state: RequestState) -> None:
         """A request starts or resumes."""

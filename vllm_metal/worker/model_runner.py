@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from vllm_metal.models.executor import ModelExecutor
     from vllm_metal.models.paged_layers import PagedLayers
+    from vllm_metal.spec_decode.draft_writer import DraftWriter
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ModelRunner:
         sampler: Sampler,
         max_num_reqs: int,
         speculator: Speculator | None = None,
+        draft_writer: DraftWriter | None = None,
     ) -> None:
         """
         Args:
@@ -57,12 +59,15 @@ class ModelRunner:
             requests: all that persists of them.
             sampler: makes tokens of logits.
             max_num_reqs: rows of the per-request tables.
-            speculator: None without speculation.
+            speculator: None where nothing is drafted.
+            draft_writer: keeps the K/V of a draft network that others draft from; not beside a
+                speculator.
         """
         self._model = model
         self._requests = requests
         self._sampler = sampler
         self._speculator = speculator
+        self._draft_writer = draft_writer
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
         self._forwarded: _Forwarded | None = None
         self._newest: StepOutput | None = None  # the step handed over last
@@ -86,6 +91,12 @@ class ModelRunner:
         """
         if self._speculator is not None:
             self._speculator.settle(ends)
+
+    def settle_leaving(self, scheduler_output: SchedulerOutput) -> None:
+        """The same of requests that this step takes away: their blocks may be found later."""
+        leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        if leaving and self._speculator is not None:
+            self._speculator.settle_blocks(leaving, self._model.block_size)
 
     def learn(self) -> None:
         """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
@@ -169,6 +180,8 @@ class ModelRunner:
         chunks, complete = self._prompt_logprobs(forwarded, sampled)
         output = StepOutput(batch, sampled, complete, self._requests)
         self._submit(output, chunks, logits)
+        if self._draft_writer is not None:
+            self._submit_drafts(self._draft_writer.write(forwarded.batch, self._last_token_ids))
         self._newest = output
         return output
 
@@ -234,6 +247,14 @@ class ModelRunner:
         if output.sampled is None:
             self._in_flight.append(logits)  # a chunk that yields no token still fills the pool
         mx.async_eval(self._in_flight)
+
+    def _submit_drafts(self, arrays: list[mx.array]) -> None:
+        """Hands over what a draft network writes with the step that was handed over last.
+
+        By itself, or MLX might compute both networks side by side, with the memory of both.
+        """
+        self._in_flight += arrays
+        mx.async_eval(arrays)
 
     def wait(self) -> None:
         """Blocks until the device has finished every step handed to it."""

@@ -122,11 +122,6 @@ class TransferHooks(StepHooks):
             return
         self._on_pool.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
         self._on_pool |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        assert self._runner is not None
-        jobs = metadata.store_jobs.values()
-        self._runner.settle_drafts(
-            {job.req_id: _last_end(job) for job in jobs if job.req_id in finished}
-        )
         self._flush(metadata)
 
     def _take_back(self, metadata: TransferMetadata) -> None:
@@ -145,6 +140,8 @@ class TransferHooks(StepHooks):
         for job_id in flushed & metadata.store_jobs.keys():
             self._add_store(job_id, metadata.store_jobs.pop(job_id))
         if flushed:
+            assert self._runner is not None
+            self._runner.settle_drafts(self._stores.all_due_ends(flushed))
             self._stores.copy_now(flushed)
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
@@ -179,6 +176,8 @@ class TransferHooks(StepHooks):
         self._stores.end_step()
         self._on_pool -= self._ended
         if computed and not self._decoding:
+            assert self._runner is not None
+            self._runner.settle_drafts(self._stores.all_due_ends())
             self._stores.copy_now()  # nothing else keeps the device busy
         return self._outcome()
 
@@ -212,8 +211,3 @@ def _pages(job: TransferJob, keys: object, blocks: object) -> tuple[PageKeys, It
     """A job's pages, and the block of each."""
     assert isinstance(keys, PageKeys) and isinstance(blocks, GPULoadStoreSpec)
     return keys, blocks.block_ids.tolist()
-
-
-def _last_end(job: TransferJob) -> int:
-    assert isinstance(job.dst_spec, PageKeys)
-    return max(job.dst_spec.ends, default=0)

@@ -35,7 +35,7 @@ from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
-from vllm_metal.spec_decode.registry import load_network, make_speculator
+from vllm_metal.spec_decode.registry import drafts_for_others, load_network, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
@@ -248,8 +248,10 @@ class MetalWorker(WorkerBase):
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
         executor = ModelExecutor(networks.target, networks.layers, kv_caches, group_of, block_size)
         mx.eval(executor.pool_arrays())
-        requests, proposer = self._requests, None
-        if networks.draft is not None:
+        requests, proposer, writer = self._requests, None, None
+        if networks.draft is not None and drafts_for_others(self.vllm_config):
+            writer = networks.draft.writer(kv_caches, group_of, requests)
+        elif networks.draft is not None:
             proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
@@ -260,7 +262,7 @@ class MetalWorker(WorkerBase):
             CustomProcessors(self.vllm_config),
         )
         speculator = make_speculator(self.vllm_config, requests, proposer)
-        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator)
+        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()

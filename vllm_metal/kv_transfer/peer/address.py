@@ -33,11 +33,13 @@ class Address:
         if not (port.isascii() and port.isdigit() and int(port) <= 65535):
             raise ValueError(f"{text!r}: {port!r} is no port from 0 to 65535: {_FORM}")
         if host.startswith("[") or host.endswith("]"):
-            host = host.removeprefix("[").removesuffix("]")
+            host, in_brackets = host[1:-1], host
             try:
                 ipaddress.IPv6Address(host)
+                if in_brackets != f"[{host}]":
+                    raise ValueError
             except ValueError as error:
-                raise ValueError(f"{text!r}: {host!r} is no IPv6 address: {_FORM}") from error
+                raise ValueError(f"{text!r}: {in_brackets} is no IPv6 address: {_FORM}") from error
         elif ":" in host:
             raise ValueError(f"{text!r}: put an IPv6 address in brackets: {_FORM}")
         if not host:

@@ -62,7 +62,7 @@ class Outbox:
         self._changed = threading.Condition()
         self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._leased: dict[bytes, _Entry] = {}
-        self._held: dict[int, set[bytes]] = {}  # by holder
+        self._held: dict[int, dict[bytes, None]] = {}  # by holder, a set in order
         self._next_end = float("inf")  # no lease ends before
         self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
         self._bytes = 0  # of all pages, and of those that are being copied
@@ -76,7 +76,8 @@ class Outbox:
     def announce(self, keys: Iterable[bytes]) -> None:
         """Pages are being made; who asks for them waits. Each call is paid by one `settle`."""
         with self._changed:
-            self._announced.update(keys)
+            for key in keys:
+                self._announced[key] += 1
 
     def settle(self, keys: Iterable[bytes]) -> None:
         """Announced pages are there, or will not come."""
@@ -142,6 +143,7 @@ class Outbox:
         with self._changed:
             if generation is not None and generation != self._generation:
                 return False
+            self._end_leases()
             if self._find(key) is not None or key in self._copying:
                 return True
             if not self._make_room(size, used_at):
@@ -168,6 +170,7 @@ class Outbox:
     def get(self, key: bytes) -> Page | None:
         """A page; None: it is not there. It may be evicted, and stays readable."""
         with self._changed:
+            self._end_leases()
             entry = self._find(key)
             return entry.page if entry is not None else None
 
@@ -203,7 +206,6 @@ class Outbox:
         return self._leased.get(key)
 
     def _make_room(self, size: int, used_at: float) -> bool:
-        self._end_leases()
         if size > self._max_bytes - self._leased_bytes:
             return False
         while self._bytes + size > self._max_bytes and self._unleased:
@@ -254,7 +256,7 @@ class Outbox:
                     self._leased[key] = self._unleased.pop(key)
                     self._leased_bytes += entry.size
                 entry.leases[holder] = max(ends, entry.leases.get(holder, ends))
-                self._held.setdefault(holder, set()).add(key)
+                self._held.setdefault(holder, {})[key] = None
                 num_leased += 1
             self._next_end = min(self._next_end, ends)
         return num_leased
@@ -271,7 +273,8 @@ class Outbox:
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
         """Ends leases of a holder: on some pages, or None: on all."""
         with self._changed:
-            held = self._held.get(holder, set())
+            self._end_leases()
+            held = self._held.get(holder, {})
             for key in [*held] if keys is None else [key for key in keys if key in held]:
                 self._end_lease(holder, key)
 
@@ -281,12 +284,12 @@ class Outbox:
         if now < self._next_end:
             return
         over = [
-            (holder, key)
+            (ends, holder, key)
             for key, entry in self._leased.items()
             for holder, ends in entry.leases.items()
             if ends <= now
         ]
-        for holder, key in over:
+        for _, holder, key in sorted(over, key=lambda each: each[0]):
             self._end_lease(holder, key)
         self._next_end = min(
             (ends for entry in self._leased.values() for ends in entry.leases.values()),
@@ -303,7 +306,7 @@ class Outbox:
 
     def _drop_held(self, holder: int, key: bytes) -> None:
         held = self._held[holder]
-        held.discard(key)
+        del held[key]
         if not held:
             del self._held[holder]
 

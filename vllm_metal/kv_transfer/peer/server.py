@@ -119,7 +119,7 @@ class PageServer:
                     return
                 try:
                     sock, _ = self._listener.accept()
-                except BlockingIOError:
+                except (BlockingIOError, ConnectionError):
                     continue  # who came has gone
                 except OSError as error:
                     self._warn(f"A connection could not be taken: {error}")

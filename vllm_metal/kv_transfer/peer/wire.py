@@ -152,7 +152,10 @@ class Link:
         try:
             got = self.sock.recv_into(into, 0, socket.MSG_WAITALL)
         except BlockingIOError:
-            return 0
+            try:  # where the system keeps what has come until all has (macOS)
+                got = self.sock.recv_into(into, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return 0
         if not got:
             raise ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
         self.num_received += got

@@ -36,7 +36,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:KVTransferConfig",
-        by="kv_transfer/config.py platform/refusals.py",
+        by="kv_transfer/config.py platform/refusals.py spec_decode/registry.py",
         called="kv_connector= kv_connector_module_path= kv_role= kv_load_failure_policy= "
         "kv_connector_extra_config=",
         fields="kv_connector kv_connector_module_path kv_role kv_connector_extra_config "
@@ -66,7 +66,8 @@ _CONFIGURATION = (
         "vllm.config:SpeculativeConfig",
         by="platform/refusals.py models/loader.py spec_decode kv_transfer "
         "vllm_patches/speculation.py",
-        fields="method model num_speculative_tokens draft_model_config rejection_sample_method "
+        fields="method model num_speculative_tokens num_speculative_tokens_per_batch_size "
+        "draft_model_config rejection_sample_method "
         "draft_sample_method kv_cache_dtype use_heterogeneous_vocab parallel_drafting "
         "disable_padded_drafter_batch prompt_lookup_min prompt_lookup_max "
         "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Toy engines that draft from K/V of their own, and what they propose, accept and leave on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.disk import LIMIT, pages
+from e2e.harness import counters, engine, free_blocks, run_out
+from spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
+from spec_decode.test_eagle import eagle3_shapes, layer_shapes
+from spec_decode.test_mtp import CASES
+from spec_decode.test_mtp import write as write_mtp
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from vllm_metal.kv_transfer.disk.block_file import HEADER_BYTES
+from vllm_metal.spec_decode.speculator import Speculator
+
+BLOCK, NUM_DRAFTS = 16, 3
+VOCAB = 32  # so few that drafts at random are right now and then
+METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A model, and what drafts for it."""
+
+    model: str
+    speculation: dict[str, Any]
+
+
+def write_toys(folder: Path) -> dict[str, Toy]:
+    """A toy for each of METHODS, of random weights."""
+    small = {"vocab_size": VOCAB}
+    target = write_target(folder / "target", CONFIG | small)
+    drafts = {
+        "draft_model": write_target(folder / "draft", CONFIG | small | {"num_hidden_layers": 2}),
+        "eagle": write_head(
+            folder / "eagle",
+            layer_shapes("layers.0", HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)},
+            {},
+            CONFIG | small | {"num_hidden_layers": 1},
+            "model.safetensors",
+        ),
+        "eagle3": write_head(
+            folder / "eagle3",
+            eagle3_shapes() | {"lm_head.weight": (VOCAB, HIDDEN)},
+            {},
+            CONFIG | small | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]},
+            "model.safetensors",
+        ),
+    }
+    common = {"num_speculative_tokens": NUM_DRAFTS}
+    toys = {
+        method: Toy(str(target), common | {"method": method, "model": str(path)})
+        for method, path in drafts.items()
+    }
+    config, shapes, *_ = CASES["glm4_moe"]
+    model = write_mtp(folder / "mtp", config | small, shapes)
+    return toys | {"mtp": Toy(str(model), common | {"method": "mtp"})}
+
+
+def transfer(folder: Path, role: str = "kv_both", **extra: Any) -> KVTransferConfig:
+    """--kv-transfer-config of an engine that keeps its pages in a folder."""
+    return KVTransferConfig(
+        kv_connector="MetalKVConnector",
+        kv_role=role,
+        kv_connector_extra_config={"path": str(folder), "bytes": LIMIT, **extra},
+    )
+
+
+@contextmanager
+def drafting_engine(toy: Toy, folder: Path | None, role: str = "kv_both", **options: Any):
+    """An engine of a toy; all blocks of its pool are free at its end."""
+    settings: dict[str, Any] = {
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 8 << 20,
+        "skip_tokenizer_init": True,
+        "additional_config": {"fixed_draft_length": True},
+        "speculative_config": toy.speculation,
+    }
+    if folder is not None:
+        settings["kv_transfer_config"] = transfer(folder, role)
+    with engine(toy.model, **(settings | options)) as llm:
+        free = free_blocks(llm)
+        yield llm
+        run_out(llm)
+        assert free_blocks(llm) == free, "blocks were never freed"
+
+
+def answer(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, **options: Any):
+    """Tokens generated after prompts that are sent at once."""
+    params = SamplingParams(
+        **{"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": max_tokens}
+        | options
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    run_out(llm)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def payloads(folder: Path) -> dict[str, bytes]:
+    """What the pages on disk hold, by key."""
+    return {path.stem: path.read_bytes()[HEADER_BYTES:] for path in pages(folder)}
+
+
+@dataclass
+class Drafted:
+    """What an engine drafts. steps: of each step that verifies some, by the place of requests."""
+
+    steps: list[list[list[int]]] = field(default_factory=list)
+
+    def take(self) -> list[list[list[int]]]:
+        """What was drafted since the last call."""
+        taken, self.steps = self.steps, []
+        return taken
+
+
+@contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafted]:
+    """Notes what is drafted by all engines that run meanwhile."""
+    drafted = Drafted()
+    step_drafts = Speculator.step_drafts
+
+    def noting(self: Speculator, *arguments: Any) -> Any:
+        found = step_drafts(self, *arguments)
+        lists = list(self.laid_out_drafts().values())
+        if any(lists):
+            drafted.steps.append(lists)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Speculator, "step_drafts", noting)
+        yield drafted
+
+
+def draft_counts(llm: LLM) -> tuple[float, float]:
+    """How many drafts were verified so far, and how many accepted."""
+    found = counters(llm)
+    name = "vllm:spec_decode_num_{}_tokens"
+    return found.get(name.format("draft"), 0), found.get(name.format("accepted"), 0)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers, peers and proxies, which end with their test, and leave no thread."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from kv_transfer.peer.engines import QUICK, SECRET, Proxy, make_terms
+
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.server import PageServer
+
+TESTS = Path(__file__).parents[2]
+
+
+class Clock:
+    """Seconds, as a test sets them."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+class Log(logging.Handler):
+    """Lines that this package logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append((record.levelname, self.format(record)))
+
+    def warnings(self):
+        return [text for level, text in self.lines if level != "INFO"]
+
+
+@pytest.fixture(autouse=True)
+def log():
+    logger, handler = logging.getLogger("vllm_metal.kv_transfer"), Log()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.setLevel(logging.NOTSET)
+    logger.removeHandler(handler)
+    for _, text in handler.lines:
+        assert SECRET.decode() not in text and "Traceback" not in text, text
+
+
+@pytest.fixture
+def ends():
+    """What is to be closed; afterwards no thread is left."""
+    opened = []
+    yield opened
+    for each in reversed(opened):
+        each.close()
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("kv-peer")]
+    assert left == []
+
+
+@pytest.fixture
+def outbox():
+    return Outbox(1 << 24)
+
+
+@pytest.fixture
+def make_server(ends, outbox):
+    def make(secret=SECRET, terms=make_terms, port=0, outbox=outbox, timeouts=QUICK, **others):
+        address = Address("127.0.0.1", port)
+        server = PageServer(address, secret, outbox, terms, timeouts, **others)
+        ends.append(server)
+        return server
+
+    return make
+
+
+@pytest.fixture
+def make_peer(ends, clock):
+    def make(port, secret=SECRET, terms=make_terms, difference=str, timeouts=QUICK):
+        address = Address("127.0.0.1", port)
+        peer = Peer(address, secret, terms, difference, clock, timeouts)
+        ends.append(peer)
+        return peer
+
+    return make
+
+
+@pytest.fixture
+def make_proxy(ends):
+    def make(port):
+        proxy = Proxy(port)
+        ends.append(proxy)
+        return proxy
+
+    return make
+
+
+@pytest.fixture
+def start_engine():
+    """Another process: see engines.py."""
+    started = []
+
+    def start(*arguments):
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS.parent / "interpreter")])
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kv_transfer.peer.engines", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()

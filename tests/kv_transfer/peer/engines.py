@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of two engines share; run as a program, one of them: `engines.py serve|hold ...`.
+
+`serve SEED COUNT SIZE` prints the port that its pages are served at; `hold PORT SEED COUNT SIZE`
+asks a server for pages, prints how many it has leases on, and holds them. Both until they are
+killed.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import types
+
+if __name__ == "__main__":
+    # Importing vLLM takes seconds, and its logger is all that is used of it here.
+    sys.modules["vllm"] = types.ModuleType("vllm")
+    sys.modules["vllm.logger"] = types.ModuleType("vllm.logger")
+    sys.modules["vllm.logger"].init_logger = logging.getLogger
+
+from vllm_metal.kv_transfer.peer import handshake
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.limits import Timeouts
+from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.server import PageServer
+from vllm_metal.kv_transfer.peer.terms import Terms
+from vllm_metal.kv_transfer.peer.wire import Link
+
+SECRET = b"a secret of the tests"
+#: Short where a test waits for the end of it, long where an end would spoil the test.
+QUICK = Timeouts(connect=2.0, no_progress=0.5, renew=0.05, wait=2.0, waiting_sign=0.05)
+
+
+def make_terms(engine_id="prefill-1", fingerprint="f00d", page_bytes=(4096,), **facts):
+    return Terms(engine_id, fingerprint, {"model": "toy", **facts}, page_bytes)
+
+
+def make_pages(count, size, seed=0):
+    """Pages by key, of 36 bytes as vLLM's."""
+    rng = random.Random(seed)
+    return {rng.randbytes(36): rng.randbytes(size) for _ in range(count)}
+
+
+def blank(pages):
+    """Memory for pages, and what is in it afterwards."""
+    return [bytearray(len(page)) for page in pages]
+
+
+def views(buffers):
+    return [memoryview(buffer) for buffer in buffers]
+
+
+def fill(outbox, pages):
+    for key, page in pages.items():
+        assert outbox.put(key, memoryview(page))
+
+
+def pull(peer, pages, wanted=lambda: True):
+    """Whether all came, and the same."""
+    into = blank(pages.values())
+    done = peer.fetch(list(pages), views(into), wanted)
+    if done:
+        assert into == list(pages.values())
+    return done
+
+
+def wait_until(condition, seconds=30):
+    """Fails a test that waits for ever; how long it takes decides nothing."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def connect(port, no_progress_s=20.0):
+    """A link to a server, before a word is said."""
+    return Link(socket.create_connection(("127.0.0.1", port)), no_progress_s)
+
+
+def introduced(port, session=b"i" * 16, no_progress_s=20.0):
+    """A link to a server that has got over the first words."""
+    link = connect(port, no_progress_s)
+    handshake.introduce(link, SECRET, session, make_terms())
+    return link
+
+
+def is_over(link):
+    """Waits for the other side to end a connection, whatever it says before."""
+    try:
+        while link.sock.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False  # a slice of time is over
+    except ConnectionError:
+        pass
+    return True
+
+
+class Proxy:
+    """Between a client and a server; spoils what the server says when a test has armed it."""
+
+    def __init__(self, port):
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._fault = None
+        self._left = 0  # bytes until it happens
+        self._sockets = []
+        self._closed = threading.Event()
+        self.happened = threading.Event()
+        self.num_connections = 0
+        self._threads = [self._start(self._accept)]
+
+    def arm(self, after, fault):
+        """After so many more bytes of the server's: "flip" a bit, "stall", or "cut"."""
+        with self._lock:
+            self.happened.clear()
+            self._left, self._fault = after, fault
+
+    def close(self):
+        self._closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()  # no more connections
+        self._cut()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _start(self, work, *args):
+        thread = threading.Thread(target=work, args=args)
+        thread.start()
+        return thread
+
+    def _accept(self):
+        while not self._closed.is_set():
+            try:
+                near = self._listener.accept()[0]
+            except OSError:
+                return
+            self.num_connections += 1
+            far = socket.create_connection(("127.0.0.1", self._server_port))
+            with self._lock:
+                self._sockets += [near, far]
+            self._threads.append(self._start(self._pump, near, far, False))
+            self._threads.append(self._start(self._pump, far, near, True))
+
+    def _pump(self, source, target, is_servers):
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(self._spoiled(data, target) if is_servers else data)
+        except OSError:
+            pass
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _spoiled(self, data, target):
+        with self._lock:
+            fault, at = self._fault, self._left
+            self._left -= len(data)
+            if fault is None or at >= len(data):
+                return data
+            self._fault = None
+        self.happened.set()
+        if fault == "flip":
+            return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+        target.sendall(data[:at])
+        if fault == "stall":
+            self._closed.wait()
+        self._cut()
+        raise OSError("cut")
+
+    def _cut(self):
+        with self._lock:
+            for end in self._sockets:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def main():
+    role, *numbers = sys.argv[1:]
+    if role == "serve":
+        seed, count, size = map(int, numbers)
+        outbox = Outbox(count * size)
+        fill(outbox, make_pages(count, size, seed))
+        terms = make_terms(f"process-{os.getpid()}")
+        server = PageServer(Address("127.0.0.1", 0), SECRET, outbox, lambda: terms)
+        print(server.port, flush=True)
+    else:
+        port, seed, count, size = map(int, numbers)
+        peer = Peer(Address("127.0.0.1", port), SECRET, make_terms, str, timeouts=QUICK)
+        print(len(peer.ask(make_pages(count, size, seed))), flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the keeper of leases tells a server, and when."""
+
+import threading
+
+import pytest
+from kv_transfer.peer.engines import wait_until
+
+from vllm_metal.kv_transfer.peer import lease_keeper
+from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
+from vllm_metal.kv_transfer.peer.limits import Timeouts
+from vllm_metal.kv_transfer.peer.messages import Release, Renew
+
+
+class Server:
+    """Remembers what it is told; a test may hold it up."""
+
+    def __init__(self):
+        self.told = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def __call__(self, message):
+        self.told.append(message)
+        self.goes_on.wait()
+
+    def released(self):
+        return [sorted(message.keys) for message in self.told if isinstance(message, Release)]
+
+    def num_renewed(self):
+        return sum(isinstance(message, Renew) for message in self.told)
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+@pytest.fixture
+def make_keeper(ends, server, clock):
+    def make(renew):
+        keeper = LeaseKeeper(server, Timeouts(renew=renew, held=300.0), clock)
+        ends.append(keeper)
+        return keeper
+
+    return make
+
+
+def ask(keeper, *keys):
+    keeper.want(keys)
+    keeper.found()
+
+
+def test_a_page_is_released_when_the_last_who_asked_lets_go(make_keeper, server):
+    keeper = make_keeper(renew=60)
+    ask(keeper, b"a", b"b", b"c")
+    ask(keeper, b"a")
+    keeper.not_found([b"c"])
+    keeper.release([b"a", b"b", b"never"])
+    wait_until(lambda: server.released() == [[b"b"]])
+    keeper.release([b"a"])
+    keeper.release([b"a", b"c"])
+    wait_until(lambda: server.released() == [[b"b"], [b"a"]])
+    assert server.num_renewed() == 0
+
+
+def test_what_is_wanted_again_is_not_released(make_keeper, server):
+    keeper = make_keeper(renew=60)
+    server.goes_on.clear()
+    ask(keeper, b"a", b"b", b"c")
+    keeper.release([b"a"])
+    wait_until(lambda: server.told)  # it is busy with the first
+    keeper.release([b"b", b"c"])
+    ask(keeper, b"b")
+    server.goes_on.set()
+    wait_until(lambda: server.released() == [[b"a"], [b"c"]])
+
+
+def test_leases_are_renewed_only_while_something_is_wanted(make_keeper, server, clock):
+    keeper = make_keeper(renew=0.01)
+    ask(keeper, b"a", b"b")
+    wait_until(lambda: server.num_renewed() >= 3)
+    clock.now += 299
+    ask(keeper, b"b")
+    keeper.release([b"b"])
+    clock.now += 1  # a was forgotten; b was asked for again a second ago
+    wait_until(lambda: server.released() == [[b"a"]])
+    renewed = server.num_renewed()
+    wait_until(lambda: server.num_renewed() > renewed)
+    keeper.release([b"b"])
+    wait_until(lambda: server.released() == [[b"a"], [b"b"]])
+    renewed = server.num_renewed()
+    ask(keeper)
+    keeper.close()
+    assert server.num_renewed() <= renewed + 1  # one may have been on its way
+
+
+def test_releases_are_cut_into_messages(monkeypatch, make_keeper, server):
+    monkeypatch.setattr(lease_keeper, "MAX_KEYS", 4)
+    keeper = make_keeper(renew=60)
+    keys = [bytes([number]) for number in range(10)]
+    keeper.want(keys)
+    keeper.release(keys)
+    keeper.found()
+    wait_until(lambda: len(server.told) == 3)
+    assert sorted(map(len, server.released())) == [2, 4, 4]
+    assert sorted(key for part in server.released() for key in part) == keys
+
+
+def test_closing_without_a_thread_is_nothing(make_keeper, server):
+    keeper = make_keeper(renew=0.01)
+    keeper.want([b"a"])
+    keeper.not_found([b"a"])
+    keeper.close()
+    keeper.found()
+    keeper.release([b"a"])
+    assert server.told == []
