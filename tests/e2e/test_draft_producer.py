@@ -14,6 +14,7 @@ from e2e.drafting import (
     payloads,
     write_toys,
 )
+from e2e.harness import counters
 
 from vllm_metal.platform import refusals
 from vllm_metal.spec_decode.draft_writer import DraftModelWriter, HeadWriter
@@ -114,10 +115,11 @@ def test_prompts_that_come_at_once(toys, tmp_path, prompts, method):
     _, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     folder = tmp_path / "p"
     # A pool so small that requests are preempted.
-    options = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 14}
+    options = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 18}
     with drafting_engine(toys[method], folder, "kv_producer", **options) as llm:
         answer(llm, prompts, DRAFTING)
         assert draft_counts(llm) == (0, 0)
+        assert counters(llm)["vllm:num_preemptions"] > 0
     found = payloads(folder)
     check_pages({key: page for key, page in found.items() if key in expected}, expected, False)
     assert len(found.keys() & expected.keys()) >= NUM_FULL + 1

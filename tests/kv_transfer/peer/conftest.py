@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from kv_transfer.peer.engines import QUICK, SECRET, Proxy, make_terms
+from kv_transfer.peer.engines import CALM, SECRET, Proxy, make_terms
 
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
@@ -72,13 +72,14 @@ def ends():
 
 
 @pytest.fixture
-def outbox():
-    return Outbox(1 << 24)
+def outbox(clock):
+    """Its leases end only when a test moves the clock."""
+    return Outbox(1 << 24, clock)
 
 
 @pytest.fixture
 def make_server(ends, outbox):
-    def make(secret=SECRET, terms=make_terms, port=0, outbox=outbox, timeouts=QUICK, **others):
+    def make(secret=SECRET, terms=make_terms, port=0, outbox=outbox, timeouts=CALM, **others):
         address = Address("127.0.0.1", port)
         server = PageServer(address, secret, outbox, terms, timeouts, **others)
         ends.append(server)
@@ -89,7 +90,7 @@ def make_server(ends, outbox):
 
 @pytest.fixture
 def make_peer(ends, clock):
-    def make(port, secret=SECRET, terms=make_terms, difference=str, timeouts=QUICK):
+    def make(port, secret=SECRET, terms=make_terms, difference=str, timeouts=CALM):
         address = Address("127.0.0.1", port)
         peer = Peer(address, secret, terms, difference, clock, timeouts)
         ends.append(peer)

@@ -3,9 +3,11 @@
 
 import struct
 import threading
+from dataclasses import replace
 
 import pytest
 from kv_transfer.peer.engines import (
+    CALM,
     QUICK,
     SECRET,
     blank,
@@ -183,7 +185,7 @@ def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox):
     pages = make_pages(2, 100)
     fill(outbox, dict([next(iter(pages.items()))]))
     outbox.announce(pages)
-    peer = make_peer(make_server().port)
+    peer = make_peer(make_server().port, timeouts=QUICK)
     assert peer.ask(pages, wait_s=1000) == {next(iter(pages))}
     assert not peer.is_down
 
@@ -211,7 +213,7 @@ def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock
     outbox = Outbox(1 << 20, clock)
     pages = make_pages(1, 1000)
     fill(outbox, pages)
-    peer = make_peer(make_server(outbox=outbox).port)
+    peer = make_peer(make_server(outbox=outbox).port, timeouts=replace(CALM, renew=0.05))
     peer.ask(pages)
 
     def was_renewed():
@@ -244,13 +246,18 @@ def test_another_secret_gets_nothing(make_server, make_peer, outbox, log, server
     assert peer.engine_id is None and outbox.stats().sent_pages == 0
 
 
-def test_without_a_secret_nothing_but_loopback_is_connected_to(monkeypatch, make_server, make_peer):
+def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server, make_peer, log):
     from vllm_metal.kv_transfer.peer.wire import Link
 
     server = make_server(b"")
-    monkeypatch.setattr(Link, "peer_ip", lambda self: "10.0.0.2")
+
+    def far_if_server(self):
+        return "10.0.0.2" if self.sock.getpeername()[1] == server.port else "127.0.0.1"
+
+    monkeypatch.setattr(Link, "peer_ip", far_if_server)
     peer = make_peer(server.port, b"")
     assert peer.ask(()) == set() and peer.engine_id is None
+    assert "on another machine, and that needs a 'secret'" in log.warnings()[0]
 
 
 def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer, log, clock):
@@ -460,7 +467,7 @@ def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, lo
 def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
     pages = make_pages(1, 100)
     outbox.announce(pages)
-    peer = make_peer(make_server().port, timeouts=QUICK)
+    peer = make_peer(make_server().port)
     results = []
     asking = threading.Thread(target=lambda: results.append(peer.ask(pages, wait_s=1000)))
     asking.start()

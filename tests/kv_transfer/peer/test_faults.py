@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from kv_transfer.peer.engines import fill, make_pages, pull, wait_until
+from kv_transfer.peer.engines import CALM, QUICK, fill, make_pages, pull, wait_until
 
 #: Bytes of a page, and of the messages before its own bytes are through; more than sockets buffer.
 SIZE = 3 << 20
@@ -17,7 +17,7 @@ def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, whe
     child = start_engine("serve", 5, 4, SIZE)
     port = int(child.stdout.readline())
     proxy = make_proxy(port)
-    peer = make_peer(proxy.port)
+    peer = make_peer(proxy.port, timeouts=QUICK if when == "in" else CALM)
     assert peer.ask(pages) == set(pages)
     first = peer.engine_id
     if when == "in":
@@ -52,7 +52,8 @@ def test_a_line_that_breaks_in_a_fetch(make_server, make_proxy, make_peer, outbo
     fill(outbox, pages)
     server = make_server()
     proxy = make_proxy(server.port)
-    peer, good = make_peer(proxy.port), make_peer(server.port)
+    peer = make_peer(proxy.port, timeouts=QUICK if fault == "stall" else CALM)
+    good = make_peer(server.port)
     assert peer.ask(pages) and good.ask(pages)
     proxy.arm(after, fault)
     assert not pull(peer, pages)
@@ -72,7 +73,7 @@ def test_a_line_that_breaks_in_the_first_words(
     server = make_server()
     proxy = make_proxy(server.port)
     proxy.arm(after, fault)
-    peer = make_peer(proxy.port)
+    peer = make_peer(proxy.port, timeouts=QUICK if fault == "stall" else CALM)
     assert peer.ask(pages) == set()
     assert peer.is_down and proxy.happened.is_set()
     wait_until(lambda: not server._threads or fault == "stall")
@@ -122,7 +123,7 @@ def test_a_bit_that_flips_anywhere_gives_no_wrong_page(
     pages = make_pages(3, 40, seed)
     fill(outbox, pages)
     proxy = make_proxy(make_server().port)
-    peer = make_peer(proxy.port)
+    peer = make_peer(proxy.port, timeouts=QUICK)  # a length that changed is waited for
     proxy.arm(seed * 17, "flip")  # `pull` compares
     for _ in range(6):
         found = peer.ask(pages)

@@ -191,7 +191,8 @@ _SCHEDULER = (
     Touched(
         "vllm.v1.request:Request",
         by="vllm_patches/scheduler.py kv_transfer/connector.py",
-        fields="request_id block_hashes cache_salt status num_computed_tokens",
+        fields="request_id block_hashes cache_salt status num_computed_tokens num_tokens "
+        "kv_transfer_params skip_reading_prefix_cache",
         calls={"is_finished": ""},
     ),
     Touched(

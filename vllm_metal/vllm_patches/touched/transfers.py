@@ -43,6 +43,12 @@ _CONNECTOR = (
         calls={"build_connector_meta": "scheduler_output"},
     ),
     Touched(
+        f"{_OFFLOADING}.scheduler:GroupOffloadConfig",
+        by="kv_transfer/connector.py",
+        fields="group_idx tokens_per_block",
+        calls={"load_window_size_in_chunks": "num_tokens"},
+    ),
+    Touched(
         f"{_OFFLOADING}.scheduler:RequestOffloadState",
         by="kv_transfer/connector.py",
         fields="req_context group_states transfer_jobs",
@@ -93,7 +99,9 @@ _MANAGER = (
             "get_load_source": "key req_context",
             "prepare_load": "keys req_context",
             "prepare_store": "keys req_context",
+            "complete_load": "keys req_context",
             "complete_store": "keys req_context success",
+            "on_request_finished": "req_context",
             "on_new_request": "req_context",
             "get_stats": "",
         },
@@ -115,7 +123,7 @@ _MANAGER = (
     Touched(
         f"{_OFFLOAD}.base:ReqContext",
         by="kv_transfer/manager.py",
-        fields="req_id",
+        fields="req_id kv_transfer_params",
         calls={"set_state": "val", "get_state": "cls", "get_offload_key_position": "key"},
     ),
     Touched(f"{_OFFLOAD}.base:RequestOffloadingContext", by="kv_transfer/manager.py", called=""),
@@ -129,7 +137,8 @@ _MANAGER = (
     Touched(f"{_OFFLOAD}.base:GPULoadStoreSpec", by="worker/transfer_hooks.py", fields="block_ids"),
     Touched(
         f"{_OFFLOAD}.base:OffloadKey",
-        by="kv_transfer/manager.py kv_transfer/stores.py kv_transfer/loads.py",
+        by="kv_transfer/connector.py kv_transfer/manager.py kv_transfer/stores.py "
+        "kv_transfer/loads.py",
     ),
     Touched(
         f"{_OFFLOAD}.base:get_offload_group_idx",
@@ -157,7 +166,7 @@ _MANAGER = (
     Touched(
         "vllm.v1.metrics.cache_hit_source:CacheHitSource",
         by="kv_transfer/manager.py",
-        fields="DISK",
+        fields="DISK P2P",
     ),
 )
 

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever happens to a peer, a request is answered, by computing; and no block is lost."""
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from e2e.fuzz.models import VOCAB
+from e2e.harness import greedy, run_out
+from e2e.peers import consumer, decode, free_port, prefill, producer, role_engine
+from vllm import TokensPrompt
+
+from vllm_metal.kv_transfer.peer import outbox as outbox_module
+from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.page import Page
+from vllm_metal.kv_transfer.peers import Asked
+
+PULLED = 96  # tokens of a prompt of 100, in blocks of 16
+
+
+@pytest.fixture
+def prompts():
+    rng = np.random.default_rng(3)
+    return [rng.integers(2, VOCAB, 100).tolist() for _ in range(4)]
+
+
+@pytest.fixture
+def alone(tiny, prompts):
+    with role_engine(tiny, None) as one:
+        return [decode(one, prompt).tokens for prompt in prompts]
+
+
+@pytest.fixture
+def pair(tiny):
+    """Engines that prefill and decode, made with settings for each."""
+    with ExitStack() as stack:
+
+        def make(of_producer=None, of_consumer=None):
+            port = free_port()
+            first = stack.enter_context(producer(tiny, port, **(of_producer or {})))
+            return first, stack.enter_context(consumer(tiny, port, **(of_consumer or {})))
+
+        yield make
+
+
+def peering(llm):
+    """What an engine has to do with others."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.get_kv_connector_handshake_metadata()[0, 0].peering
+
+
+def dies(p):
+    peering(p).close()
+
+
+def forgets(p):
+    peering(p).outbox.clear()
+
+
+def check(p, d, prompts, alone, trouble=lambda: None):
+    """All prompts are answered, of which none is pulled once there is trouble."""
+    params = [prefill(p, prompt) for prompt in prompts]
+    assert decode(d, prompts[0], params[0]).pulled == PULLED
+    trouble()
+    for prompt, of_one, tokens in zip(prompts[1:], params[1:], alone[1:], strict=True):
+        found = decode(d, prompt, of_one)
+        assert (found.tokens, found.pulled) == (tokens, 0)
+
+
+@pytest.mark.parametrize("how", [dies, forgets])
+def test_a_producer_that_is_gone_before_it_is_asked(pair, prompts, alone, how):
+    p, d = pair()
+    check(p, d, prompts, alone, lambda: how(p))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("how", [dies, forgets])
+def test_a_producer_that_is_gone_once_it_was_asked(pair, prompts, alone, monkeypatch, how, ahead):
+    options = {"async_scheduling": ahead}
+    p, d = pair(options, options)
+    fetch = Peer.fetch
+
+    def gone(self, keys, pages, wanted):
+        how(p)
+        return fetch(self, keys, pages, wanted)
+
+    params = [prefill(p, prompt) for prompt in prompts]
+    monkeypatch.setattr(Peer, "fetch", gone)
+    found = decode(d, prompts[0], params[0])
+    assert found.tokens == alone[0]
+    monkeypatch.undo()
+    assert decode(d, prompts[1], params[1]).tokens == alone[1]
+
+
+def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
+    p, d = pair()
+    params = prefill(p, prompts[0])
+    sent, get = [], outbox_module.Outbox.get
+
+    def second_page(self, key):
+        sent.append(key)
+        if len(sent) == 2:
+            threading.Thread(target=peering(p).close).start()  # waits for the thread that is here
+            threading.Event().wait(0.2)
+        return get(self, key)
+
+    monkeypatch.setattr(outbox_module.Outbox, "get", second_page)
+    assert decode(d, prompts[0], params).tokens == alone[0]
+    assert len(sent) >= 2
+
+
+def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
+    p, d = pair()
+    params = prefill(p, prompts[0])
+    get = outbox_module.Outbox.get
+
+    def changed(self, key):
+        page = get(self, key)
+        data = bytearray(page.data)
+        data[len(data) // 2] ^= 4
+        return Page(memoryview(bytes(data)), page.checksum)
+
+    monkeypatch.setattr(outbox_module.Outbox, "get", changed)
+    found = decode(d, prompts[0], params)
+    assert found.tokens == alone[0]
+    assert peering(d).stats().num_corrupt == 1
+
+
+def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
+    paths = [tmp_path / "one", tmp_path / "other"]
+    for number, path in enumerate(paths):
+        path.write_text(str(number) * 32)
+        path.chmod(0o600)
+    p, d = pair(*({"extra": {"secret": str(path)}} for path in paths))
+    for prompt, tokens in zip(prompts[:2], alone, strict=False):
+        found = decode(d, prompt, prefill(p, prompt))
+        assert (found.tokens, found.pulled) == (tokens, 0)
+    assert peering(p).stats().sent_bytes == 0
+
+
+def test_other_pages_are_refused(pair, prompts, alone):
+    p, d = pair({"block_size": 32})
+    found = decode(d, prompts[0], prefill(p, prompts[0]))
+    assert (found.tokens, found.pulled) == (alone[0], 0)
+
+
+def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, monkeypatch):
+    port = free_port()
+    with consumer(tiny, port) as d:
+        found = decode(d, prompts[0])
+        assert (found.tokens, found.pulled) == (alone[0], 0)
+        for _ in range(2):  # another engine at the same address after the first
+            with producer(tiny, port) as p:
+                for client in peering(d)._clients:
+                    client._down_until = None  # as after some seconds
+                prompt = prompts.pop()
+                before = peering(d).stats().fetched_bytes
+                assert decode(d, prompt, prefill(p, prompt)).tokens == alone.pop()
+                assert peering(d).stats().fetched_bytes > before
+
+
+def test_a_peer_that_stands_still_delays_no_other_stream(pair, prompts, alone, monkeypatch):
+    p, d = pair()
+    params = prefill(p, prompts[0])
+    goes_on, fetch = threading.Event(), Peer.fetch
+
+    def slow(self, keys, pages, wanted):
+        goes_on.wait(30)
+        return fetch(self, keys, pages, wanted)
+
+    monkeypatch.setattr(Peer, "fetch", slow)
+    sampling = greedy(12)
+    sampling.extra_args = {"kv_transfer_params": params}
+    d.llm_engine.add_request("stuck", TokensPrompt(prompt_token_ids=prompts[0]), sampling)
+    try:
+        d.llm_engine.add_request("stream", TokensPrompt(prompt_token_ids=prompts[1]), greedy(12))
+        ended = {}
+        while "stream" not in ended:
+            ended |= {out.request_id: out for out in d.llm_engine.step() if out.finished}
+        assert list(ended["stream"].outputs[0].token_ids) == alone[1] and "stuck" not in ended
+    finally:
+        goes_on.set()
+    while "stuck" not in ended:
+        ended |= {out.request_id: out for out in d.llm_engine.step() if out.finished}
+    assert list(ended["stuck"].outputs[0].token_ids) == alone[0]
+
+
+def test_a_request_that_is_given_up_while_it_loads(pair, prompts, alone, monkeypatch):
+    p, d = pair()
+    params = prefill(p, prompts[0])
+    begun, goes_on, fetch = threading.Event(), threading.Event(), Peer.fetch
+
+    def slow(self, keys, pages, wanted):
+        begun.set()
+        goes_on.wait(30)
+        return fetch(self, keys, pages, wanted)
+
+    monkeypatch.setattr(Peer, "fetch", slow)
+    sampling = greedy(12)
+    sampling.extra_args = {"kv_transfer_params": params}
+    d.llm_engine.add_request("given up", TokensPrompt(prompt_token_ids=prompts[0]), sampling)
+    while not begun.is_set():
+        d.llm_engine.step()
+    d.llm_engine.abort_request(["given up"])
+    d.llm_engine.step()
+    goes_on.set()
+    run_out(d)
+    found = decode(d, prompts[0], params)
+    assert (found.tokens, found.pulled) == (alone[0], PULLED)
+
+
+@pytest.mark.parametrize("asked", ["never", "in time"])
+def test_leases_end_with_what_they_were_for(pair, prompts, asked, monkeypatch):
+    p, d = pair()
+    if asked == "never":
+        monkeypatch.setattr(Asked, "peer_of", lambda self, key: None)
+    decode(d, prompts[0], prefill(p, prompts[0]))
+    deadline = threading.Event()
+    for _ in range(200):
+        if peering(p).stats().leased_bytes == 0:
+            break
+        deadline.wait(0.05)
+    assert peering(p).stats().leased_bytes == 0
+    assert peering(p).stats().outbox_bytes > 0
+
+
+def test_a_load_that_fails_fails_the_request_where_a_user_says_so(pair, prompts, monkeypatch):
+    p, d = pair(None, {"transfer": {"kv_load_failure_policy": "fail"}})
+    params = prefill(p, prompts[0])
+    monkeypatch.setattr(Peer, "fetch", lambda *_: False)
+    sampling = greedy(12)
+    sampling.extra_args = {"kv_transfer_params": params}
+    prompt = TokensPrompt(prompt_token_ids=prompts[0])
+    (output,) = d.generate([prompt], sampling, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
