@@ -84,7 +84,7 @@ def serve(model: str, options: Sequence[str], log: Path, timeout: float) -> Iter
     Raises:
         ServerError: it exited, or did not answer in time.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(port), *options]
     # Endpoints that change the server's state, such as the reset of its cache, are for this mode.
@@ -104,7 +104,7 @@ def serve(model: str, options: Sequence[str], log: Path, timeout: float) -> Iter
             _stop(process)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

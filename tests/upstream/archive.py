@@ -21,8 +21,10 @@ SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
 #: Releases whose source is read and met, though they are not the tested one: version and SHA256.
 READ = {"0.33": ("0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112")}
 
+#: Folder of the proxies among vLLM's examples.
+PROXIES = "examples/disaggregated/disaggregated_serving/"
 # Their settings of pytest are in pyproject.toml, and some tests run an example.
-_OF_TESTS = ("tests/", "examples/features/", "pyproject.toml")
+_OF_TESTS = ("tests/", "examples/features/", PROXIES, "pyproject.toml")
 # pip does not download a source archive without running its build, for the package's metadata. An
 # archive carries these already: this stands in for vLLM's build backend, and nothing gets built.
 _BACKEND = """\
@@ -54,6 +56,22 @@ def extracted() -> Path:
             f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
         )
     return _fetched(envs.cache_dir() / "vllm-tests" / VERSION, VERSION, SHA256, _OF_TESTS)
+
+
+def file(name: str) -> Path:
+    """A file of those, by its path in the archive.
+
+    Raises:
+        UnavailableError: pip does not get the archive; or what was kept of it, by an earlier
+            version of this module, lacks the file.
+    """
+    found = extracted() / name
+    if not found.is_file():
+        raise UnavailableError(
+            f"{name} is not among what was kept of the archive; to have it fetched again, remove "
+            f"{extracted()}"
+        )
+    return found
 
 
 def sources(release: str) -> Path:
