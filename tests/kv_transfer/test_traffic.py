@@ -19,6 +19,7 @@ from kv_transfer.traffic import (
     engine_config,
     prompts,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
@@ -57,6 +58,33 @@ def test_a_second_engine_finds_what_the_first_one_left(make, num_groups, ahead):
     second.generate(prompt, max_tokens=30)
     second.check()
     assert second.counter("num_read") >= 10
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_loads_that_hold_all_blocks_do_not_wait_for_each_other_for_ever(
+    make, tmp_path, monkeypatch, ahead
+):
+    """vLLM keeps blocks for the rest of a load, and counts too few where there are windows."""
+    texts = [list(range(start, start + 50)) * 2 for start in (0, 40)]
+    texts[1] += texts[1][:16]
+    first = make()
+    for text in texts:
+        first.generate(text, max_tokens=2)
+    first.close()
+    monkeypatch.setattr(Scheduler, "_inflight_prefill_reserved_blocks", lambda self: 0)
+    config = engine_config(
+        tmp_path, tmp_path / "cache", async_scheduling=ahead, scheduler_reserve_full_isl=False
+    )
+    engine = Engine(config, tmp_path / "cache", 6 + 7 + 1, 1)
+    added = {engine.add(text, max_tokens=20) for text in texts}
+    ends = time.monotonic() + 30
+    while not added <= set(engine.ended):
+        assert time.monotonic() < ends
+        engine.step()
+    engine.run()
+    engine.check()
+    engine.close()
+    assert engine.counter("num_read") >= 13
 
 
 def test_a_request_that_starts_again_beside_a_disk_that_hangs_computes(make, monkeypatch):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -31,11 +32,13 @@ def end_failed_requests() -> None:
     cannot be fetched, but a worker has no way to name one. The scheduler drops what the failed
     requests left in the prefix cache, and has their blocks cleared before it gives them to others:
     a NaN spoils sums even where attention gives it no weight. Where the pool is lost, the scheduler
-    starts all other running requests again.
+    starts all other running requests again. Where requests whose K/V were loaded hold all blocks,
+    and none has enough of them to run, the last of them starts again.
     """
     replace(Scheduler, "update_from_output", _ending_failed_requests)
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
     replace(Scheduler, "reset_prefix_cache", _letting_go_of_blocks)
+    replace(Scheduler, "schedule", _breaking_deadlocks)
 
 
 def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,14 +102,11 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
             loading.add(request.request_id)
             # Told of the end of its load, the scheduler takes it back to the start.
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
+            manager.free(request)
+            request.num_computed_tokens = 0
+            scheduler._inflight_prefills.discard(request)
         elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            scheduler.kv_holding_waiting.remove_request(request)
-            scheduler.waiting.prepend_request(request)
-        else:
-            continue
-        manager.free(request)
-        request.num_computed_tokens = 0
-        scheduler._inflight_prefills.discard(request)
+            _start_again(scheduler, request)
     for request in scheduler.requests.values():
         if request.is_finished():  # aborted while its K/V were loaded
             loading.add(request.request_id)
@@ -115,6 +115,44 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
         _, blocks = scheduler.deferred_frees.popleft()
         manager.block_pool.free_blocks(reversed(blocks))
     _tell_connector(scheduler, "cancel_loads", loading)
+
+
+def _breaking_deadlocks(schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+    """Requests whose K/V were loaded hold blocks before they run, and only what runs is preempted.
+
+    vLLM lets a request load where the rest of those before it still fits. It counts too little for
+    windows, and what runs may take those blocks; so it can come that nobody runs, and none of those
+    that hold blocks finds enough for its next step.
+    """
+
+    def schedule_step(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
+        output = schedule(self, *arguments, **options)
+        holders = list(self.kv_holding_waiting)
+        if self.running or output.preempted_req_ids or self._pause_state == PauseState.PAUSED_ALL:
+            return output
+        if holders and all(_waits_for_blocks(self, each) for each in holders):
+            _start_again(self, holders[-1])
+        return output
+
+    return schedule_step
+
+
+def _waits_for_blocks(scheduler: Any, request: Any) -> bool:
+    """Whether a request could be scheduled if there were room."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def _start_again(scheduler: Any, request: Any) -> None:
+    """Takes the blocks of a request that does not run; the prefix cache knows them still."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        scheduler._handle_blocked_waiting_request(request)  # its load has ended
+    scheduler.kv_holding_waiting.remove_request(request)
+    scheduler.waiting.prepend_request(request)
+    scheduler.kv_cache_manager.free(request)
+    request.num_computed_tokens = 0
+    scheduler._inflight_prefills.discard(request)
 
 
 def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> None:

@@ -161,8 +161,11 @@ _SCHEDULER = (
         by="vllm_patches/scheduler.py",
         fields="requests kv_cache_manager kv_cache_config grammar_compile_error_reqs "
         "finished_req_ids connector waiting kv_holding_waiting failed_recving_kv_req_ids "
-        "_inflight_prefills deferred_frees defer_block_free",
+        "_inflight_prefills deferred_frees defer_block_free running finished_recving_kv_req_ids "
+        "_pause_state",
+        calls={"_handle_blocked_waiting_request": "request"},
         methods={
+            "schedule": "",
             "update_from_output": "scheduler_output model_runner_output",
             "_get_new_block_ids_to_zero": "",
             "reset_prefix_cache": "reset_running_requests reset_connector",
@@ -204,6 +207,11 @@ _SCHEDULER = (
         "vllm.v1.core.sched.request_queue:RequestQueue",
         by="vllm_patches/scheduler.py",
         calls={"remove_request": "request", "prepend_request": "request"},
+    ),
+    Touched(
+        "vllm.v1.core.sched.interface:PauseState",
+        by="vllm_patches/scheduler.py",
+        fields="PAUSED_ALL",
     ),
     Touched("vllm.v1.engine:EngineCoreOutputs", by="vllm_patches/scheduler.py", fields="outputs"),
     Touched(
