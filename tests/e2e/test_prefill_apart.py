@@ -141,6 +141,30 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
     assert wrong == {2 * BLOCK}
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("end", ["max_tokens", "a stop token"])
+def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
+    """It ends at a token while the next step is scheduled already, or after several."""
+    toy = toys["draft_model"]
+    options = {
+        "async_scheduling": ahead,
+        "additional_config": {"fixed_draft_length": True},
+        "speculative_config": toy.speculation,
+        "skip_tokenizer_init": True,
+    }
+    texts = [(prompt, []) for prompt, known in cases(TOY_VOCAB, BLOCK) if not known]
+    expected = list(computed_alone(toy.model, toy.speculation, texts, options))
+    port = free_port()
+    with producer(toy.model, port, **options) as p, consumer(toy.model, port, **options) as d:
+        for (prompt, _), alone in zip(texts, expected, strict=True):
+            stop = {"stop_token_ids": [alone.tokens[0]]} if end == "a stop token" else {}
+            params = prefill(p, prompt, 2 * BLOCK, ignore_eos=True, **stop)
+            found = decode(d, prompt, params)
+            assert found.tokens == alone.tokens, len(prompt)
+            assert (found.drafted, found.accepted) == (alone.drafted, alone.accepted), len(prompt)
+            assert found.pulled == (len(prompt) - 1) // BLOCK * BLOCK
+
+
 AHEAD = pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
 
 
