@@ -116,7 +116,7 @@ class ByPosition:
         return True
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
     """The comparison above finds the error that it is for."""
     toy = toys["draft_model"]
@@ -141,8 +141,10 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
     assert wrong == {2 * BLOCK}
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("end", ["max_tokens", "a stop token"])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "end", [pytest.param("max_tokens", marks=pytest.mark.more), "a stop token"]
+)
 def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
     """It ends at a token while the next step is scheduled already, or after several."""
     toy = toys["draft_model"]

@@ -19,13 +19,13 @@ from vllm_metal.kv_transfer.peers import Asked
 PULLED = 96  # tokens of a prompt of 100, in blocks of 16
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(3)
     return [rng.integers(2, VOCAB, 100).tolist() for _ in range(4)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(tiny, prompts):
     with role_engine(tiny, None) as one:
         return [decode(one, prompt).tokens for prompt in prompts]
@@ -62,14 +62,17 @@ def check(p, d, prompts, alone, trouble=lambda: None):
         assert (found.tokens, found.pulled) == (tokens, 0)
 
 
-@pytest.mark.parametrize("how", [dies, forgets])
+MORE = pytest.mark.more
+
+
+@pytest.mark.parametrize("how", [dies, pytest.param(forgets, marks=MORE)])
 def test_a_producer_that_is_gone_before_it_is_asked(pair, prompts, alone, how):
     p, d = pair()
     check(p, d, prompts, alone, lambda: how(p))
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("how", [dies, forgets])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=MORE)])
+@pytest.mark.parametrize("how", [pytest.param(dies, marks=MORE), forgets])
 def test_a_producer_that_is_gone_once_it_was_asked(pair, prompts, alone, monkeypatch, how, ahead):
     options = {"async_scheduling": ahead}
     p, d = pair(options, options)
@@ -87,6 +90,7 @@ def test_a_producer_that_is_gone_once_it_was_asked(pair, prompts, alone, monkeyp
     assert decode(d, prompts[1], params[1]).tokens == alone[1]
 
 
+@MORE
 def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
     p, d = pair()
     params = prefill(p, prompts[0])
@@ -104,6 +108,7 @@ def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
     assert len(sent) >= 2
 
 
+@MORE
 def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
     p, d = pair()
     params = prefill(p, prompts[0])
@@ -133,24 +138,25 @@ def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
     assert peering(p).stats().sent_bytes == 0
 
 
+@MORE
 def test_other_pages_are_refused(pair, prompts, alone):
     p, d = pair({"block_size": 32})
     found = decode(d, prompts[0], prefill(p, prompts[0]))
     assert (found.tokens, found.pulled) == (alone[0], 0)
 
 
+@MORE
 def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, monkeypatch):
     port = free_port()
     with consumer(tiny, port) as d:
         found = decode(d, prompts[0])
         assert (found.tokens, found.pulled) == (alone[0], 0)
-        for _ in range(2):  # another engine at the same address after the first
+        for place in (1, 2):  # another engine at the same address after the first
             with producer(tiny, port) as p:
                 for client in peering(d)._clients:
                     client._down_until = None  # as after some seconds
-                prompt = prompts.pop()
                 before = peering(d).stats().fetched_bytes
-                assert decode(d, prompt, prefill(p, prompt)).tokens == alone.pop()
+                assert decode(d, prompts[place], prefill(p, prompts[place])).tokens == alone[place]
                 assert peering(d).stats().fetched_bytes > before
 
 
@@ -204,7 +210,7 @@ def test_a_request_that_is_given_up_while_it_loads(pair, prompts, alone, monkeyp
     assert (found.tokens, found.pulled) == (alone[0], PULLED)
 
 
-@pytest.mark.parametrize("asked", ["never", "in time"])
+@pytest.mark.parametrize("asked", [pytest.param("never", marks=MORE), "in time"])
 def test_leases_end_with_what_they_were_for(pair, prompts, asked, monkeypatch):
     p, d = pair()
     if asked == "never":
