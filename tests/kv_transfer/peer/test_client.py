@@ -138,7 +138,7 @@ def test_fetches_in_parallel(make_server, make_peer, outbox):
     wait_until(lambda: outbox.stats().leased_bytes == 0)
 
 
-def test_it_uses_three_connections_at_most(make_server, make_proxy, make_peer, outbox):
+def test_it_uses_so_many_connections_at_most(make_server, make_proxy, make_peer, outbox):
     pages = make_pages(30, 20_000)
     fill(outbox, pages)
     proxy = make_proxy(make_server().port)
@@ -149,7 +149,7 @@ def test_it_uses_three_connections_at_most(make_server, make_proxy, make_peer, o
     for thread in threads:
         thread.join()
     assert peer.stats().fetched_pages == 9 * 30
-    assert 1 <= proxy.num_connections <= 3
+    assert 1 <= proxy.num_connections <= limits.CONNECTIONS_OF_A_PEER
 
 
 def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, outbox):

@@ -165,7 +165,7 @@ _SCHEDULER = (
         "_pause_state",
         calls={"_handle_blocked_waiting_request": "request"},
         methods={
-            "schedule": "",
+            "schedule": "throttle_prefills",
             "update_from_output": "scheduler_output model_runner_output",
             "_get_new_block_ids_to_zero": "",
             "reset_prefix_cache": "reset_running_requests reset_connector",
