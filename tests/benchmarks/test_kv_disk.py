@@ -14,7 +14,7 @@ from vllm_metal.kv_transfer.disk.written import Written
 
 
 class FakeEngine:
-    """A token of the stream each step; a prompt loads, begins in the second, answers in the third."""
+    """A token of the stream each step; a prompt loads, then begins, then answers."""
 
     def __init__(self) -> None:
         self._number = 0
