@@ -58,8 +58,12 @@ def computed_alone(model, spec, texts, options):
             yield decode(one, prompt)
 
 
-def check_all(model, spec, ahead, vocabulary=VOCAB, block=BLOCK, **options):
-    """Every length, behind every local hit, against one engine; how many drafts were right."""
+def check_all(model, spec, ahead, vocabulary=VOCAB, block=BLOCK, windows=False, **options):
+    """Every length, behind every local hit, against one engine; how many drafts were right.
+
+    Beside windows and drafts vLLM computes the last block of a local hit again. So no engine alone
+    has one token left to compute, and drafts are not compared where a puller has.
+    """
     options |= {"async_scheduling": ahead, "additional_config": {"fixed_draft_length": True}}
     if spec is not None:
         options["speculative_config"] = {"num_speculative_tokens": NUM_DRAFTS} | spec
@@ -73,7 +77,8 @@ def check_all(model, spec, ahead, vocabulary=VOCAB, block=BLOCK, **options):
             found = decode(d, prompt, prefill(p, prompt))
             what = f"{len(prompt)} tokens, {len(known)} known"
             assert found.tokens == alone.tokens, what
-            assert (found.drafted, found.accepted) == (alone.drafted, alone.accepted), what
+            if not (windows and len(prompt) % block == 1):
+                assert (found.drafted, found.accepted) == (alone.drafted, alone.accepted), what
             if not known:
                 assert found.pulled == (len(prompt) - 1) // block * block, what
             pulled += found.pulled
@@ -201,7 +206,7 @@ def test_lookups_in_the_text(tiny, method, ahead):
 @pytest.mark.more
 def test_groups_with_windows_and_a_draft_model(tiny_models):
     spec = {"method": "draft_model", "model": str(tiny_models / "windowed-draft")}
-    check_all(str(tiny_models / "windowed"), spec, True)
+    check_all(str(tiny_models / "windowed"), spec, True, windows=True)
 
 
 @pytest.mark.more
