@@ -58,3 +58,11 @@ def tiny(tiny_models) -> str:
 def tiny_text() -> list[int]:
     """400 tokens for `tiny`, none of them special."""
     return np.random.default_rng(2).integers(2, VOCAB, 400).tolist()
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory):
+    """Models that draft from K/V of their own, see `e2e.drafting`."""
+    from e2e.drafting import write_toys
+
+    return write_toys(tmp_path_factory.mktemp("toys"))

@@ -12,11 +12,9 @@ from e2e.drafting import (
     draft_counts,
     drafting_engine,
     payloads,
-    write_toys,
 )
 from e2e.harness import counters
 
-from vllm_metal.platform import refusals
 from vllm_metal.spec_decode.draft_writer import DraftModelWriter, HeadWriter
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.worker.model_runner import ModelRunner
@@ -29,16 +27,6 @@ TIE = 1e-4
 #: Of METHODS; the others in CI.
 CORE = [*METHODS[:2], *(pytest.param(name, marks=pytest.mark.more) for name in METHODS[2:])]
 DRAFTING = 24  # tokens of requests that draft behind their prompts
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory):
-    return write_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(autouse=True)
-def roles_are_allowed(monkeypatch):
-    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
 
 
 @pytest.fixture

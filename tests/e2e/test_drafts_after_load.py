@@ -12,24 +12,11 @@ from e2e.drafting import (
     draft_counts,
     drafting_engine,
     watching,
-    write_toys,
 )
 from e2e.harness import counters
 
-from vllm_metal.platform import refusals
-
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 3)
 NUM_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory):
-    return write_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(autouse=True)
-def roles_are_allowed(monkeypatch):
-    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
 
 
 @pytest.fixture

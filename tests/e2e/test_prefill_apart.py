@@ -5,7 +5,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from e2e.drafting import METHODS, write_toys
+from e2e.drafting import METHODS
 from e2e.drafting import VOCAB as TOY_VOCAB
 from e2e.fuzz.models import VOCAB
 from e2e.peers import (
@@ -27,11 +27,6 @@ from vllm_metal.kv_transfer.peers import Peers
 BLOCK = 16
 HEADS = ("eagle", "eagle3", "mtp")
 NUM_DRAFTS = 3
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory):
-    return write_toys(tmp_path_factory.mktemp("toys"))
 
 
 def cases(vocabulary, block):
@@ -86,6 +81,16 @@ def check_all(model, spec, ahead, vocabulary=VOCAB, block=BLOCK, windows=False, 
     return sum(served.accepted for served in expected)
 
 
+def drafting(toy, ahead):
+    """Options of an engine that drafts as a toy does."""
+    return {
+        "async_scheduling": ahead,
+        "additional_config": {"fixed_draft_length": True},
+        "speculative_config": toy.speculation,
+        "skip_tokenizer_init": True,
+    }
+
+
 class ByPosition:
     """A connector that knows blocks by their place, as others do: it keeps the last of a list.
 
@@ -126,12 +131,7 @@ class ByPosition:
 def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
     """The comparison above finds the error that it is for."""
     toy = toys["draft_model"]
-    options = {
-        "async_scheduling": ahead,
-        "additional_config": {"fixed_draft_length": True},
-        "speculative_config": toy.speculation,
-        "skip_tokenizer_init": True,
-    }
+    options = drafting(toy, ahead)
     texts = [(prompt, []) for prompt, known in cases(TOY_VOCAB, BLOCK) if not known]
     expected = computed_alone(toy.model, toy.speculation, texts, options)
     expected, port, wrong = list(expected), free_port(), set()
@@ -154,12 +154,7 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
 def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
     """It ends at a token while the next step is scheduled already, or after several."""
     toy = toys["draft_model"]
-    options = {
-        "async_scheduling": ahead,
-        "additional_config": {"fixed_draft_length": True},
-        "speculative_config": toy.speculation,
-        "skip_tokenizer_init": True,
-    }
+    options = drafting(toy, ahead)
     texts = [(prompt, []) for prompt, known in cases(TOY_VOCAB, BLOCK) if not known]
     expected = list(computed_alone(toy.model, toy.speculation, texts, options))
     port = free_port()
