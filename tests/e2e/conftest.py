@@ -62,7 +62,7 @@ def tiny_text() -> list[int]:
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory):
-    """Models that draft from K/V of their own, see `e2e.drafting`."""
+    """Models with networks that draft, see `e2e.drafting`."""
     from e2e.drafting import write_toys
 
     return write_toys(tmp_path_factory.mktemp("toys"))

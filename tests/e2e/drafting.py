@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Toy engines that draft from K/V of their own, and what they propose, accept and leave on disk."""
+"""Toy engines that draft by networks, and what they propose, accept and leave on disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from e2e.disk import LIMIT, pages
 from e2e.harness import counters, engine, free_blocks, run_out
 from spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
 from spec_decode.test_eagle import eagle3_shapes, layer_shapes
+from spec_decode.test_mlp_speculator import config_json as mlp_speculator_config
+from spec_decode.test_mlp_speculator import shapes as mlp_speculator_shapes
 from spec_decode.test_mtp import CASES
 from spec_decode.test_mtp import write as write_mtp
 from vllm import LLM, SamplingParams
@@ -25,6 +27,7 @@ from vllm_metal.spec_decode.speculator import Speculator
 BLOCK, NUM_DRAFTS = 16, 3
 VOCAB = 32  # so few that drafts at random are right now and then
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+STATELESS = ("medusa", "mlp_speculator")  # heads that keep no K/V
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Toy:
 
 
 def write_toys(folder: Path) -> dict[str, Toy]:
-    """A toy for each of METHODS, of random weights."""
+    """A toy for each of METHODS and STATELESS, of random weights."""
     small = {"vocab_size": VOCAB}
     target = write_target(folder / "target", CONFIG | small)
     drafts = {
@@ -53,6 +56,23 @@ def write_toys(folder: Path) -> dict[str, Toy]:
             eagle3_shapes() | {"lm_head.weight": (VOCAB, HIDDEN)},
             {},
             CONFIG | small | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]},
+            "model.safetensors",
+        ),
+        "medusa": write_head(
+            folder / "medusa",
+            {f"blocks.{head}.layers.0.weight": (HIDDEN, HIDDEN) for head in range(NUM_DRAFTS)}
+            | {f"lm_heads.{head}.weight": (VOCAB, HIDDEN) for head in range(NUM_DRAFTS)},
+            {},
+            small
+            | {"model_type": "medusa", "hidden_size": HIDDEN}
+            | {"num_heads": NUM_DRAFTS, "num_hidden_layers": 1},
+            "model.safetensors",
+        ),
+        "mlp_speculator": write_head(
+            folder / "mlp_speculator",
+            mlp_speculator_shapes(NUM_DRAFTS, NUM_DRAFTS, vocab=VOCAB),
+            {},
+            mlp_speculator_config(NUM_DRAFTS, vocab_size=VOCAB),
             "model.safetensors",
         ),
     }

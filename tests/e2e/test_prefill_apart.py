@@ -5,7 +5,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from e2e.drafting import METHODS
+from e2e.drafting import METHODS, STATELESS
 from e2e.drafting import VOCAB as TOY_VOCAB
 from e2e.fuzz.models import VOCAB
 from e2e.peers import (
@@ -25,7 +25,7 @@ from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peers import Peers
 
 BLOCK = 16
-HEADS = ("eagle", "eagle3", "mtp")
+HEADS = ("eagle", "eagle3", "mtp", *STATELESS)
 NUM_DRAFTS = 3
 
 
@@ -185,6 +185,15 @@ def test_a_network_that_drafts(toys, method, ahead):
     toy = toys[method]
     options = {"skip_tokenizer_init": True}
     assert check_all(toy.model, toy.speculation, ahead, TOY_VOCAB, **options) > 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("method", STATELESS)
+def test_heads_without_kv(toys, method):
+    """vLLM never schedules a step ahead of these."""
+    toy = toys[method]
+    options = {"skip_tokenizer_init": True}
+    assert check_all(toy.model, toy.speculation, False, TOY_VOCAB, **options) > 0
 
 
 @pytest.mark.more
