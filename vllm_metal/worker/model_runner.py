@@ -175,7 +175,10 @@ class ModelRunner:
                 batch.draft_spans,
             )
             req_indices = batch.req_indices_np[batch.sampling_np]
-            self._last_token_ids[mx.array(req_indices)] = sampled.last_token_ids
+            # A new array: writing into this one would make the step before stand for this step.
+            self._last_token_ids = mx.put_along_axis(
+                self._last_token_ids, mx.array(req_indices), sampled.last_token_ids, axis=0
+            )
             self._requests.note_sampled(req_indices)
         chunks, complete = self._prompt_logprobs(forwarded, sampled)
         output = StepOutput(batch, sampled, complete, self._requests)
