@@ -90,9 +90,7 @@ def beside_a_stream(play, kind=RequestOutputKind.CUMULATIVE):
 @pytest.mark.parametrize("ahead", [True, False], ids=["async", "sync"])
 def test_chunks_beside_a_stream_fit_into_the_time_and_change_no_token(tiny, monkeypatch, ahead):
     options = {"async_scheduling": ahead, "enable_prefix_caching": False}
-    with played(
-        tiny, monkeypatch, additional_config={"max_step_ms": None}, **options
-    ) as unbounded:
+    with played(tiny, monkeypatch, additional_config={"max_step_ms": None}, **options) as unbounded:
         found = beside_a_stream(unbounded)
         expected = unbounded.texts
     assert max(step.get("long 1", 0) for step in found[1]) == MOST - 1
@@ -137,7 +135,9 @@ def test_the_longest_a_prompt_may_take_of_a_step_is_kept(tiny, monkeypatch):
     both = [step for step in steps if {"long 0", "long 1"} <= step.keys()]
     assert all(step["stream"] == 1 for step in steps)
     assert max(max(step.values()) for step in steps) <= 48
-    assert {step["long 0"] + step["long 1"] for step in both if step["long 1"] > 1} & {*range(64, 97)}
+    assert {step["long 0"] + step["long 1"] for step in both if step["long 1"] > 1} & {
+        *range(64, 97)
+    }
 
 
 def test_drafts_of_streams_are_not_cut(tiny, monkeypatch):

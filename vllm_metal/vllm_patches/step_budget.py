@@ -46,7 +46,10 @@ class StepBudget:
 
     def __init__(self, scheduler: Any, max_step_ms: float) -> None:
         self._scheduler = scheduler
-        self._lengths = ChunkLengths(max_step_ms / 1e3, shortest=scheduler.block_size)
+        # vLLM never schedules less than a block of a recurrent layer, nor less than all drafts of
+        # a request that starts with its last token.
+        shortest = max(scheduler.block_size, 1 + scheduler.num_spec_tokens)
+        self._lengths = ChunkLengths(max_step_ms / 1e3, shortest)
         self._in_flight: deque[_Step] = deque(maxlen=_IN_FLIGHT)
         self._unseen = StepWork()  # of steps since the last whose end was seen
         self._last_end = 0.0  # of that one; later by the time in which nothing was in flight
@@ -131,11 +134,12 @@ class StepBudget:
             self._in_flight.append(_Step(output, work, began))
 
     def _measure(self, output: SchedulerOutput, result: StepResult) -> None:
-        now, step = time.perf_counter(), None
-        while self._in_flight and (step is None or step.output is not output):
-            step = self._in_flight.popleft()
-        if step is None or step.output is not output:
+        now = time.perf_counter()
+        step = next((step for step in self._in_flight if step.output is output), None)
+        if step is None:
             return  # nothing was scheduled
+        while self._in_flight.popleft() is not step:
+            pass
         self._last_end += max(0.0, step.began - self._last_results)
         self._last_results = now
         self._unseen += step.work
