@@ -189,6 +189,18 @@ def test_short_prompts_tell_nothing_of_long_ones():
     assert engine.lengths.limit(1, 0) == pytest.approx(limit, rel=0.15)
 
 
+def test_a_chunk_that_seems_to_cost_nothing_does_not_lift_the_limit():
+    """At a context that is new, a step with a chunk was faster than those that only decode."""
+    lengths = ChunkLengths(0.06, SHORTEST)
+    lengths.observe(StepWork(0, 500, 0), 0.5)
+    for _ in range(5):
+        lengths.observe(StepWork(1), 0.02)
+    known = lengths.limit(1, 0)
+    lengths.observe(StepWork(1, known, known * 5000), 0.01)
+    assert known == pytest.approx(40, abs=1)
+    assert lengths.limit(1, 5000) <= 2 * known
+
+
 def test_work_of_steps_adds_up():
     both = StepWork(3, 10, 10 * 100) + StepWork(1, 30, 30 * 200)
     assert both == StepWork(4, 40, 7000)

@@ -101,26 +101,28 @@ class ChunkLengths:
 
         Args:
             work: of the step; of several in a row only where none has decode rows.
-            seconds: from the end of the step before.
+            seconds: from the end of the step before; positive.
         """
         if not work.prefill_tokens:
-            self._decode_s.follow(work.decode_rows, seconds)
+            self._decode_s.follow(work.decode_rows, seconds, begin=seconds)
             self._since_decode_only = 0
             return
         units, per_token = work.context // CONTEXT_UNIT, seconds / work.prefill_tokens
         if not work.decode_rows:
             # What a token of a long chunk costs is only a first guess for shorter ones.
             if not self._token_s.num_measured(units):
-                self._token_s.follow(units, per_token)
+                self._token_s.follow(units, per_token, begin=per_token)
             return
-        if not self._token_s:
-            self._token_s.follow(units, per_token)
+        value = self._token_s.at(units)
+        if value is None:
+            self._token_s.follow(units, per_token, begin=per_token)
             return
         decode_s = self._decode_s.at(work.decode_rows) or 0.0
         limit = self._within_bound(work.decode_rows, work.context)
         if work.prefill_tokens >= NEAR * limit or seconds > self._bound(decode_s):
             added = max(seconds - decode_s, 0.0)
-            self._token_s.follow(units, added / work.prefill_tokens)
+            # Noise can make the difference of two times tiny: the known value is where it begins.
+            self._token_s.follow(units, added / work.prefill_tokens, begin=value)
 
 
 class _ByMagnitude:
@@ -150,10 +152,10 @@ class _ByMagnitude:
         magnitude = size.bit_length()
         return self._values[min(self._values, key=lambda known: (abs(known - magnitude), known))]
 
-    def follow(self, size: int, measured: float) -> None:
-        """Moves the value of this magnitude towards a measurement, which is the first value."""
+    def follow(self, size: int, measured: float, begin: float) -> None:
+        """Moves the value of this magnitude towards a measurement; the first time from `begin`."""
         magnitude = size.bit_length()
         self._num_measured[magnitude] += 1
-        value = self._values.setdefault(magnitude, measured)
+        value = self._values.setdefault(magnitude, begin)
         change = min(max(measured / value, 1.0 / MOST_CHANGE), MOST_CHANGE)
         self._values[magnitude] = value * change ** (self._rise if change > 1.0 else self._fall)

@@ -145,7 +145,7 @@ class StepBudget:
         self._unseen += step.work
         failed = bool(result.failures) or result.pool_lost
         if failed or any(result.sampled_token_ids):
-            if not failed:
+            if not failed and now > self._last_end:
                 self._lengths.observe(self._unseen, now - self._last_end)
             self._unseen, self._last_end = StepWork(), now
 
