@@ -50,10 +50,10 @@ class Played:
         for output in self._engine.step():
             self.texts[output.request_id] = list(output.outputs[0].token_ids)
 
-    def until_token(self, name) -> list[dict[str, int]]:
-        """Steps until a request has a token; those that ended meanwhile."""
+    def until(self, name, num_tokens=1) -> list[dict[str, int]]:
+        """Steps until a request has so many tokens; those that ended meanwhile."""
         before = len(self.steps)
-        while not self.texts.get(name):
+        while len(self.texts.get(name, ())) < num_tokens:
             self.step()
         return self.steps[before:]
 
@@ -76,13 +76,13 @@ def beside_a_stream(play, kind=RequestOutputKind.CUMULATIVE):
     """Steps of two long prompts, one after the other, while a request decodes."""
     first, *others = prompts(3)
     play.add("stream", first[:40], 300, kind)
-    play.until_token("stream")
-    for _ in range(6):
+    for _ in range(8):
         play.step()
     found = []
     for number, prompt in enumerate(others):
         play.add(f"long {number}", prompt, 8)
-        found.append(play.until_token(f"long {number}"))
+        found.append(play.until(f"long {number}"))
+        play.until(f"long {number}", 8)
     play.run_out()
     return found
 
@@ -115,7 +115,7 @@ def test_nobody_waits_for_tokens(tiny, monkeypatch):
     """Alone, and beside texts that are wanted at their end only, chunks are as vLLM cuts them."""
     with played(tiny, monkeypatch) as play:
         play.add("alone", prompts(1)[0], 2)
-        steps = play.until_token("alone")
+        steps = play.until("alone")
         play.run_out()
         assert [step["alone"] for step in steps[:2]] == [MOST, LONG - MOST]
         _, second = beside_a_stream(play, RequestOutputKind.FINAL_ONLY)
@@ -128,10 +128,10 @@ def test_the_longest_a_prompt_may_take_of_a_step_is_kept(tiny, monkeypatch):
     with played(tiny, monkeypatch, **options) as play:
         first, second, third = prompts(3)
         play.add("stream", first[:40], 100)
-        play.until_token("stream")
+        play.until("stream")
         play.add("long 0", second, 8)
         play.add("long 1", third, 8)
-        steps = play.until_token("long 1")
+        steps = play.until("long 1")
     both = [step for step in steps if {"long 0", "long 1"} <= step.keys()]
     assert all(step["stream"] == 1 for step in steps)
     assert max(max(step.values()) for step in steps) <= 48

@@ -153,10 +153,10 @@ class StepBudget:
 def _budget_of(scheduler: Any) -> StepBudget | None:
     """The scheduler's, made when it is first asked for; None: there is no bound."""
     if not hasattr(scheduler, "step_budget"):
+        scheduler.step_budget = None
         max_step_ms = AdditionalConfig.of(scheduler.vllm_config).max_step_ms
-        chunked = scheduler.scheduler_config.enable_chunked_prefill
-        bounded = max_step_ms is not None and chunked
-        scheduler.step_budget = StepBudget(scheduler, max_step_ms) if bounded else None
+        if max_step_ms is not None and scheduler.scheduler_config.enable_chunked_prefill:
+            scheduler.step_budget = StepBudget(scheduler, max_step_ms)
     return scheduler.step_budget
 
 
