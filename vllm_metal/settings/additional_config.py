@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_metal.settings import values
 
@@ -17,8 +18,24 @@ OPTION = "--additional-config"
 #: Keys under which vLLM passes on options of its own, for attention that this plugin does not
 #: serve: --gdn-prefill-backend, --kda-prefill-backend, --kda-decode-backend.
 VLLM_KEYS = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
+
+
+def _milliseconds(value: Any) -> float | None:
+    """A time, or None for no bound. 0 is refused, as it could be taken for either.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"must be a number of milliseconds, or null for no bound, not {value!r}")
+    return float(value)
+
+
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
+    "max_step_ms": _milliseconds,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -34,6 +51,8 @@ class AdditionalConfig:
 
     #: Always draft num_speculative_tokens tokens, whatever verifying them costs.
     fixed_draft_length: bool = False
+    #: Milliseconds that a step may take where it delays streams; None: any time.
+    max_step_ms: float | None = 60.0
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.
