@@ -64,6 +64,7 @@ class Played:
 
 @contextmanager
 def played(model, monkeypatch, **options) -> Iterator[Played]:
+    options = {"additional_config": {"max_step_ms": 60}} | options
     with engine(model, max_model_len=480, max_num_batched_tokens=MOST, **options) as llm:
         yield Played(llm, monkeypatch)
 

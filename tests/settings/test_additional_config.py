@@ -34,8 +34,11 @@ def test_defaults_and_what_is_given(model):
     assert AdditionalConfig.of(args.create_engine_config()).fixed_draft_length
 
 
-def test_the_bound_on_steps(model):
-    assert AdditionalConfig().max_step_ms == 60
+def test_the_bound_on_steps(model, monkeypatch):
+    for device, bound in (("cpu", 200), ("metal", 60)):
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_METAL_DEVICE", device)
+            assert AdditionalConfig().max_step_ms == bound
     assert read({"max_step_ms": 25}).max_step_ms == 25
     assert read({"max_step_ms": 0.5}).max_step_ms == 0.5
     assert read({"max_step_ms": None}).max_step_ms is None

@@ -29,7 +29,7 @@ class Engine:
             folder,
             max_num_batched_tokens=MOST,
             enable_prefix_caching=False,
-            additional_config=additional_config or {},
+            additional_config=additional_config or {"max_step_ms": 60},
             **limits,
         )
         self.scheduler = unpatched.make_scheduler(arguments.create_engine_config(), num_blocks=64)
