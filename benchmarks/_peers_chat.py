@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from _server import Server
+from _server import Server, ServerError
 
 _TIMEOUT_S = 1800.0
 # Frequent words; nearly all are one token of any vocabulary.
@@ -25,7 +25,7 @@ point home water room mother area money story fact month lot right study book
 class Turn:
     """One question and its answer."""
 
-    ttft_ms: float
+    ttft_ms: float  # until the first piece of text came
     seconds: float  # until the answer was complete
     prompt_tokens: int  # of the whole chat so far
     cached_tokens: int  # of those, not computed again
@@ -50,6 +50,9 @@ def chat(
         says: the user's messages.
         max_tokens: of an answer; it is cut off there.
         extra: more of the request, such as what keeps the server from ending an answer earlier.
+
+    Raises:
+        ServerError: it sent no text, or not how many tokens it counted.
     """
     messages: list[dict[str, str]] = []
     turns = []
@@ -81,7 +84,7 @@ def _turn(server: Server, body: Mapping[str, object]) -> tuple[str, Turn]:
                 pieces.append(piece)
     ended = time.perf_counter()
     if first is None or usage is None:
-        raise RuntimeError(f"{server.url} sent no text or no usage; see {server.log}")
+        raise ServerError(f"{server.url} sent no text or no usage; see {server.log}")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     turn = Turn(1e3 * (first - started), ended - started, usage["prompt_tokens"], cached)
     return "".join(pieces), turn

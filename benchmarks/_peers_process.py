@@ -72,19 +72,20 @@ class Peer:
         name: str,
         script: Path,
         options: Mapping[str, object],
-        environment: Mapping[str, str],
+        environment: Mapping[str, str | None],
         log: Path,
     ) -> None:
         """Starts the process; `await_ready` waits for it.
 
         Args:
             script: calls `answer_commands` with what takes `options`.
-            environment: variables that differ from this process's.
+            environment: variables that differ from this process's; None: not set.
             log: file for all that the process prints.
         """
         self.name = name
         self.about: dict[str, object] = {}
         self._log = log
+        variables = {**os.environ, **environment}
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(script), json.dumps(options)],
@@ -93,7 +94,7 @@ class Peer:
                 stderr=output,
                 text=True,
                 start_new_session=True,  # so that all it starts can be stopped as one group
-                env={**os.environ, **environment},
+                env={name: value for name, value in variables.items() if value is not None},
             )
 
     def await_ready(self) -> None:

@@ -19,6 +19,8 @@ COLD, WARM, NONE, GIVEN = "cold", "warm", "no cache", "prefix given"
 _AGREED_TOKENS = 16
 # Ids of tokens that a random prompt is made of: all but the control tokens at the beginning.
 _FIRST_TOKEN = 100
+_POLL_S = 0.25
+_IDLE_SHARE = 0.1  # of one core; systems count CPU time in steps of 0.01 s
 
 Each = TypeVar("Each")
 
@@ -129,6 +131,18 @@ def in_turn(peers: Sequence[Each], repeats: int) -> Iterator[tuple[int, Each]]:
             yield repeat, peer
 
 
+def await_idle(peers: Sequence[Asked]) -> None:
+    """Waits until no peer computes, or for ten seconds.
+
+    vLLM's workers look out for another step for a second before they sleep.
+    """
+    for _ in range(round(10 / _POLL_S)):
+        before = sum(peer.cpu_seconds() for peer in peers)
+        time.sleep(_POLL_S)
+        if sum(peer.cpu_seconds() for peer in peers) - before <= _IDLE_SHARE * _POLL_S:
+            return
+
+
 class IdleMeter:
     """CPU time that peers take while it is another one's turn."""
 
@@ -167,6 +181,7 @@ def measure(
     meter = IdleMeter(peers)
     for repeat, peer in in_turn(peers, repeats):
         prompts = prompts_of(part, sizes, vocabulary, seed=repeat)
+        await_idle(peers)
         runs = meter.during(peer, lambda p=peer, q=prompts: turn(p, part, q, sizes))
         for state, run in runs.items():
             found.setdefault(peer.name, {}).setdefault(state, []).append(Figures.of(run))
@@ -175,15 +190,19 @@ def measure(
 
 
 def agreement(peers: Sequence[Asked], prompt: list[int]) -> dict[str, list[int]]:
-    """By peer the first tokens of its greedy answer, alone and beside another request.
+    """The first tokens of each peer's greedy answer: alone, beside another request, after a prefix.
 
-    A peer's two answers have names of their own; where all is well, all values are equal.
+    Where all is well, all values are equal.
     """
+    half = len(prompt) // 2
     answers = {}
     for peer in peers:
-        alone = peer.run([prompt], _AGREED_TOKENS).tokens[0]
-        beside = peer.run([prompt, prompt[: len(prompt) // 2]], _AGREED_TOKENS).tokens[0]
-        answers |= {peer.name: alone, f"{peer.name}, in a batch": beside}
+        answers[peer.name] = peer.run([prompt], _AGREED_TOKENS).tokens[0]
+        beside = peer.run([prompt, prompt[:half]], _AGREED_TOKENS)
+        answers[f"{peer.name}, in a batch"] = beside.tokens[0]
+        if peer.name == MLX_LM:  # the others find a prefix by themselves
+            given = peer.run([prompt, prompt], _AGREED_TOKENS, shared=half)
+            answers[f"{peer.name}, {GIVEN}"] = given.tokens[1]
     return answers
 
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import time
@@ -46,6 +47,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # the environment is set up there, a
 
 import _common  # noqa: E402
 
+from vllm_metal.device import blas  # noqa: E402
 from vllm_metal.settings import envs  # noqa: E402
 
 PARTS = (SHARED, UNRELATED, ONE, "chat")
@@ -69,6 +71,27 @@ def threads(number: int) -> dict[str, str]:
     return dict.fromkeys(names, str(number))
 
 
+def of_vllm_cpu(options: dict[str, object]) -> dict[str, object]:
+    """Options of vLLM's own CPU backend: those of ours, and what suits it."""
+    if shutil.which(os.environ.get("CXX", "g++")) is not None:
+        return options
+    note("no C++ compiler (g++, or what CXX names): vLLM's CPU backend runs uncompiled, slower")
+    return options | {"enforce_eager": True}
+
+
+def vllm_cpu_variables(args: argparse.Namespace) -> dict[str, str | None]:
+    """Variables that choose vLLM's own CPU backend, and as many cores for it as others have."""
+    cores = sorted(os.sched_getaffinity(0))[: args.threads]
+    return {
+        "VLLM_METAL_DEVICE": "off",  # leaves vLLM to its own platforms
+        # By itself it would leave one core to its scheduler, which sleeps while a step runs.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        # Those that `blas.load` sets for MLX; vLLM's backend does best with its own defaults.
+        "OMP_WAIT_POLICY": None,
+        "GOMP_SPINCOUNT": None,
+    }
+
+
 @contextmanager
 def engines(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> Iterator[list[Peer]]:
     """All engines, ready, each in a process of its own."""
@@ -85,7 +108,7 @@ def engines(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> I
     with ExitStack() as stack:
         peers = []
 
-        def start(name: str, script: str, options: dict, **more: str) -> None:
+        def start(name: str, script: str, options: dict, **more: str | None) -> None:
             log = logs / f"{name.replace(' ', '-')}.log"
             peer = Peer(name, folder / script, options, variables | more, log)
             stack.callback(peer.close)
@@ -94,8 +117,7 @@ def engines(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> I
         start(OURS, "_peers_vllm.py", of_vllm)
         start(MLX_LM, "_peers_mlx_lm.py", of_mlx_lm)
         if sys.platform == "linux":
-            # Off: vLLM is left to its own platforms.
-            start(VLLM_CPU, "_peers_vllm.py", of_vllm, VLLM_METAL_DEVICE="off")
+            start(VLLM_CPU, "_peers_vllm.py", of_vllm_cpu(of_vllm), **vllm_cpu_variables(args))
         else:
             note("vLLM's own CPU backend is measured on Linux only, and left out here")
         for peer in peers:
@@ -180,8 +202,8 @@ def measure_chats(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path
     load = os.getloadavg()[0]
     chats: dict[str, list] = {}
     with servers(model, sizes, args, logs) as serving:
-        for server in serving.values():  # a first time of the chat's own paths
-            chat(server, questions(2, sizes.message, seed=1000), 4, {})
+        for name, server in serving.items():  # a first time of the chat's own paths
+            chat(server, questions(2, sizes.message, seed=1000), 4, longer[name])
         idle = idle_cpu_share()
         for repeat, name in in_turn(list(serving), args.repeats):
             says = questions(sizes.turns, sizes.message, seed=repeat)
@@ -245,6 +267,8 @@ def main() -> int:
     device = _common.prepare(offline=args.model is None)
     if device is None:
         sys.exit("peers: VLLM_METAL_DEVICE=off turns vllm-metal off; unset it")
+    if device == "cpu":
+        blas.load()  # sets how BLAS threads wait, in variables that all processes with MLX inherit
     sizes = QUICK if args.quick else Sizes()
     try:
         model = args.model

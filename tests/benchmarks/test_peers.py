@@ -28,6 +28,7 @@ from _peers_turns import (
     IdleMeter,
     Sizes,
     agreement,
+    await_idle,
     compare,
     in_turn,
     measure,
@@ -96,7 +97,8 @@ def test_everybody_is_first_as_often_as_the_others() -> None:
     assert [repeat for repeat, _ in turns] == [0] * 3 + [1] * 3 + [2] * 3
 
 
-def test_all_peers_get_the_same_requests_in_turn() -> None:
+def test_all_peers_get_the_same_requests_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_peers_turns.time, "sleep", lambda seconds: None)
     asked = [FakePeer(OURS), FakePeer(MLX_LM), FakePeer(VLLM_CPU)]
     notes: list[str] = []
     found, idle = measure(UNRELATED, asked, SIZES, 2, 1000, notes.append)
@@ -112,6 +114,21 @@ def test_all_peers_get_the_same_requests_in_turn() -> None:
     assert sent[0] == sent[1] == sent[2]
     (warm, few, _), *measured = sent[0]
     assert few < SIZES.output and all(prompts != warm for prompts, *_ in measured)
+
+
+def test_a_turn_begins_when_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, slept = FakePeer(VLLM_CPU), []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if sum(slept) < 1.0:
+            peer.cpu += seconds
+
+    monkeypatch.setattr(_peers_turns.time, "sleep", sleep)
+    await_idle([FakePeer(OURS), peer])
+    assert 1.0 <= sum(slept) < 2.0
+    monkeypatch.setattr(peer, "cpu_seconds", itertools.count().__next__)
+    await_idle([peer])  # ends, though the peer never sleeps
 
 
 def test_cpu_time_of_those_who_wait_is_a_share_of_the_turn(
@@ -148,9 +165,10 @@ def test_ratios_are_medians_of_those_of_each_repeat() -> None:
 
 def test_a_peer_that_says_something_else_is_named() -> None:
     same = agreement([FakePeer(OURS), FakePeer(MLX_LM)], [1, 2, 3, 4])
-    assert len(same) == 4 and len({tuple(answer) for answer in same.values()}) == 1
+    assert len(same) == 5 and len({tuple(answer) for answer in same.values()}) == 1
     other = agreement([FakePeer(OURS), FakePeer(MLX_LM, token=8)], [1, 2, 3, 4])
     assert other[OURS] != other[MLX_LM] == other[f"{MLX_LM}, in a batch"]
+    assert other[OURS] != other[f"{MLX_LM}, {GIVEN}"]
     said = {"equal": False, "answers": {OURS: "Paris", MLX_LM: "Rome"}}
     lines = peers.warnings_of({"agreement": said, ONE: {"idle_cpu_share": 0.3}})
     assert "DIFFER" in lines[0] and any("Rome" in line for line in lines)

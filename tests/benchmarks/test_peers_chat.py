@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from _peers_chat import chat, questions
-from _server import Server
+from _server import Server, ServerError
 
 asked: list[dict[str, Any]] = []
 PIECES = ["", "yes", " it", " is"]  # the first names the role only
@@ -69,7 +69,7 @@ def test_each_turn_has_all_that_was_said_before(server: Server) -> None:
 
 
 def test_an_answer_without_text_is_an_error(server: Server) -> None:
-    with pytest.raises(RuntimeError, match="sent no text"):
+    with pytest.raises(ServerError, match="sent no text"):
         chat(server, ["one"], 1, {})
 
 
