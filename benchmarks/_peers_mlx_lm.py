@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from _peers_process import Recorder, Run, answer_commands
@@ -91,8 +94,19 @@ class MlxLmServerPeer:
 
         sys.argv = ["mlx_lm.server", "--model", model, "--port", str(port)]
         sys.argv += ["--log-level", "WARNING"]
-        threading.Thread(target=server.main, daemon=True).start()
+        thread = threading.Thread(target=server.main, daemon=True)
+        thread.start()
+        while not _listens(port):
+            if not thread.is_alive():
+                raise RuntimeError("mlx-lm's server ended before it listened")
+            time.sleep(0.1)
         self.about = {"blas": _blas, "device": str(mx.default_device())}
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def _peer(kind: str, **options: Any) -> object:
