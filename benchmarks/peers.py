@@ -157,7 +157,7 @@ def measure_engines(
 
 @contextmanager
 def servers(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> Iterator[dict]:
-    """By name a server that answers, and the process that all of it belongs to."""
+    """Servers that answer, by name."""
     options = [
         *("--dtype", args.dtype, "--max-model-len", str(sizes.longest_chat())),
         *("--max-num-seqs", "4", "--kv-cache-memory-bytes", str(args.kv_cache_mib * _MIB)),
