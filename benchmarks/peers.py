@@ -239,9 +239,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory or Hub name; default: the embedded model")
     parser.add_argument("--dtype", default="float32", help="of vLLM; default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="few short requests, twice")
+    parser.add_argument("--quick", action="store_true", help="few short requests, once")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--repeats", type=int, help="default: 5, with --quick 2")
+    parser.add_argument("--repeats", type=int, help="default: 5, with --quick 1")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="of every peer; default: %(default)s"
@@ -254,7 +254,7 @@ def parse_args() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.repeats is None:
-        args.repeats = 2 if args.quick else 5
+        args.repeats = 1 if args.quick else 5
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
     return args
