@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _server import _stop
+from _server import stop
 
 _END_S = 20.0
 
@@ -149,7 +149,7 @@ class Peer:
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        _stop(self._process)
+        stop(self._process)
 
 
 def cpu_seconds(pid: int) -> float:
