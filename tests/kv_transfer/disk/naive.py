@@ -25,7 +25,9 @@ def room(root: Path) -> int:
 
 
 def files(root: Path, pattern: str = "*.kv") -> list[Path]:
-    return sorted(root.rglob(pattern))
+    """Sorted. Folders may go meanwhile: `os.walk` leaves them out, `rglob` raises (Python 3.11)."""
+    found = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
+    return sorted(path for path in found if path.match(pattern))
 
 
 def key(number: int) -> bytes:
