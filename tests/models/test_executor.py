@@ -90,7 +90,7 @@ def executor(model, model_type: str, num_blocks: int):
     return ModelExecutor(ModelParts(model), layers, kv_caches, group_of, BLOCK)
 
 
-class _NewRequest:
+class NewRequest:
     """As much of vLLM's NewRequestData as the tables read."""
 
     def __init__(self, req_id, tokens, block_ids):
@@ -137,7 +137,7 @@ def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
-        requests.add_request(_NewRequest(str(index), prompt, ids))
+        requests.add_request(NewRequest(str(index), prompt, ids))
     found = [[] for _ in prompts]
     chunk = [7, 20, 1, 16]
     done, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -37,13 +38,14 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     pipelined = False
     gathers = True
+    traceable = True
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
-        # Slots, and what goes there in the arrays of keys and of values.
-        self._pending: list[tuple[mx.array, list[mx.array], list[mx.array]]] = []
+        # The plan of a write, and what goes to its slots in the arrays of keys, then of values.
+        self._pending: list[tuple[ScatterPlan, list[mx.array]]] = []
         self._row_dtype = dtype  # of the rows before they are encoded
 
     @classmethod
@@ -66,14 +68,13 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     def begin_step(self) -> None:
         if not self._pending:
             return
-        all_slots, *all_rows = zip(*self._pending, strict=True)
+        plans, rows = zip(*self._pending, strict=True)
         self._pending.clear()
-        slots = _joined(all_slots)
-        for pool, rows in zip((self.keys, self.values), all_rows, strict=True):
-            pool.arrays = [
-                _scatter(array, slots, _joined(parts))
-                for array, *parts in zip(pool.arrays, *rows, strict=True)
-            ]
+        slots = _joined([plan.slot_mapping for plan in plans])
+        self.arrays = [
+            _scatter(array, slots, _joined(parts))
+            for array, *parts in zip(self.arrays, *rows, strict=True)
+        ]
 
     def settle(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
@@ -82,16 +83,33 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
         self._row_dtype = keys.dtype
-        encoded = [encode(rows, self.dtype) for rows in (keys, values)]
-        of_keys, of_values = ([part for part in rows if part is not None] for rows in encoded)
-        self._pending.append((plan.slot_mapping, of_keys, of_values))
+        encoded = [part for rows in (keys, values) for part in encode(rows, self.dtype)]
+        self._pending.append((plan, [part for part in encoded if part is not None]))
+
+    @contextmanager
+    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
+        arrays, pending = self.arrays, self._pending
+        self.arrays, self._pending = list(inputs), []
+        try:
+            yield
+        finally:
+            self.arrays, self._pending = arrays, pending
+
+    @property
+    def outputs(self) -> list[tuple[ScatterPlan, list[mx.array]]]:
+        return list(self._pending)
+
+    @outputs.setter
+    def outputs(self, outputs: Sequence[tuple[ScatterPlan, list[mx.array]]]) -> None:
+        self._pending += outputs
 
     def attend(
         self, plan: ScatterPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        slots, *written = self._pending[-1]
-        assert slots is plan.slot_mapping  # a layer attends right after it has written its K/V
-        keys, values = map(self._as_held, written)
+        newest, written = self._pending[-1]
+        assert newest is plan  # a layer attends right after it has written its K/V
+        half = len(written) // 2
+        keys, values = map(self._as_held, (written[:half], written[half:]))
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
         return reference.run(
