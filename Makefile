@@ -103,6 +103,7 @@ format: $(STAMP)  ## rewrite the sources with ruff
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, writes JSON and plots
+	$(BIN)/python benchmarks/peers.py --quick
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/prefix_repetition.py --quick
 	$(BIN)/python benchmarks/speculation.py --quick

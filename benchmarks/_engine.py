@@ -74,15 +74,23 @@ class Answer:
 class Engine:
     """One engine; times are of the wall clock."""
 
-    def __init__(self, model: str, context: int, pool_bytes: int, disk: Path | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        context: int,
+        pool_bytes: int,
+        disk: Path | None,
+        max_step_ms: float | None = None,
+    ) -> None:
         """
         Args:
             model: folder.
             context: tokens, at most, of a request.
             pool_bytes: of the KV cache in memory.
             disk: folder of the prefix cache on disk; None: there is none.
+            max_step_ms: of --additional-config; None: chunks beside streams are as long as others.
         """
-        settings = {
+        on_disk = {
             "prefix_cache_dir": str(disk),
             "prefix_cache_bytes": "16GB",
             "prefix_cache_daily_writes": "unlimited",
@@ -97,7 +105,7 @@ class Engine:
             enable_prefix_caching=True,
             disable_log_stats=False,
             seed=0,
-            additional_config=settings if disk is not None else {},
+            additional_config={"max_step_ms": max_step_ms} | (on_disk if disk is not None else {}),
         )
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core

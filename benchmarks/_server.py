@@ -101,7 +101,7 @@ def serve(model: str, options: Sequence[str], log: Path, timeout: float) -> Iter
             _wait_until_healthy(process, url, log, timeout)
             yield Server(url, model, log)
         finally:
-            _stop(process)
+            stop(process)
 
 
 def free_port() -> int:
@@ -126,7 +126,7 @@ def _wait_until_healthy(
     raise ServerError(f"vllm serve did not answer within {timeout:.0f} s; see {log}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the server and all it started; returns once none of them runs."""
     for order in (signal.SIGTERM, signal.SIGKILL):
         # On macOS a group of which only zombies are left may not be signalled.

@@ -66,7 +66,8 @@ class Result:
 
 def cases(quick: bool) -> list[Case]:
     tokens = 48 if quick else 160
-    code = "\n".join((ROOT / "vllm_metal" / "device.py").read_text().splitlines()[40:80])
+    source = (ROOT / "vllm_metal" / "device" / "mlx_device.py").read_text()
+    code = "\n".join(source.splitlines()[39:])
     data = (ROOT / "benchmarks" / "results" / "step_overhead.json").read_text()[:900]
     streams = [f"{PROSE[n % len(PROSE)]} Make it number {n}." for n in range(32)]
     return [

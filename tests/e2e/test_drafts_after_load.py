@@ -49,7 +49,7 @@ def without_block_drop(toy):
     return Toy(toy.model, toy.speculation | {"disable_eagle_block_drop": True})
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "method",
     [*METHODS[:2], *(pytest.param(name, marks=pytest.mark.more) for name in METHODS[2:])],

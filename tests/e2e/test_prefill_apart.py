@@ -147,7 +147,7 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
     assert wrong == {2 * BLOCK}
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "end", [pytest.param("max_tokens", marks=pytest.mark.more), "a stop token"]
 )
@@ -168,7 +168,7 @@ def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
             assert found.pulled == (len(prompt) - 1) // BLOCK * BLOCK
 
 
-AHEAD = pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
+AHEAD = pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
 @AHEAD

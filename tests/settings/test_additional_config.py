@@ -34,6 +34,20 @@ def test_defaults_and_what_is_given(model):
     assert AdditionalConfig.of(args.create_engine_config()).fixed_draft_length
 
 
+def test_the_bound_on_steps(model, monkeypatch):
+    for device, bound in (("cpu", 200), ("metal", 60)):
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_METAL_DEVICE", device)
+            assert AdditionalConfig().max_step_ms == bound
+    assert read({"max_step_ms": 25}).max_step_ms == 25
+    assert read({"max_step_ms": 0.5}).max_step_ms == 0.5
+    assert read({"max_step_ms": None}).max_step_ms is None
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--additional-config", '{"max_step_ms": null}'])
+    args = EngineArgs(model=model, max_model_len=64, additional_config=given.additional_config)
+    assert AdditionalConfig.of(args.create_engine_config()).max_step_ms is None
+
+
 def test_the_cache_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
@@ -61,10 +75,18 @@ def test_the_cache_on_disk(monkeypatch, tmp_path):
     ("given", "reason"),
     [
         ({"fixed_draft_lenght": True}, "no key 'fixed_draft_lenght' .*mean 'fixed_draft_length'"),
-        ({"else": 1}, r"no key 'else' \(known: 'fixed_draft_length', 'prefix_.*_key'\)$"),
+        (
+            {"else": 1},
+            r"no key 'else' \(known: 'fixed_draft_length', 'max_step_ms', 'prefix_.*_key'\)$",
+        ),
         ({"fixed_draft_length": 1}, "'fixed_draft_length' must be true or false, not 1"),
         ({"fixed_draft_length": "true"}, "must be true or false, not 'true'"),
         ({"fixed_draft_length": None}, "must be true or false, not None"),
+        ({"max_step_ms": 0}, "'max_step_ms' must be .* or null for no bound, not 0"),
+        ({"max_step_ms": -5}, "'max_step_ms' must be a number of milliseconds"),
+        ({"max_step_ms": True}, "'max_step_ms' must be a number of milliseconds"),
+        ({"max_step_ms": "60"}, "'max_step_ms' must be a number of milliseconds"),
+        ({"max_step_ms": float("inf")}, "'max_step_ms' must be a number of milliseconds"),
         ({"prefix_cache_dir": 5}, "'prefix_cache_dir' must be a path, not 5"),
         ({"prefix_cache_dir": " "}, "'prefix_cache_dir' must be a path, not ' '"),
         ({"prefix_cache_dir": "~nobody-of-that-name/x"}, "'prefix_cache_dir' must be a path"),

@@ -33,6 +33,7 @@ CHANGING = (
     "scheduler",
     "shutdown",
     "speculation",
+    "step_budget",
     "tokenizers",
     "torch_accelerator",
 )
@@ -255,26 +256,55 @@ def min_p(folder):
     return all("not yet supported" in text for text in found), found
 
 
+def make_scheduler(config: Any, num_blocks: int) -> Any:
+    """vLLM's scheduler, without a worker."""
+    import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    return Scheduler(config, cache, StructuredOutputManager(config), block_size=16)
+
+
+@probe("step_budget.StepBudget")
+def tokens_beside_a_stream(folder):
+    """A prompt beside a stream gets as many tokens of a step as fit, however long steps take."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from vllm_metal.vllm_patches.step_result import StepResult
+
+    config = arguments(folder, enable_prefix_caching=False).create_engine_config()
+    scheduler = make_scheduler(config, num_blocks=32)
+    params = SamplingParams(max_tokens=40)
+    params.update_from_generation_config({}, eos_token_id=None)
+    scheduler.add_request(Request("stream", [1, 2, 3], params, None))
+    for _ in range(6):
+        planned = scheduler.schedule()
+        time.sleep(0.05)  # the device's work: 17 ms a token of the prompt
+        scheduler.update_from_output(planned, StepResult(["stream"], {"stream": 0}, [[5]]))
+    scheduler.add_request(Request("long", [7] * 200, params, None))
+    planned = scheduler.schedule().num_scheduled_tokens
+    return planned == {"stream": 1, "long": 200}, planned
+
+
 @probe("scheduler.end_failed_requests")
 def failed_request(folder):
     """A scheduler goes on with a request that its worker says has failed, and cannot start all
     requests again while one waits for K/V to come."""
-    import torch
     from vllm import SamplingParams
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request, RequestStatus
-    from vllm.v1.structured_output import StructuredOutputManager
 
     from vllm_metal.vllm_patches.step_result import StepResult
 
-    config = folder_config(folder)
-    config.cache_config.num_gpu_blocks = 8
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    cache = KVCacheConfig(
-        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-    )
-    scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=16)
+    scheduler = make_scheduler(folder_config(folder), num_blocks=8)
     params = SamplingParams(max_tokens=4)
     params.update_from_generation_config({}, eos_token_id=None)
     scheduler.add_request(Request("a", [1, 2, 3], params, None))

@@ -165,8 +165,9 @@ def _layout_of_long_contexts(
     """The last rows of requests that lie in block 0, except for the blocks that are written."""
     written = -(-num_rows // block_size) + 1
     table = np.zeros((num_reqs, -(-context // block_size)), np.int32)
-    own = 1 + np.arange(num_reqs * written, dtype=np.int32).reshape(num_reqs, written)
-    table[:, -written:] = own[:, -table.shape[1] :]
+    own = 1 + np.arange(num_reqs * (written + 1), dtype=np.int32).reshape(num_reqs, -1)
+    table[:, 0] = own[:, 0]  # so that no two begin alike, and share what they gather
+    table[:, -written:] = own[:, 1:][:, -table.shape[1] :]
     positions = np.arange(context - num_rows, context)
     slots = table[:, positions // block_size] * block_size + positions % block_size
     return StepLayout(

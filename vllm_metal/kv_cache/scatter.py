@@ -50,6 +50,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
         attention = reference.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
@@ -57,9 +58,10 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             layout.slot_mapping_np,
             layout.block_size,
             kind.window,
+            share=not on_gpu,
         )
         pace = None
-        if layout.pace is not None and mx.default_device().type == mx.DeviceType.gpu:
+        if layout.pace is not None and on_gpu:
             sizes = kind.shape.head_size + kind.shape.value_size
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)

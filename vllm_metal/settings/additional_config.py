@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_metal.settings import values
+from vllm_metal.settings import envs, values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,8 +18,32 @@ OPTION = "--additional-config"
 #: Keys under which vLLM passes on options of its own, for attention that this plugin does not
 #: serve: --gdn-prefill-backend, --kda-prefill-backend, --kda-decode-backend.
 VLLM_KEYS = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
+#: Milliseconds that a step beside streams may take on the CPU device: there each chunk copies the
+#: context before it, and so short a chunk as fits into 60 ms spends most of its time on that.
+_CPU_STEP_MS = 200.0
+_METAL_STEP_MS = 60.0  # 16 tokens a second and stream: as fast as people read
+
+
+def _default_max_step_ms() -> float:
+    return _CPU_STEP_MS if envs.requested_device() == "cpu" else _METAL_STEP_MS
+
+
+def _milliseconds(value: Any) -> float | None:
+    """A time, or None for no bound. 0 is refused, as it could be taken for either.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"must be a number of milliseconds, or null for no bound, not {value!r}")
+    return float(value)
+
+
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
+    "max_step_ms": _milliseconds,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -34,6 +59,8 @@ class AdditionalConfig:
 
     #: Always draft num_speculative_tokens tokens, whatever verifying them costs.
     fixed_draft_length: bool = False
+    #: Milliseconds that a step may take where it delays streams; None: any time.
+    max_step_ms: float | None = field(default_factory=_default_max_step_ms)
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.

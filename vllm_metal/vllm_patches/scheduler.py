@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from vllm_metal.vllm_patches.replacing import replace
+from vllm_metal.vllm_patches.step_budget import StepBudget
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 if TYPE_CHECKING:
@@ -34,11 +35,23 @@ def end_failed_requests() -> None:
     a NaN spoils sums even where attention gives it no weight. Where the pool is lost, the scheduler
     starts all other running requests again. Where requests whose K/V were loaded hold all blocks,
     and none has enough of them to run, the last of them starts again.
+
+    Both methods that `step_budget` changes as well are replaced here, once.
     """
-    replace(Scheduler, "update_from_output", _ending_failed_requests)
+    replace(Scheduler, "update_from_output", _measured_and_ending_failed_requests)
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
     replace(Scheduler, "reset_prefix_cache", _letting_go_of_blocks)
-    replace(Scheduler, "schedule", _breaking_deadlocks)
+    replace(Scheduler, "schedule", _limited_and_breaking_deadlocks)
+
+
+def _measured_and_ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
+    return StepBudget.measuring(_ending_failed_requests(update))
+
+
+def _limited_and_breaking_deadlocks(
+    schedule: Callable[..., SchedulerOutput],
+) -> Callable[..., SchedulerOutput]:
+    return _breaking_deadlocks(StepBudget.limiting(schedule))
 
 
 def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:

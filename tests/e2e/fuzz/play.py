@@ -137,7 +137,8 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
         "scheduling_policy": setting.policy,
         "kv_cache_dtype": setting.kv_cache_dtype,
         "enable_sleep_mode": any(event.kind.startswith("sleep") for event in run.events),
-        "additional_config": {"fixed_draft_length": not setting.adaptive},
+        # Without a bound by the clock, or a seed would not play the same steps again.
+        "additional_config": {"fixed_draft_length": not setting.adaptive, "max_step_ms": None},
     }
     if setting.method is not None:
         speculation = {"method": setting.method, "num_speculative_tokens": setting.num_drafts}

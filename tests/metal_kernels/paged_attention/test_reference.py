@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention import AttentionShape, reference
+from metal_kernels.paged_attention import AttentionShape, buckets, reference
 from tests.metal_kernels.paged_attention.batches import expected as formula
 from tests.metal_kernels.paged_attention.batches import make_batch
 
@@ -42,7 +42,7 @@ def head_first(pool):
 
 def small_pieces():
     """Limits that the small batches of these tests exceed."""
-    return mock.patch.multiple(reference, MAX_SCORES=100, MAX_GATHERED=64, MIN_ROWS=3)
+    return mock.patch.multiple(buckets, MAX_SCORES=100, MAX_GATHERED=64, MIN_ROWS=3)
 
 
 request = st.tuples(st.integers(0, 70), st.integers(1, 40))  # computed before, rows now
@@ -148,16 +148,17 @@ def test_no_call_holds_more_than_the_limits_however_long_the_contexts():
     starts = np.cumsum([0, 1000, 300, *[1] * 40]).astype(np.int32)
     tables = np.tile(np.arange(6250, dtype=np.int32), (42, 1))
     slots = np.arange(starts[-1], dtype=np.int32) + 6250 * 16
-    for window in (None, 4096):
-        buckets = reference.plan(starts, seq_lens, tables, slots, 16, window).buckets
-        for bucket in buckets:
+    for window, share in ((None, False), (None, True), (4096, False)):
+        plan = reference.plan(starts, seq_lens, tables, slots, 16, window, share)
+        assert bool(plan.shared) == share
+        for bucket in plan.calls:
             size = bucket.num_requests * bucket.context_len
             alone = bucket.num_requests == 1
             assert size <= reference.MAX_GATHERED or alone
             assert size * bucket.query_len <= reference.MAX_SCORES or (
                 alone and bucket.query_len <= reference.MIN_ROWS
             )
-        rows = [row for bucket in buckets for row in bucket.rows.tolist()]
+        rows = [row for bucket in plan.buckets for row in bucket.rows.tolist()]
         assert set(rows) == set(range(starts[-1]))
 
 

@@ -83,8 +83,10 @@ _WORKER = (
 _STEP = (
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="batch/requests.py worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py",
-        fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens finished_req_ids "
+        by="batch/requests.py worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py "
+        "vllm_patches/step_budget.py",
+        fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+        "total_num_scheduled_tokens finished_req_ids "
         "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
         "new_block_ids_to_zero kv_cache_block_copies kv_connector_metadata",
     ),
@@ -158,8 +160,9 @@ _STEP = (
 _SCHEDULER = (
     Touched(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        by="vllm_patches/scheduler.py",
-        fields="requests kv_cache_manager kv_cache_config grammar_compile_error_reqs "
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py",
+        fields="vllm_config scheduler_config block_size num_spec_tokens max_num_scheduled_tokens "
+        "requests kv_cache_manager kv_cache_config grammar_compile_error_reqs "
         "finished_req_ids connector waiting kv_holding_waiting failed_recving_kv_req_ids "
         "_inflight_prefills deferred_frees defer_block_free running finished_recving_kv_req_ids "
         "_pause_state",
@@ -193,9 +196,10 @@ _SCHEDULER = (
     ),
     Touched(
         "vllm.v1.request:Request",
-        by="vllm_patches/scheduler.py kv_transfer/connector.py",
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py kv_transfer/connector.py",
         fields="request_id block_hashes cache_salt status num_computed_tokens num_tokens "
-        "kv_transfer_params skip_reading_prefix_cache",
+        "kv_transfer_params skip_reading_prefix_cache num_tokens_with_spec "
+        "num_output_placeholders is_prefill_chunk sampling_params",
         calls={"is_finished": ""},
     ),
     Touched(
@@ -205,12 +209,12 @@ _SCHEDULER = (
     ),
     Touched(
         "vllm.v1.core.sched.request_queue:RequestQueue",
-        by="vllm_patches/scheduler.py",
-        calls={"remove_request": "request", "prepend_request": "request"},
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py",
+        calls={"remove_request": "request", "prepend_request": "request", "peek_request": ""},
     ),
     Touched(
         "vllm.v1.core.sched.interface:PauseState",
-        by="vllm_patches/scheduler.py",
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py",
         fields="PAUSED_ALL",
     ),
     Touched("vllm.v1.engine:EngineCoreOutputs", by="vllm_patches/scheduler.py", fields="outputs"),
@@ -296,13 +300,18 @@ _SAMPLING = (
     Touched(
         "vllm.sampling_params:SamplingParams",
         by="sample batch/requests.py worker/model_runner.py platform/metal_platform.py "
-        "memory/profile.py",
+        "memory/profile.py vllm_patches/step_budget.py",
         called="temperature= top_p= min_p= seed= repetition_penalty= presence_penalty= logprobs=",
         fields="temperature top_p top_k min_p seed repetition_penalty frequency_penalty "
         "presence_penalty min_tokens num_logprobs prompt_logprobs all_stop_token_ids "
         "allowed_token_ids logit_bias bad_words_token_ids logprob_token_ids structured_outputs "
         "extra_args thinking_token_budget watermarking prompt_logprob_token_ids "
-        "prompt_logprob_start trace_decode_token_ids",
+        "prompt_logprob_start trace_decode_token_ids output_kind",
+    ),
+    Touched(
+        "vllm.sampling_params:RequestOutputKind",
+        by="vllm_patches/step_budget.py",
+        fields="FINAL_ONLY",
     ),
     Touched("vllm:SamplingParams", by="sample memory/profile.py"),
     Touched(

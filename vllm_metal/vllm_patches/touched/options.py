@@ -57,10 +57,10 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:SchedulerConfig",
         by="worker/worker.py memory/planner.py memory/profile.py spec_decode "
-        "commands/fit/engine.py",
+        "commands/fit/engine.py vllm_patches/step_budget.py",
         called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
         "async_scheduling= disable_hybrid_kv_cache_manager=",
-        fields="max_num_seqs max_num_batched_tokens",
+        fields="max_num_seqs max_num_batched_tokens enable_chunked_prefill",
     ),
     Touched(
         "vllm.config:SpeculativeConfig",

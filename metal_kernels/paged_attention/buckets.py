@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Once a step: which requests attend together, where attention is by MLX's operations.
+
+Requests of like shape form a *bucket*. What requests have in common at their beginning may be a
+bucket too, of all their rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.paged_attention.common_prefix import common_prefixes
+
+#: The most scores of a head, and the most gathered slots, of one attention call: a step's memory
+#: does not grow with the context. A request that needs more gets calls of its own, of MIN_ROWS rows
+#: or more each; every call gathers the context anew, which costs as much as a few rows.
+MAX_SCORES = 2**20
+MAX_GATHERED = 2**15
+MIN_ROWS = 64
+#: Slots that each call over a common beginning has to save, at least. A slot takes 0.4 microseconds
+#: a layer on two x86 cores (16 requests of 600 tokens): so many pay for the operations of a call.
+MIN_SAVED = 512
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Requests whose padded shapes agree: n of them, Q query rows and S context slots each."""
+
+    num_requests: int  # n
+    query_len: int  # Q, the longest in the bucket
+    context_len: int  # S, whole blocks
+    block_table: mx.array  # [n, S / block_size] int32, pool block of each context block
+    rows: mx.array | None  # [n * Q] int32, batch row of each padded query; None: rows as they are
+    fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
+    sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
+    mask: mx.array | None  # [n, 1, Q, S] bool, True where a query may look; None: everywhere
+
+    def work(self, num_heads: int, sizes: int) -> int:
+        """FLOPs; `sizes` is that of a key and of a value together."""
+        return 2 * self.num_requests * self.query_len * self.context_len * num_heads * sizes
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """How one step's rows attend, for all layers that share a block table and a window."""
+
+    num_tokens: int  # T
+    buckets: tuple[Bucket, ...]
+    order: mx.array | None  # [T] int32, place of row t in the concatenated padded outputs
+    shared: tuple[Bucket, ...] = ()  # beginnings that requests have in common, each as one request
+    shared_order: mx.array | None = None  # [T] int32, as `order`; one past the last: no such row
+
+    @property
+    def calls(self) -> tuple[Bucket, ...]:
+        """All that a layer computes."""
+        return (*self.buckets, *self.shared)
+
+
+def plan(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_tables: np.ndarray,
+    slot_mapping: np.ndarray,
+    block_size: int,
+    window: int | None = None,
+    share: bool = False,
+) -> BucketPlan:
+    """Groups R requests into buckets of like shape.
+
+    A bucket holds requests whose query and context lengths round up to the same power of two, so
+    padding at most doubles either, and a step has few buckets whatever its number of requests.
+
+    Args:
+        query_start_loc: [R + 1] int32, first batch row of each request.
+        seq_lens: [R] int32, context of each request including this step's rows.
+        block_tables: [R, W] int32, pool blocks of each request in order.
+        slot_mapping: [T] int32, pool slot each row's K/V go to. A request may read blocks that
+            another one writes in this same step (a prefix hit on a prompt just scheduled).
+        block_size: tokens of a block.
+        window: a query at position p sees positions (p - window, p]; None sees [0, p].
+        share: whether blocks that requests begin with in common are gathered once for all of them.
+            `run` then takes plain operations, and needs a plan without a window.
+    """
+    pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
+    query_start_loc, seq_lens, block_tables = pieces
+    query_lens = np.diff(query_start_loc)
+    first_block = np.zeros_like(seq_lens)
+    num_tokens = int(query_start_loc[-1])
+    writes = _Writes(slot_mapping, block_size)
+    shared = _Calls(num_tokens)
+    if window is not None:
+        first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
+    elif share:
+        whole = (seq_lens - query_lens) // block_size  # blocks that all rows of a request see
+        requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
+        for members, length in common_prefixes(block_tables, whole):
+            rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
+            for of_call in _shared_rows(rows, len(members), length * block_size):
+                table = block_tables[members[:1], :length].astype(np.int32)
+                queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
+                shared.add(_bucket(table, queries, None, writes, block_size), queries)
+                first_block[members] = length
+    num_blocks = -(-seq_lens // block_size) - first_block
+    own = _Calls(num_tokens)
+    shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(num_blocks)  # 2**64 blocks are enough
+    for members in _alike(shapes, query_lens, num_blocks * block_size):
+        table = _padded_table(block_tables[members], first_block[members], num_blocks[members])
+        queries = _padded_queries(query_start_loc[members], query_lens[members])
+        first_query = (seq_lens - query_lens - first_block * block_size)[members]
+        own.add(_bucket(table, queries, first_query, writes, block_size, window), queries)
+    return BucketPlan(
+        num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()
+    )
+
+
+class _Calls:
+    """Buckets, and where their outputs have the batch's rows."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.buckets: list[Bucket] = []
+        self._places = np.full(num_tokens, -1, np.int32)
+        self._size = 0
+
+    def add(self, bucket: Bucket, queries: "_Queries") -> None:
+        self._places[queries.rows[queries.real]] = self._size + np.flatnonzero(queries.real)
+        self._size += queries.rows.size
+        self.buckets.append(bucket)
+
+    def order(self) -> mx.array | None:
+        """[T] int32, each row's place; one past the last: it is in no bucket. None: in order."""
+        if self._size == len(self._places) and _is_range(self._places, self._size):
+            return None
+        return mx.array(np.where(self._places < 0, self._size, self._places))
+
+
+def _shared_rows(rows: np.ndarray, num_requests: int, context_len: int) -> list[np.ndarray]:
+    """The rows of each call over what requests have in common; none where it would not pay."""
+    most = max(MAX_SCORES // context_len, MIN_ROWS)
+    calls = np.split(rows, range(most, len(rows), most))
+    pays = num_requests >= 2 * len(calls)  # pieces of one long prompt gather no less together
+    pays &= (num_requests - len(calls)) * context_len >= MIN_SAVED * len(calls)
+    return calls if pays else []
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """A bucket's query rows, padded to the longest."""
+
+    rows: np.ndarray  # [n, Q] int32, batch row; padding repeats the first
+    real: np.ndarray  # [n, Q] bool, False for padding
+
+
+class _Writes:
+    """Which batch row writes a pool slot in this step, if any."""
+
+    def __init__(self, slot_mapping: np.ndarray, block_size: int) -> None:
+        self._rows = np.argsort(slot_mapping).astype(np.int32)
+        self._slots = slot_mapping[self._rows]
+        self._blocks = np.unique(slot_mapping // block_size)
+        self._offsets = np.arange(block_size)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def into(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places in the flat context of a [n, W] block table, and the rows that write there."""
+        touched = np.flatnonzero(np.isin(table, self._blocks))
+        slots = (table.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
+        places = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
+        nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
+        written = self._slots[nearest] == slots
+        return places[written].astype(np.int32), self._rows[nearest[written]]
+
+
+def _in_pieces(
+    query_start_loc: np.ndarray, seq_lens: np.ndarray, block_tables: np.ndarray, window: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts a request whose rows would have more than MAX_SCORES into several."""
+    starts, ends = query_start_loc[:-1], query_start_loc[1:]
+    context = seq_lens if window is None else np.minimum(seq_lens, window + ends - starts)
+    rows = np.maximum(MAX_SCORES // context, MIN_ROWS)
+    counts = -(-(ends - starts) // rows)
+    if (counts == 1).all():
+        return query_start_loc, seq_lens, block_tables
+    request = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = starts[request] + number * rows[request]
+    behind = np.maximum(ends[request] - starts - rows[request], 0)  # rows of later pieces
+    return np.append(starts, ends[-1]), seq_lens[request] - behind, block_tables[request]
+
+
+def _alike(shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
+    """Indices of requests of like shape, in groups that one call may hold when padded alike."""
+    for shape in np.unique(shapes):
+        members = np.flatnonzero(shapes == shape)
+        q, s = int(query_lens[members].max()), int(context[members].max())
+        most = max(1, min(MAX_SCORES // (q * s), MAX_GATHERED // s))
+        yield from np.split(members, range(most, len(members), most))
+
+
+def _log2_ceil(lengths: np.ndarray) -> np.ndarray:
+    """Smallest k with 2**k >= length, elementwise; lengths are at least 1."""
+    return np.ceil(np.log2(lengths)).astype(np.int64)
+
+
+def _is_range(values: np.ndarray, count: int) -> bool:
+    return len(values) == count and bool((values == np.arange(count)).all())
+
+
+def _padded_table(tables: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """[n, W] int32: each request's blocks from `first` on, the last repeated up to the widest."""
+    columns = np.minimum(np.arange(int(count.max())), (count - 1)[:, None])
+    return np.take_along_axis(tables, first[:, None] + columns, axis=1).astype(np.int32)
+
+
+def _padded_queries(starts: np.ndarray, query_lens: np.ndarray) -> _Queries:
+    offsets = np.arange(int(query_lens.max()), dtype=np.int32)
+    real = offsets < query_lens[:, None]
+    return _Queries(rows=np.where(real, starts[:, None] + offsets, starts[:, None]), real=real)
+
+
+def _bucket(
+    table: np.ndarray,
+    queries: _Queries,
+    first_query: np.ndarray | None,
+    writes: _Writes,
+    block_size: int,
+    window: int | None = None,
+) -> Bucket:
+    """
+    Args beyond the plan's:
+        first_query: [n] int32, context slot of each request's first row; None: behind the context.
+    """
+    (n, q), num_tokens = queries.rows.shape, len(writes)
+    s = table.shape[1] * block_size
+    mask = None
+    if first_query is not None:
+        query_slots = (first_query[:, None] + np.arange(q))[:, :, None]  # [n, Q, 1]
+        slots = np.arange(s)
+        mask = slots <= query_slots
+        if window is not None:
+            mask &= slots > query_slots - window
+    fresh, sources = writes.into(table)
+    rows = queries.rows.ravel()
+    return Bucket(
+        num_requests=n,
+        query_len=q,
+        context_len=s,
+        block_table=mx.array(table),
+        rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
+        fresh=mx.array(fresh),
+        sources=None if _is_range(sources, num_tokens) else mx.array(sources),
+        mask=None if mask is None else mx.array(mask[:, None]),
+    )
