@@ -63,27 +63,44 @@ class CompiledForwards:
         self._scopes = list(scopes)
         self._states = list(states)
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._traceable = all(state.traceable for state in states)
 
     def forward_hidden(self, input_ids: mx.array) -> mx.array:
-        """[T, 1, H] hidden states of [T] int32 tokens; the step has begun.
+        """[T, 1, H] hidden states of [T] int32 tokens; the step has begun."""
+        hidden = self._by_graph(input_ids) if self._traceable else None
+        return self._parts.forward_hidden(input_ids, self._caches) if hidden is None else hidden
+
+    def _by_graph(self, input_ids: mx.array) -> mx.array | None:
+        """The same; None where there is no graph of such steps.
 
         A shape that comes for the first time is not traced: most of a prompt's never come again.
+        Nor is what a model computes in its first call and keeps.
         """
-        if input_ids.size > _MAX_ROWS:
-            return self._parts.forward_hidden(input_ids, self._caches)
-        positions = self._scopes[0].positions
-        arrays, plans = [input_ids, positions], [scope.plan for scope in self._scopes]
-        key: list[Hashable] = [input_ids.shape, *(all_else(plan, arrays) for plan in plans)]
+        plans = [scope.plan for scope in self._scopes]
+        # Command buffers that end amid a forward cannot be traced.
+        if input_ids.size > _MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
+            return None
+        arrays = [input_ids, self._scopes[0].positions]
+        key: list[Hashable] = [input_ids.size, *(all_else(plan, arrays) for plan in plans)]
+        num_inputs = []
         for state in self._states:
             inputs = state.inputs
-            key.append(len(inputs))
+            num_inputs.append(len(inputs))
             arrays += inputs
-        graph = self._graph(tuple(key))
+        graph = self._graph((*key, *num_inputs))
         if graph is None:
-            return self._parts.forward_hidden(input_ids, self._caches)
+            return None
         if graph.compute is None:
-            graph.compute = mx.compile(self._traced(graph, plans, key[-len(self._states) :]))
-        hidden, *others = graph.compute(arrays)
+            graph.compute = mx.compile(self._traced(graph, plans, num_inputs))
+            try:
+                hidden, *others = graph.compute(arrays)
+            except (RuntimeError, ValueError) as error:  # the model wants to see a value
+                logger.info("MLX cannot trace the model, whose Python builds each step: %s", error)
+                self._traceable = False
+                self._graphs.clear()
+                return None
+        else:
+            hidden, *others = graph.compute(arrays)
         self._accept(graph, plans, iter(others))
         return hidden
 
@@ -96,7 +113,7 @@ class CompiledForwards:
         return graph
 
     def _traced(
-        self, graph: _Graph, plans: Sequence[Any], num_inputs: Sequence[Any]
+        self, graph: _Graph, plans: Sequence[Any], num_inputs: Sequence[int]
     ) -> Callable[[list[mx.array]], list[mx.array]]:
         """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
 

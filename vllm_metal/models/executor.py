@@ -34,10 +34,8 @@ class ModelExecutor(PagedLayers):
         """
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
-        self._compiled: CompiledForwards | None = None
-        if all(state.traceable for state in self._own_states):
-            scopes = [scope for _, scope in self._scopes]
-            self._compiled = CompiledForwards(parts, self._caches, scopes, self._own_states)
+        scopes = [scope for _, scope in self._scopes]
+        self._forwards = CompiledForwards(parts, self._caches, scopes, self._own_states)
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, embeddings: mx.array | None = None
@@ -50,8 +48,8 @@ class ModelExecutor(PagedLayers):
             embeddings: [T, 1, H] in place of those of the rows' tokens.
         """
         with self.step(rows, block_tables) as caches:
-            if self._compiled is not None and embeddings is None:
-                return self._compiled.forward_hidden(rows.input_ids)
+            if embeddings is None:
+                return self._forwards.forward_hidden(rows.input_ids)
             return self.parts.forward_hidden(rows.input_ids, caches, embeddings)
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:

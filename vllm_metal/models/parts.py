@@ -43,7 +43,7 @@ class ModelParts:
         """
         self.model = model
         self._call = _Call()
-        self._observer: Callable[[mx.array], None] | None = None
+        self._observer: Callable[[mx.array], object] | None = None
         #: Who is shown hidden states of every forward.
         self.observers: list[HiddenStates] = []
         self._decoder = _decoder(model)
@@ -95,7 +95,7 @@ class ModelParts:
         finally:
             self._call = _Call()
 
-    def observe(self, observer: Callable[[mx.array], None]) -> None:
+    def observe(self, observer: Callable[[mx.array], object]) -> None:
         """Shows `observer` the final hidden states of all rows, [T, 1, H], in every forward.
 
         Raises:
