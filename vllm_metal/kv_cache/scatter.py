@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
@@ -25,6 +26,17 @@ class ScatterPlan:
     slot_mapping: mx.array  # [T] int32
     attention: reference.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    _places: dict[tuple[int, int], mx.array] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
+    def places(self, num_heads: int, num_slots: int) -> mx.array:
+        """[Hkv, T] int32, the slots in the flat slots of all heads of a pool; made once a step."""
+        shape = num_heads, num_slots
+        if shape not in self._places:
+            starts = np.arange(num_heads, dtype=np.int32)[:, None] * num_slots
+            self._places[shape] = self.slot_mapping + mx.array(starts)
+        return self._places[shape]
 
 
 class ScatterKVCache(LayerKVCache[ScatterPlan]):
@@ -72,9 +84,10 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             return
         plans, rows = zip(*self._pending, strict=True)
         self._pending.clear()
-        slots = _joined([plan.slot_mapping for plan in plans])
+        num_heads, num_blocks, block_size = self.keys.elements.shape[:3]
+        places = _joined([plan.places(num_heads, num_blocks * block_size) for plan in plans], 1)
         self.arrays = [
-            _scatter(array, slots, _joined(parts))
+            _scatter(array, places, _joined(parts, 0))
             for array, *parts in zip(self.arrays, *rows, strict=True)
         ]
 
@@ -135,14 +148,12 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         return decode(*encoded).astype(self._row_dtype)
 
 
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+def _joined(parts: Sequence[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
 
 
-def _scatter(array: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] array."""
-    num_heads, num_blocks, block_size, *row_shape = array.shape
-    flat = array.reshape(-1, *row_shape)
-    starts = mx.arange(num_heads, dtype=mx.int32) * (num_blocks * block_size)
-    flat[slots + starts[:, None]] = rows.swapaxes(0, 1)
+def _scatter(array: mx.array, places: mx.array, rows: mx.array) -> mx.array:
+    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] array, at [Hkv, T] places."""
+    flat = array.flatten(0, 2)
+    flat[places] = rows.swapaxes(0, 1)
     return flat.reshape(array.shape)
