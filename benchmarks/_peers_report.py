@@ -7,23 +7,11 @@ import statistics
 from pathlib import Path
 
 from _peers_turns import ONE, SHARED, UNRELATED, Figures, median
+from _shared import digits, table
 
 OURS_ON, OURS_OFF, MLX_LM_SERVER = "vllm-metal", "vllm-metal, no prefix cache", "mlx-lm server"
 CHAT_GOAL = 1.3  # the longest of later turns over the second one
 _TITLES = {SHARED: "shared prefix", UNRELATED: "unrelated", ONE: "one stream"}
-
-
-def table(headers: list[str], rows: list[list[str]]) -> None:
-    """Prints Markdown; all columns but the first are aligned to the right."""
-    print("| " + " | ".join(headers) + " |")
-    print("| --- |" + " ---: |" * (len(headers) - 1))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print(flush=True)
-
-
-def _digits(figure: float) -> str:
-    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
 
 
 def report(found: dict) -> None:
@@ -41,7 +29,7 @@ def report(found: dict) -> None:
 
 def _report_engines(found: dict) -> None:
     rows = [
-        [f"{_TITLES[part]}, {peer}, {state}", *map(_digits, vars(_median(runs)).values())]
+        [f"{_TITLES[part]}, {peer}, {state}", *map(digits, vars(_median(runs)).values())]
         for part, of_part in found.items()
         for peer, states in of_part["runs"].items()
         for state, runs in states.items()
@@ -77,7 +65,7 @@ def _report_chat(chats: dict[str, list[list[dict]]]) -> None:
     ttft = {server: chat_medians(of_server, "ttft_ms") for server, of_server in chats.items()}
     tokens = {
         server: [
-            f"{_digits(cached)} of {_digits(prompt)}"
+            f"{digits(cached)} of {digits(prompt)}"
             for cached, prompt in zip(
                 chat_medians(of_server, "cached_tokens"),
                 chat_medians(of_server, "prompt_tokens"),
@@ -88,7 +76,7 @@ def _report_chat(chats: dict[str, list[list[dict]]]) -> None:
     }
     rows = [
         [str(number + 1)]
-        + [f"{_digits(ttft[server][number])} ({tokens[server][number]})" for server in chats]
+        + [f"{digits(ttft[server][number])} ({tokens[server][number]})" for server in chats]
         for number in range(len(ttft[OURS_ON]))
     ]
     table(["turn: TTFT, ms (tokens found)", *chats], rows)
@@ -128,7 +116,7 @@ def plot(found: dict, target: Path) -> None:
         }
         colours = ["C0" if name.startswith(OURS_ON) else "0.7" for name in bars]
         drawn = panel.bar(range(len(bars)), list(bars.values()), color=colours)
-        panel.bar_label(drawn, [_digits(height) for height in bars.values()], fontsize=7)
+        panel.bar_label(drawn, [digits(height) for height in bars.values()], fontsize=7)
         panel.set_xticks(range(len(bars)), list(bars), fontsize=7, rotation=60)
         panel.set_title(f"{_TITLES[part]}: output tok/s", fontsize=9)
     canvas.savefig(target, dpi=150)

@@ -14,7 +14,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ import numpy as np
 from _apart import Apart
 from _peer_pulls import PullRates, measure_pulls
 from _server import Server, free_port, serve
+from _shared import note, table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # the default model is chosen there, and only there
@@ -49,13 +49,6 @@ class Sizes:
 
 
 QUICK = Sizes(pull_bytes=64 << 20, pull_repeats=3, prompt_len=1000, rounds=2, alone_tokens=30)
-
-_started = time.monotonic()
-
-
-def note(text: str) -> None:
-    load = os.getloadavg()[0]
-    print(f"[{time.monotonic() - _started:5.0f} s, load {load:.1f}] {text}", file=sys.stderr)
 
 
 def connector(role: str, extra: dict[str, object]) -> str:
@@ -95,16 +88,6 @@ def streams(sizes: Sizes, folder: Path) -> dict[str, object]:
             apart.round(number, prompts, sizes.alone_tokens)
             note(f"round {number + 1} of {sizes.rounds}")
     return apart.figures()
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints Markdown; figures to three digits."""
-    print("| " + " | ".join(headers) + " |")
-    print("| --- |" + " ---: |" * (len(headers) - 1))
-    for row in rows:
-        cells = [f"{cell:.3g}" if isinstance(cell, float) else f"{cell:,}" for cell in row[1:]]
-        print("| " + " | ".join([str(row[0]), *cells]) + " |")
-    print(flush=True)
 
 
 def report_pulls(rates: Sequence[PullRates]) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import _engine  # comes first: it settles how vLLM and MLX start
-import numpy as np
 from _engine import Answer, Engine
 from _kv_files import LARGE, SMOLLM2, FileBench, Rates
 from _kv_streams import beside_loads, beside_stuck_disk
+from _shared import Prompts, note, table
 
 from vllm_metal.models.embedded import embedded_model_path
 
@@ -66,25 +65,6 @@ QUICK = Sizes(
     stuck_prompts=1,
     stuck_tokens=40,
 )
-
-_started = time.monotonic()
-
-
-def note(text: str) -> None:
-    load = os.getloadavg()[0]
-    print(f"[{time.monotonic() - _started:5.0f} s, load {load:.1f}] {text}", file=sys.stderr)
-
-
-class Prompts:
-    """Texts that no two of share a beginning."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self._rng = np.random.default_rng(0)
-        self._vocabulary = vocabulary
-
-    def new(self, length: int) -> list[int]:
-        """Random tokens."""
-        return self._rng.integers(4, self._vocabulary, length).tolist()
 
 
 @dataclass(frozen=True)
@@ -256,20 +236,6 @@ def of_toy(sizes: Sizes, folder: Path) -> list[dict[str, object]]:
     toy.first_token(prompts.new(256))
     lengths = [prompts.new(length) for length in sizes.toy_contexts]
     return [asdict(result) for result in first_tokens(toy, lengths, sizes.found_repeats, {})]
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints Markdown; figures to three digits."""
-    print("| " + " | ".join(headers) + " |")
-    print("| --- |" + " ---: |" * (len(headers) - 1))
-    for row in rows:
-        cells = [_digits(cell) if isinstance(cell, float) else str(cell) for cell in row]
-        print("| " + " | ".join(cells) + " |")
-    print(flush=True)
-
-
-def _digits(figure: float) -> str:
-    return f"{figure:.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
 
 
 def report(found: dict[str, object]) -> None:

@@ -41,6 +41,7 @@ from _peers_turns import (
     measure,
 )
 from _server import Server, ServerError, free_port, serve
+from _shared import note
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # the environment is set up there, and only there
@@ -56,13 +57,6 @@ _MIB = 1 << 20
 _START_S = 600.0
 # Above it the one whose turn it is has noticeably less of the machine.
 _IDLE_SHARE = 0.05
-
-_started = time.monotonic()
-
-
-def note(text: str) -> None:
-    load = os.getloadavg()[0]
-    print(f"[{time.monotonic() - _started:5.0f} s, load {load:.1f}] {text}", file=sys.stderr)
 
 
 def threads(number: int) -> dict[str, str]:

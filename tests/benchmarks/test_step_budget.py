@@ -4,8 +4,8 @@
 from types import SimpleNamespace
 
 import pytest
-import step_budget
-from kv_disk import Prompts
+from _budget_runs import compare
+from _shared import Prompts
 
 
 class FakeEngine:
@@ -48,7 +48,7 @@ def test_gaps_and_rates_with_and_without_a_prompt(monkeypatch: pytest.MonkeyPatc
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     engines = {"long": FakeEngine(now, 400), "short": FakeEngine(now, 10)}
-    found = step_budget.compare(engines, Prompts(100), 800, repeats=2, idle_tokens=20)
+    found = compare(engines, Prompts(100), 800, repeats=2, idle_tokens=20)
     for result in found.values():
         assert result.idle_p99_ms == pytest.approx(10)
         assert result.alone_tokens_per_s == pytest.approx(1000)
