@@ -80,3 +80,35 @@ def test_hidden_states_are_shown_as_well(layer_ids):
     for number in range(4, 16):
         texts.step(1)
         np.testing.assert_allclose(observer.take(), expected[:, number], atol=2e-4, rtol=2e-4)
+
+
+def test_a_model_that_looks_at_values_is_built_by_its_python(monkeypatch):
+    model = build("llama")
+    tokens = np.random.default_rng(6).integers(0, 128, (2, 14)).tolist()
+    dense = np.array(model(mx.array(tokens), cache=make_prompt_cache(model)))
+    norm = type(model.model.norm)
+    call = norm.__call__
+
+    def looking(self, hidden):
+        assert not mx.isnan(hidden).any().item()
+        return call(self, hidden)
+
+    monkeypatch.setattr(norm, "__call__", looking)
+    texts = Texts(executor(model, "llama", 40), tokens)
+    texts.step(8)
+    made = calls(model, monkeypatch)
+    for number in range(8, 14):
+        np.testing.assert_allclose(texts.step(1), dense[:, number], atol=2e-4, rtol=2e-4)
+    assert len(made) == 2 * 6 + 1  # of each step its forward and its logits, and one trace
+
+
+@pytest.mark.parametrize("elements", [mx.uint8, mx.int8])
+def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
+    tokens = np.random.default_rng(7).integers(0, 128, (2, 40)).tolist()
+    found = []
+    for rows in (512, 0):  # the most that a graph is made for: none at last
+        monkeypatch.setattr("vllm_metal.models.compiled._MAX_ROWS", rows)
+        texts = Texts(executor(build("llama"), "llama", 40, elements), tokens)
+        texts.step(10)
+        found.append(np.stack([texts.step(3) for _ in range(10)]))
+    np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)

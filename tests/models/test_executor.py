@@ -78,12 +78,10 @@ def build(model_type: str):
     return model
 
 
-def executor(model, model_type: str, num_blocks: int):
+def executor(model, model_type: str, num_blocks: int, elements=mx.float32):
     layers = attention_layers(model, model_type)
     kv_caches = {
-        layer.name: ScatterKVCache(
-            num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32
-        )
+        layer.name: ScatterKVCache(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, elements)
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}
