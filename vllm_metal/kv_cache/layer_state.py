@@ -40,6 +40,14 @@ class StepLayout(RaggedLayout):
         return np.arange(len(shifts), dtype=np.int32) + shifts.astype(np.int32)
 
 
+@dataclass(frozen=True)
+class Written(Generic[PlanT]):
+    """What one layer of a forward leaves for the next step."""
+
+    plan: PlanT  # that it was made by
+    arrays: list[mx.array]
+
+
 class StepScope(Generic[PlanT]):
     """What the layers of one kind in one KV cache group share of the step at hand.
 
@@ -150,13 +158,12 @@ class LayerState(ABC):
         yield
 
     @property
-    def outputs(self) -> list[tuple[Any, list[mx.array]]]:
-        """What the forward built last left for the next step: with the plan it was made by, in an
-        order that depends on nothing but the model."""
+    def outputs(self) -> list[Written[Any]]:
+        """What the forward built last left, in an order that depends on nothing but the model."""
         raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[tuple[Any, list[mx.array]]]) -> None:
+    def outputs(self, outputs: Sequence[Written[Any]]) -> None:
         """Of a forward that was traced before, and computed again."""
         raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
 

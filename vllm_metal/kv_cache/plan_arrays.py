@@ -12,7 +12,7 @@ import mlx.core as mx
 PlanT = TypeVar("PlanT")
 
 
-def all_else(plan: Any, arrays: list[mx.array]) -> Hashable:
+def all_else(plan: object, arrays: list[mx.array]) -> Hashable:
     """What plans must have in common for a forward built with one to be one with another's arrays.
 
     Args:

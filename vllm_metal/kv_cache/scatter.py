@@ -16,7 +16,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import reference
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.layer_state import StepLayout, Written
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
-        # The plan of a write, and what goes to its slots in the arrays of keys, then of values.
-        self._pending: list[tuple[ScatterPlan, list[mx.array]]] = []
+        # What goes to the slots of a plan, in the arrays of keys, then of values.
+        self._pending: list[Written[ScatterPlan]] = []
         self._row_dtype = dtype  # of the rows before they are encoded
 
     @classmethod
@@ -82,13 +82,13 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     def begin_step(self) -> None:
         if not self._pending:
             return
-        plans, rows = zip(*self._pending, strict=True)
-        self._pending.clear()
+        written, self._pending = self._pending, []
         num_heads, num_blocks, block_size = self.keys.elements.shape[:3]
-        places = _joined([plan.places(num_heads, num_blocks * block_size) for plan in plans], 1)
+        slots = [each.plan.places(num_heads, num_blocks * block_size) for each in written]
+        places = _joined(slots, 1)
         self.arrays = [
             _scatter(array, places, _joined(parts, 0))
-            for array, *parts in zip(self.arrays, *rows, strict=True)
+            for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True)
         ]
 
     def settle(self) -> None:
@@ -99,7 +99,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
         self._row_dtype = keys.dtype
         encoded = [part for rows in (keys, values) for part in encode(rows, self.dtype)]
-        self._pending.append((plan, [part for part in encoded if part is not None]))
+        self._pending.append(Written(plan, [part for part in encoded if part is not None]))
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
@@ -111,20 +111,20 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             self.arrays, self._pending = arrays, pending
 
     @property
-    def outputs(self) -> list[tuple[ScatterPlan, list[mx.array]]]:
+    def outputs(self) -> list[Written[ScatterPlan]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[tuple[ScatterPlan, list[mx.array]]]) -> None:
+    def outputs(self, outputs: Sequence[Written[ScatterPlan]]) -> None:
         self._pending += outputs
 
     def attend(
         self, plan: ScatterPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        newest, written = self._pending[-1]
-        assert newest is plan  # a layer attends right after it has written its K/V
-        half = len(written) // 2
-        keys, values = map(self._as_held, (written[:half], written[half:]))
+        newest = self._pending[-1]
+        assert newest.plan is plan  # a layer attends right after it has written its K/V
+        half = len(newest.arrays) // 2
+        keys, values = map(self._as_held, (newest.arrays[:half], newest.arrays[half:]))
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
         return reference.run(

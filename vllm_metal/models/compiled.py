@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from vllm.logger import init_logger
 
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, StepScope, Written
 from vllm_metal.kv_cache.plan_arrays import all_else, with_arrays
 from vllm_metal.models.parts import ModelParts
 
@@ -31,9 +31,9 @@ class _Graph:
     """A compiled forward, and what it leaves."""
 
     compute: Callable[[list[mx.array]], list[mx.array]] | None = None  # None: seen once, not traced
-    #: Of each storage, for each of its outputs: the scope whose plan it was made by (None: of no
-    #: plan), and its number of arrays. Noted when the graph is traced.
-    left: list[list[tuple[int | None, int]]] = field(default_factory=list)
+    #: Of each storage, for each of its outputs: the scope whose plan it was made by, and its number
+    #: of arrays. Noted when the graph is traced.
+    left: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
 class CompiledForwards:
@@ -113,7 +113,7 @@ class CompiledForwards:
         return graph
 
     def _traced(
-        self, graph: _Graph, plans: Sequence[Any], num_inputs: Sequence[int]
+        self, graph: _Graph, plans: Sequence[object], num_inputs: Sequence[int]
     ) -> Callable[[list[mx.array]], list[mx.array]]:
         """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
 
@@ -138,23 +138,25 @@ class CompiledForwards:
                 graph.left = []
                 for state in self._states:
                     left = state.outputs
-                    graph.left.append([(_place(traced, plan), len(of)) for plan, of in left])
-                    outputs += [array for _, of in left for array in of]
+                    graph.left.append(
+                        [(_place(traced, each.plan), len(each.arrays)) for each in left]
+                    )
+                    outputs += [array for each in left for array in each.arrays]
             return outputs
 
         return forward
 
-    def _accept(self, graph: _Graph, plans: Sequence[Any], outputs: Iterator[mx.array]) -> None:
+    def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
         """Puts what a graph computes besides where a call of the model would have left it."""
         for observer in self._parts.observers:
             observer.newest = [next(outputs) for _ in range(observer.num_layers)]
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
-                (None if place is None else plans[place], [next(outputs) for _ in range(count)])
+                Written(plans[place], [next(outputs) for _ in range(count)])
                 for place, count in left
             ]
 
 
-def _place(plans: Sequence[Any], plan: Any) -> int | None:
+def _place(plans: Sequence[object], plan: object) -> int:
     """Which of the plans it is."""
-    return next((place for place, each in enumerate(plans) if each is plan), None)
+    return next(place for place, each in enumerate(plans) if each is plan)
