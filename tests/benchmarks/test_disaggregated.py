@@ -3,9 +3,7 @@
 
 import http.server
 import json
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import _peer_pulls
 import pytest
@@ -32,14 +30,9 @@ class Tokens(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Tokens)
-    thread = threading.Thread(target=listener.serve_forever)
-    thread.start()
-    yield Server(f"http://127.0.0.1:{listener.server_port}", "m", tmp_path / "log")
-    listener.shutdown()
-    thread.join()
-    listener.server_close()
+def server(serving) -> Iterator[Server]:
+    with serving(Tokens) as server:
+        yield server
 
 
 def test_a_stream_notes_when_each_token_came(server: Server) -> None:

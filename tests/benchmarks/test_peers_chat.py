@@ -3,9 +3,7 @@
 
 import http.server
 import json
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,15 +39,10 @@ class Chats(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(serving) -> Iterator[Server]:
     asked.clear()
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chats)
-    thread = threading.Thread(target=listener.serve_forever)
-    thread.start()
-    yield Server(f"http://127.0.0.1:{listener.server_port}", "m", tmp_path / "log")
-    listener.shutdown()
-    thread.join()
-    listener.server_close()
+    with serving(Chats) as server:
+        yield server
 
 
 def test_each_turn_has_all_that_was_said_before(server: Server) -> None:

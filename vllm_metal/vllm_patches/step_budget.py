@@ -72,7 +72,7 @@ class StepBudget:
         """`Scheduler.update_from_output` that measures the step whose results come."""
 
         def update_from_output(self: Any, scheduler_output: SchedulerOutput, result: Any) -> Any:
-            budget = _budget_of(self)
+            budget = getattr(self, "step_budget", None)  # there once something was scheduled
             if budget is not None and isinstance(result, StepResult):
                 budget._measure(scheduler_output, result)
             return update(self, scheduler_output, result)
@@ -151,7 +151,7 @@ class StepBudget:
 
 
 def _budget_of(scheduler: Any) -> StepBudget | None:
-    """The scheduler's, made when it is first asked for; None: there is no bound."""
+    """The scheduler's, made before its first step; None: there is no bound."""
     if not hasattr(scheduler, "step_budget"):
         scheduler.step_budget = None
         max_step_ms = AdditionalConfig.of(scheduler.vllm_config).max_step_ms
