@@ -205,6 +205,32 @@ def test_a_bad_file_is_a_miss_and_removed(folder, root, cache, damage):
     assert read(folder, 7) == PAGE
 
 
+def test_a_block_that_goes_while_its_folder_is_listed_is_forgotten(make_cache, root, monkeypatch):
+    write(naive.blocks(first := make_cache()), 7)
+    first.close()
+    listdir = os.listdir
+    removals = []
+
+    def list_and_remove(path):
+        names = listdir(path)
+        if file_of(root, 7).name in names:
+            removal = threading.Thread(target=lambda: folder.discard([KEY]))
+            removals.append(removal)
+            removal.start()
+            removal.join(0.2)  # it may have to wait until the names are entered
+        return names
+
+    cache = make_cache()
+    folder = naive.blocks(cache)
+    cache.close()  # waits until the folder is listed
+    monkeypatch.setattr(os, "listdir", list_and_remove)
+    folder.load_index(lambda: False)
+    (removal,) = removals
+    removal.join()
+    assert not folder.contains(KEY)
+    assert read(folder, 7) is None
+
+
 def test_files_that_swapped_names_are_bad(folder, root, cache):
     write(folder, 7)
     write(folder, 8)

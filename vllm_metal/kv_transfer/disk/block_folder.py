@@ -45,6 +45,9 @@ class BlockFolder:
         self._counters = counters
         # Operations of a set on one key of bytes are atomic; no lock is needed.
         self._known: set[bytes] = set()
+        # Held from the look at a name on disk to its entry in that set: a block that goes in
+        # between is forgotten after, not entered for good.
+        self._listing = threading.Lock()
         self._unremovable: set[bytes] = set()  # bad files in a folder that cannot be written
         self._in_flight: set[bytes] = set()  # keys of blocks that threads are writing
         self._in_flight_ends = threading.Condition()
@@ -55,10 +58,11 @@ class BlockFolder:
             return True
         if key in self._unremovable:
             return False
-        # Another engine may have written it.
-        if not os.path.lexists(layout.block_path(self._path, key)):
-            return False
-        self._known.add(key)
+        with self._listing:
+            # Another engine may have written it.
+            if not os.path.lexists(layout.block_path(self._path, key)):
+                return False
+            self._known.add(key)
         return True
 
     def read(self, key: bytes, page: memoryview) -> bool:
@@ -115,7 +119,7 @@ class BlockFolder:
                 mtime_ns = _mtime_ns(used_at, depth)
                 os.utime(layout.block_path(self._path, key), ns=(mtime_ns, mtime_ns))
             except FileNotFoundError:
-                self._known.discard(key)
+                self.forget(key)
             except (OSError, ValueError, OverflowError):
                 return  # a read-only disk: eviction order is all that is lost
 
@@ -126,7 +130,8 @@ class BlockFolder:
 
     def forget(self, key: bytes) -> None:
         """Takes note that a block's file is gone."""
-        self._known.discard(key)
+        with self._listing:
+            self._known.discard(key)
 
     def load_index(self, stopped: Callable[[], bool]) -> None:
         """Lists what is on disk, so that `contains` need not ask for each."""
@@ -134,7 +139,7 @@ class BlockFolder:
             for shard in os.listdir(self._path):
                 if stopped():
                     return
-                with suppress(OSError):
+                with suppress(OSError), self._listing:
                     found = map(layout.block_key, os.listdir(self._path / shard))
                     self._known.update(key for key in found if key is not None)
 
@@ -160,7 +165,7 @@ class BlockFolder:
                 os.close(descriptor)
         except FileNotFoundError:
             if block.key in self._known:
-                self._known.discard(block.key)
+                self.forget(block.key)
                 self._counters.add("vanished")
             return False
         except OSError as error:
@@ -173,9 +178,9 @@ class BlockFolder:
         return good
 
     def _remove(self, key: bytes, identity: tuple[int, int] | None = None) -> None:
-        self._known.discard(key)
         if not self._space.remove(layout.block_path(self._path, key), identity):
             self._unremovable.add(key)
+        self.forget(key)
 
     def _write(self, block: BlockFile, page: memoryview, mtime_ns: int) -> Written:
         paused = self._space.is_paused()
