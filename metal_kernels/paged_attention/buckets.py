@@ -6,7 +6,7 @@ bucket too, of all their rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,10 @@ from metal_kernels.paged_attention.common_prefix import common_prefixes
 MAX_SCORES = 2**20
 MAX_GATHERED = 2**15
 MIN_ROWS = 64
+#: A table of a step that decodes is as wide as one of so many widths from a power of two to the
+#: next: its shape then stays the same for many steps, and it grows by an eighth at most.
+WIDTHS = 8
+DECODE_ROWS = 16  # a request with more rows prefills, and comes once
 #: Slots that each call over a common beginning has to save, at least. A slot takes 0.4 microseconds
 #: a layer on two x86 cores (16 requests of 600 tokens): so many pay for the operations of a call.
 MIN_SAVED = 512
@@ -36,6 +40,31 @@ class Bucket:
     fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
     sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
     mask: mx.array | None  # [n, 1, Q, S] bool, True where a query may look; None: everywhere
+    _places: dict[tuple[int, int], tuple[mx.array, mx.array]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
+    def places(self, num_heads: int, num_blocks: int) -> tuple[mx.array, mx.array]:
+        """Where blocks, and rows that this step writes, lie in flat arrays of all heads.
+
+        Made for the first layer, and the same for all others of its shape.
+
+        Args:
+            num_heads: K/V heads.
+            num_blocks: of the pool.
+
+        Returns:
+            [Hkv, n, S / block_size] int32, into [Hkv * B]; [Hkv, f] int32, into [Hkv * n * S].
+        """
+        shape = num_heads, num_blocks
+        if shape not in self._places:
+            heads = np.arange(num_heads, dtype=np.int32)[:, None]
+            size = self.num_requests * self.context_len
+            self._places[shape] = (
+                self.block_table + mx.array(heads[:, None] * num_blocks),
+                self.fresh + mx.array(heads * size),
+            )
+        return self._places[shape]
 
     def work(self, num_heads: int, sizes: int) -> int:
         """FLOPs; `sizes` is that of a key and of a value together."""
@@ -98,15 +127,18 @@ def plan(
         for members, length in common_prefixes(block_tables, whole):
             rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
             for of_call in _shared_rows(rows, len(members), length * block_size):
-                table = block_tables[members[:1], :length].astype(np.int32)
+                table = _Table.of(block_tables[members[:1]], np.zeros(1, int), [length], length)
                 queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
                 shared.add(_bucket(table, queries, None, writes, block_size), queries)
                 first_block[members] = length
     num_blocks = -(-seq_lens // block_size) - first_block
+    widths = np.where(query_lens <= DECODE_ROWS, _stable(num_blocks), num_blocks)
     own = _Calls(num_tokens)
-    shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(num_blocks)  # 2**64 blocks are enough
-    for members in _alike(shapes, query_lens, num_blocks * block_size):
-        table = _padded_table(block_tables[members], first_block[members], num_blocks[members])
+    shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
+    for members in _alike(shapes, query_lens, widths * block_size):
+        table = _Table.of(
+            block_tables[members], first_block[members], num_blocks[members], widths[members].max()
+        )
         queries = _padded_queries(query_start_loc[members], query_lens[members])
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
         own.add(_bucket(table, queries, first_query, writes, block_size, window), queries)
@@ -152,6 +184,24 @@ class _Queries:
     real: np.ndarray  # [n, Q] bool, False for padding
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A bucket's block tables, padded to the widest."""
+
+    blocks: np.ndarray  # [n, W] int32; padding repeats the last
+    real: np.ndarray  # [n, W] bool, False for padding
+
+    @staticmethod
+    def of(
+        tables: np.ndarray, first: np.ndarray, count: np.ndarray | list[int], width: int
+    ) -> "_Table":
+        """`count` blocks of each request from `first` on, in `width` columns."""
+        columns, count = np.arange(width), np.asarray(count)[:, None]
+        places = first[:, None] + np.minimum(columns, count - 1)
+        blocks = np.take_along_axis(tables, places, axis=1).astype(np.int32)
+        return _Table(blocks, columns < count)
+
+
 class _Writes:
     """Which batch row writes a pool slot in this step, if any."""
 
@@ -164,10 +214,10 @@ class _Writes:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def into(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places in the flat context of a [n, W] block table, and the rows that write there."""
-        touched = np.flatnonzero(np.isin(table, self._blocks))
-        slots = (table.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
+    def into(self, table: "_Table") -> tuple[np.ndarray, np.ndarray]:
+        """Places in the flat context of a table, and the rows that write there."""
+        touched = np.flatnonzero(np.isin(table.blocks, self._blocks) & table.real)
+        slots = (table.blocks.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
         places = (touched[:, None] * len(self._offsets) + self._offsets).ravel()
         nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
         written = self._slots[nearest] == slots
@@ -209,10 +259,10 @@ def _is_range(values: np.ndarray, count: int) -> bool:
     return len(values) == count and bool((values == np.arange(count)).all())
 
 
-def _padded_table(tables: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """[n, W] int32: each request's blocks from `first` on, the last repeated up to the widest."""
-    columns = np.minimum(np.arange(int(count.max())), (count - 1)[:, None])
-    return np.take_along_axis(tables, first[:, None] + columns, axis=1).astype(np.int32)
+def _stable(num_blocks: np.ndarray) -> np.ndarray:
+    """Numbers of blocks, each rounded up to the next of WIDTHS in its octave."""
+    unit = np.maximum(1 << _log2_ceil(np.maximum(num_blocks, 1)), 2 * WIDTHS) // (2 * WIDTHS)
+    return -(-num_blocks // unit) * unit
 
 
 def _padded_queries(starts: np.ndarray, query_lens: np.ndarray) -> _Queries:
@@ -222,7 +272,7 @@ def _padded_queries(starts: np.ndarray, query_lens: np.ndarray) -> _Queries:
 
 
 def _bucket(
-    table: np.ndarray,
+    table: _Table,
     queries: _Queries,
     first_query: np.ndarray | None,
     writes: _Writes,
@@ -234,7 +284,7 @@ def _bucket(
         first_query: [n] int32, context slot of each request's first row; None: behind the context.
     """
     (n, q), num_tokens = queries.rows.shape, len(writes)
-    s = table.shape[1] * block_size
+    s = table.blocks.shape[1] * block_size
     mask = None
     if first_query is not None:
         query_slots = (first_query[:, None] + np.arange(q))[:, :, None]  # [n, Q, 1]
@@ -248,7 +298,7 @@ def _bucket(
         num_requests=n,
         query_len=q,
         context_len=s,
-        block_table=mx.array(table),
+        block_table=mx.array(table.blocks),
         rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
         fresh=mx.array(fresh),
         sources=None if _is_range(sources, num_tokens) else mx.array(sources),

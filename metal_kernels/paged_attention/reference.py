@@ -116,8 +116,7 @@ def _context(
     Head outermost, so that what is gathered is already laid out for the matrix products.
     """
     num_heads, num_blocks, block_size, head_size = pool.shape
-    heads = mx.arange(num_heads, dtype=mx.int32)
-    blocks = bucket.block_table + (heads * num_blocks)[:, None, None]
+    blocks, fresh_places = bucket.places(num_heads, num_blocks)
     context = pool.reshape(num_heads * num_blocks, block_size * head_size)[blocks]
     size = bucket.num_requests * bucket.context_len
     context = context.reshape(num_heads * size, head_size)
@@ -126,7 +125,7 @@ def _context(
         context = decode(context, factors.reshape(num_heads * size)).astype(dtype)
     if fresh is not None and bucket.fresh.size:
         rows = fresh if bucket.sources is None else fresh[bucket.sources]
-        context[bucket.fresh + (heads * size)[:, None]] = rows.swapaxes(0, 1)
+        context[fresh_places] = rows.swapaxes(0, 1)
     return context.reshape(num_heads, bucket.num_requests, bucket.context_len, head_size)
 
 

@@ -78,19 +78,17 @@ def build(model_type: str):
     return model
 
 
-def executor(model, model_type: str, num_blocks: int):
+def executor(model, model_type: str, num_blocks: int, elements=mx.float32):
     layers = attention_layers(model, model_type)
     kv_caches = {
-        layer.name: ScatterKVCache(
-            num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32
-        )
+        layer.name: ScatterKVCache(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, elements)
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}
     return ModelExecutor(ModelParts(model), layers, kv_caches, group_of, BLOCK)
 
 
-class _NewRequest:
+class NewRequest:
     """As much of vLLM's NewRequestData as the tables read."""
 
     def __init__(self, req_id, tokens, block_ids):
@@ -137,7 +135,7 @@ def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()
-        requests.add_request(_NewRequest(str(index), prompt, ids))
+        requests.add_request(NewRequest(str(index), prompt, ids))
     found = [[] for _ in prompts]
     chunk = [7, 20, 1, 16]
     done, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]

@@ -8,9 +8,10 @@ holds what layers share of one step. `StatefulLayer` (stateful_layer.py) describ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -39,6 +40,14 @@ class StepLayout(RaggedLayout):
         return np.arange(len(shifts), dtype=np.int32) + shifts.astype(np.int32)
 
 
+@dataclass(frozen=True)
+class Written(Generic[PlanT]):
+    """What one layer of a forward leaves for the next step."""
+
+    plan: PlanT  # that it was made by
+    arrays: list[mx.array]
+
+
 class StepScope(Generic[PlanT]):
     """What the layers of one kind in one KV cache group share of the step at hand.
 
@@ -57,6 +66,15 @@ class StepScope(Generic[PlanT]):
             layout: of the group.
         """
         self._step = positions, self._plan_of(layout)
+
+    @contextmanager
+    def traced(self, positions: mx.array, plan: PlanT) -> Iterator[None]:
+        """Within, these stand for the step's own: a forward is traced."""
+        step, self._step = self._step, (positions, plan)
+        try:
+            yield
+        finally:
+            self._step = step
 
     def end(self) -> None:
         """The forward is built: no layer has a step until the next `begin`."""
@@ -120,6 +138,34 @@ class LayerState(ABC):
         Called between steps: after a step was handed to the device, before the next one's first
         write. MLX may then write the arrays in place, without a copy of the pool.
         """
+
+    #: Whether a forward over the storage can be traced: it has the four members that follow.
+    traceable: ClassVar[bool] = False
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """What a forward reads of the storage."""
+        return self.arrays
+
+    @contextmanager
+    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
+        """Within, a forward is traced: it reads these as `inputs`, and leaves nothing behind.
+
+        Args:
+            inputs: stand for `inputs`, in their order and of their shapes.
+        """
+        raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
+        yield
+
+    @property
+    def outputs(self) -> list[Written[Any]]:
+        """What the forward built last left, in an order that depends on nothing but the model."""
+        raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
+
+    @outputs.setter
+    def outputs(self, outputs: Sequence[Written[Any]]) -> None:
+        """Of a forward that was traced before, and computed again."""
+        raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
 
     @property
     def fences(self) -> Sequence[mx.array]:

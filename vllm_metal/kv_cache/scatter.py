@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write.reference import encode
@@ -14,7 +16,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import reference
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.layer_state import StepLayout, Written
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,17 @@ class ScatterPlan:
     slot_mapping: mx.array  # [T] int32
     attention: reference.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    _places: dict[tuple[int, int], mx.array] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
+    def places(self, num_heads: int, num_slots: int) -> mx.array:
+        """[Hkv, T] int32, the slots in the flat slots of all heads of a pool; made once a step."""
+        shape = num_heads, num_slots
+        if shape not in self._places:
+            starts = np.arange(num_heads, dtype=np.int32)[:, None] * num_slots
+            self._places[shape] = self.slot_mapping + mx.array(starts)
+        return self._places[shape]
 
 
 class ScatterKVCache(LayerKVCache[ScatterPlan]):
@@ -37,13 +50,14 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     pipelined = False
     gathers = True
+    traceable = True
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
-        # Slots, and what goes there in the arrays of keys and of values.
-        self._pending: list[tuple[mx.array, list[mx.array], list[mx.array]]] = []
+        # What goes to the slots of a plan, in the arrays of keys, then of values.
+        self._pending: list[Written[ScatterPlan]] = []
         self._row_dtype = dtype  # of the rows before they are encoded
 
     @classmethod
@@ -68,14 +82,14 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     def begin_step(self) -> None:
         if not self._pending:
             return
-        all_slots, *all_rows = zip(*self._pending, strict=True)
-        self._pending.clear()
-        slots = _joined(all_slots)
-        for pool, rows in zip((self.keys, self.values), all_rows, strict=True):
-            pool.arrays = [
-                _scatter(array, slots, _joined(parts))
-                for array, *parts in zip(pool.arrays, *rows, strict=True)
-            ]
+        written, self._pending = self._pending, []
+        num_heads, num_blocks, block_size = self.keys.elements.shape[:3]
+        slots = [each.plan.places(num_heads, num_blocks * block_size) for each in written]
+        places = _joined(slots, 1)
+        self.arrays = [
+            _scatter(array, places, _joined(parts, 0))
+            for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True)
+        ]
 
     def settle(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
@@ -84,16 +98,33 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
         self._row_dtype = keys.dtype
-        encoded = [encode(rows, self.dtype) for rows in (keys, values)]
-        of_keys, of_values = ([part for part in rows if part is not None] for rows in encoded)
-        self._pending.append((plan.slot_mapping, of_keys, of_values))
+        encoded = [part for rows in (keys, values) for part in encode(rows, self.dtype)]
+        self._pending.append(Written(plan, [part for part in encoded if part is not None]))
+
+    @contextmanager
+    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
+        arrays, pending = self.arrays, self._pending
+        self.arrays, self._pending = list(inputs), []
+        try:
+            yield
+        finally:
+            self.arrays, self._pending = arrays, pending
+
+    @property
+    def outputs(self) -> list[Written[ScatterPlan]]:
+        return list(self._pending)
+
+    @outputs.setter
+    def outputs(self, outputs: Sequence[Written[ScatterPlan]]) -> None:
+        self._pending += outputs
 
     def attend(
         self, plan: ScatterPlan, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        slots, *written = self._pending[-1]
-        assert slots is plan.slot_mapping  # a layer attends right after it has written its K/V
-        keys, values = map(self._as_held, written)
+        newest = self._pending[-1]
+        assert newest.plan is plan  # a layer attends right after it has written its K/V
+        half = len(newest.arrays) // 2
+        keys, values = map(self._as_held, (newest.arrays[:half], newest.arrays[half:]))
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
         return reference.run(
@@ -117,14 +148,12 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         return decode(*encoded).astype(self._row_dtype)
 
 
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+def _joined(parts: Sequence[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
 
 
-def _scatter(array: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] array."""
-    num_heads, num_blocks, block_size, *row_shape = array.shape
-    flat = array.reshape(-1, *row_shape)
-    starts = mx.arange(num_heads, dtype=mx.int32) * (num_blocks * block_size)
-    flat[slots + starts[:, None]] = rows.swapaxes(0, 1)
+def _scatter(array: mx.array, places: mx.array, rows: mx.array) -> mx.array:
+    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] array, at [Hkv, T] places."""
+    flat = array.flatten(0, 2)
+    flat[places] = rows.swapaxes(0, 1)
     return flat.reshape(array.shape)

@@ -11,6 +11,7 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.models.compiled import CompiledForwards
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 
@@ -32,7 +33,9 @@ class ModelExecutor(PagedLayers):
             layers, layer_states, group_of, block_size: see PagedLayers.
         """
         super().__init__(layers, layer_states, group_of, block_size)
-        self._parts = parts
+        self.parts = parts
+        scopes = [scope for _, scope in self._scopes]
+        self._forwards = CompiledForwards(parts, self._caches, scopes, self._own_states)
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, embeddings: mx.array | None = None
@@ -45,11 +48,13 @@ class ModelExecutor(PagedLayers):
             embeddings: [T, 1, H] in place of those of the rows' tokens.
         """
         with self.step(rows, block_tables) as caches:
-            return self._parts.forward_hidden(rows.input_ids, caches, embeddings)
+            if embeddings is None:
+                return self._forwards.forward_hidden(rows.input_ids)
+            return self.parts.forward_hidden(rows.input_ids, caches, embeddings)
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, V] logits of [N, 1, H] hidden states; lazy."""
-        return self._parts.compute_logits(hidden_states)
+        return self.parts.compute_logits(hidden_states)
 
     def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
         """[N, V] logits of the rows' `logits_indices`; lazy."""

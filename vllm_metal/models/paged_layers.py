@@ -60,6 +60,8 @@ class PagedLayers:
                 scopes[key] = layer.scope(state)
             self._caches.append(layer.cache(state, scopes[key]))
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
+        #: Of this network's own layers.
+        self._own_states = list(dict.fromkeys(layer_states[layer.name] for layer in layers))
 
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
         """What the scheduler wants of whole blocks before the next forward.

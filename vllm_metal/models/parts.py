@@ -43,7 +43,9 @@ class ModelParts:
         """
         self.model = model
         self._call = _Call()
-        self._observer: Callable[[mx.array], None] | None = None
+        self._observer: Callable[[mx.array], object] | None = None
+        #: Who is shown hidden states of every forward.
+        self.observers: list[HiddenStates] = []
         self._decoder = _decoder(model)
         if self._decoder is not None:
             _wrap_call(self._decoder, self._show, lambda: self._call.hidden_states)
@@ -93,7 +95,7 @@ class ModelParts:
         finally:
             self._call = _Call()
 
-    def observe(self, observer: Callable[[mx.array], None]) -> None:
+    def observe(self, observer: Callable[[mx.array], object]) -> None:
         """Shows `observer` the final hidden states of all rows, [T, 1, H], in every forward.
 
         Raises:
@@ -143,10 +145,11 @@ class HiddenStates:
         Raises:
             NotImplementedError: the model has no such layer, or does not show its states.
         """
-        self._layer_ids = layer_ids
+        self._layer_ids = [0] if layer_ids is None else layer_ids
         self._newest: dict[int, mx.array] = {}
+        target.observers.append(self)
         if layer_ids is None:
-            target.observe(partial(self._newest.__setitem__, 0))
+            target.observe(partial(self._note, 0))
             return
         layers = target.model.layers
         for layer_id in layer_ids:
@@ -161,10 +164,24 @@ class HiddenStates:
         self._newest[layer_id] = hidden_states
         return hidden_states
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers are shown, the final states counted as one."""
+        return len(self._layer_ids)
+
+    @property
+    def newest(self) -> list[mx.array]:
+        """[T, 1, H] of each layer that is shown; may be set to those of the same forward, built in
+        another way."""
+        return [self._newest[layer_id] for layer_id in self._layer_ids]
+
+    @newest.setter
+    def newest(self, states: Sequence[mx.array]) -> None:
+        self._newest = dict(zip(self._layer_ids, states, strict=True))
+
     def take(self) -> mx.array:
         """[T, H], or [T, H * len(layer_ids)], of the forward built last; lazy."""
-        order = [0] if self._layer_ids is None else self._layer_ids
-        states = [self._newest[layer_id][:, 0] for layer_id in order]
+        states = [state[:, 0] for state in self.newest]
         self._newest.clear()
         return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps whose graph MLX builds by itself are those that the model's Python would have built."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from models.test_executor import FAMILIES, NewRequest, build, executor
+
+from vllm_metal.batch.input_batch import prepare
+from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.models.parts import HiddenStates
+
+NUM_STEPS = 20
+
+
+class Texts:
+    """Requests whose tokens are known, and computed in steps."""
+
+    def __init__(self, run, texts):
+        self._run, self._done = run, 0
+        self._tables = BlockTables(1, len(texts), 9)
+        self._requests = Requests(len(texts), 128, self._tables)
+        for index, text in enumerate(texts):
+            blocks = list(range(1 + index * 8, 9 + index * 8))
+            self._requests.add_request(NewRequest(str(index), text, blocks))
+
+    def step(self, num_tokens):
+        """[R, V] logits of the last of the next tokens of each request."""
+        states = list(self._requests)
+        for state in states:
+            self._requests.num_computed_tokens_np[state.req_idx] = self._done
+        counts = {state.req_id: num_tokens for state in states}
+        batch = prepare(self._requests, counts, mx.zeros(len(states), mx.int32))
+        hidden = self._run.forward_hidden(batch, self._tables)
+        self._done += num_tokens
+        return np.array(self._run.compute_logits(hidden[num_tokens - 1 :: num_tokens]))
+
+
+def calls(model, monkeypatch):
+    """How often the model's Python runs, as a list that grows."""
+    made, family = [], type(model)
+    call = family.__call__
+
+    def counting(self, *args, **kwargs):
+        made.append(len(args))
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(family, "__call__", counting)
+    return made
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_steps_that_come_again_equal_the_dense_forward(model_type, monkeypatch):
+    model = build(model_type)
+    tokens = np.random.default_rng(4).integers(0, 128, (3, 8 + NUM_STEPS)).tolist()
+    dense = np.stack(
+        [model(mx.array([text]), cache=make_prompt_cache(model))[0] for text in tokens]
+    )
+    texts = Texts(executor(model, model_type, 40), tokens)
+    texts.step(8)
+    made = calls(model, monkeypatch)
+    for number in range(8, 8 + NUM_STEPS):
+        np.testing.assert_allclose(texts.step(1), dense[:, number], atol=2e-4, rtol=2e-4)
+    # Two widths of the context, each built in Python twice; and logits, by a call a step.
+    assert len(made) - NUM_STEPS <= 4
+
+
+@pytest.mark.parametrize("layer_ids", [None, [1, 3]])
+def test_hidden_states_are_shown_as_well(layer_ids):
+    tokens = np.random.default_rng(5).integers(0, 128, (2, 16)).tolist()
+    run = executor(build("llama"), "llama", 40)
+    observer = HiddenStates(run.parts, layer_ids)
+    whole = Texts(run, tokens)
+    whole.step(16)
+    expected = np.array(observer.take()).reshape(2, 16, -1)
+    texts = Texts(run, tokens)
+    texts.step(4)
+    observer.take()
+    for number in range(4, 16):
+        texts.step(1)
+        np.testing.assert_allclose(observer.take(), expected[:, number], atol=2e-4, rtol=2e-4)
+
+
+def test_a_model_that_looks_at_values_is_built_by_its_python(monkeypatch):
+    model = build("llama")
+    tokens = np.random.default_rng(6).integers(0, 128, (2, 14)).tolist()
+    dense = np.array(model(mx.array(tokens), cache=make_prompt_cache(model)))
+    norm = type(model.model.norm)
+    call = norm.__call__
+
+    def looking(self, hidden):
+        assert not mx.isnan(hidden).any().item()
+        return call(self, hidden)
+
+    monkeypatch.setattr(norm, "__call__", looking)
+    texts = Texts(executor(model, "llama", 40), tokens)
+    texts.step(8)
+    made = calls(model, monkeypatch)
+    for number in range(8, 14):
+        np.testing.assert_allclose(texts.step(1), dense[:, number], atol=2e-4, rtol=2e-4)
+    assert len(made) == 2 * 6 + 1  # of each step its forward and its logits, and one trace
+
+
+@pytest.mark.parametrize("elements", [mx.uint8, mx.int8])
+def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
+    tokens = np.random.default_rng(7).integers(0, 128, (2, 40)).tolist()
+    found = []
+    for rows in (512, 0):  # the most that a graph is made for: none at last
+        monkeypatch.setattr("vllm_metal.models.compiled._MAX_ROWS", rows)
+        texts = Texts(executor(build("llama"), "llama", 40, elements), tokens)
+        texts.step(10)
+        found.append(np.stack([texts.step(3) for _ in range(10)]))
+    np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
