@@ -81,6 +81,7 @@ class Engine:
         pool_bytes: int,
         disk: Path | None,
         max_step_ms: float | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         """
         Args:
@@ -89,6 +90,7 @@ class Engine:
             pool_bytes: of the KV cache in memory.
             disk: folder of the prefix cache on disk; None: there is none.
             max_step_ms: of --additional-config; None: chunks beside streams are as long as others.
+            prefix_caching: whether the cache in memory is on.
         """
         on_disk = {
             "prefix_cache_dir": str(disk),
@@ -102,7 +104,7 @@ class Engine:
             max_num_seqs=8,
             max_num_batched_tokens=512,
             kv_cache_memory_bytes=pool_bytes,
-            enable_prefix_caching=True,
+            enable_prefix_caching=prefix_caching,
             disable_log_stats=False,
             seed=0,
             additional_config={"max_step_ms": max_step_ms} | (on_disk if disk is not None else {}),
@@ -137,18 +139,22 @@ class Engine:
 
     def first_token(self, prompt: Sequence[int]) -> Answer:
         """Sends a request alone, and waits for its answer of one token."""
+        return self.complete(prompt, 1)[0]
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> tuple[Answer, list[int]]:
+        """Sends a request alone, and waits for its answer: its first token, and all of them."""
         on_disk = self.counter("external_prefix_cache_hits")
         started, cpu = time.perf_counter(), time.process_time()
-        self.add(prompt)
+        self.add(prompt, max_tokens)
         outputs = []
         while not outputs:
             outputs = self._engine.step()
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        found = outputs[0].num_cached_tokens or 0
         while self._engine.has_unfinished_requests():
-            self._engine.step()
+            outputs = self._engine.step() or outputs
+        found = outputs[0].num_cached_tokens or 0
         on_disk = int(self.counter("external_prefix_cache_hits") - on_disk)
-        return Answer(seconds, cpu, found, on_disk)
+        return Answer(seconds, cpu, found, on_disk), list(outputs[0].outputs[0].token_ids)
 
     def settle(self) -> None:
         """Steps until all that is to be written is on disk."""
