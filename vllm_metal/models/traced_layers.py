@@ -74,8 +74,16 @@ def angles_shared() -> Iterator[None]:
         stream: Any = None,
     ) -> mx.array:
         if not isinstance(offset, mx.array) or x.ndim != 4 or x.shape[2] != 1 or stream is not None:
-            options = {"traditional": traditional, "base": base, "scale": scale, "offset": offset}
-            return rope(x, dims, **options, freqs=freqs, stream=stream)
+            return rope(
+                x,
+                dims,
+                traditional=traditional,
+                base=base,
+                scale=scale,
+                offset=offset,
+                freqs=freqs,
+                stream=stream,
+            )
         key = dims, base, scale, id(offset), id(freqs), x.dtype
         if key not in found:
             angles = _angles(dims, base, scale, offset, freqs)
