@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step, device excluded, beside mlx-lm's own generation loop.
+"""Host time of a decode step, device excluded, beside mlx-lm's own generation loops.
 
 A 28-layer model too small to keep a device busy is decoded by the engine and by mlx-lm in one
-process. Host time is CPU time of the thread that drives the steps (`time.thread_time`): building
-the graph, handing it over, bookkeeping. MLX computes on another thread, so device work and waiting
-for it are not in the figure.
+process, in turn. Host time is CPU time of the thread that drives the steps (`time.thread_time`):
+building the graph, handing it over, bookkeeping. MLX computes on another thread, so device work and
+waiting for it are not in the figure. On the CPU device, handing over includes what MLX does for
+each operation before its thread can start it, and waking up each time that thread has caught up.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -24,9 +26,15 @@ if envs.requested_device() == "cpu":
     blas.load()  # comes before MLX
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from vllm import LLM, SamplingParams
+
+from vllm_metal.kv_cache.layer_state import StepScope
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.sample import Sampler
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,6 +53,7 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 PROMPT_LEN = 32
+WARM_UP = 8  # steps: prompts, and caches warm
 
 
 def write_model(folder: Path) -> None:
@@ -60,66 +69,130 @@ def write_model(folder: Path) -> None:
 
 
 class Meter:
-    """Adds up the driving thread's CPU time inside chosen methods."""
+    """Adds up the driving thread's CPU time in chosen functions, without what they call in turn."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._within: list[float] = []  # of each call that has not returned, what it called took
 
-    def wrap(self, owner: object, method: str) -> None:
-        inner = getattr(owner, method)
+    def wrap(self, owner: object, name: str, phase: str) -> None:
+        """From now on the function's time counts for the phase."""
+        inner = getattr(owner, name)
 
-        def timed(*args, **kwargs):
+        def timed(*args: object, **kwargs: object) -> object:
             started = time.thread_time()
+            self._within.append(0.0)
             try:
                 return inner(*args, **kwargs)
             finally:
                 spent = time.thread_time() - started
-                self.seconds[method] = self.seconds.get(method, 0.0) + spent
+                own = spent - self._within.pop()
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + own
+                if self._within:
+                    self._within[-1] += spent
 
-        setattr(owner, method, timed)
+        setattr(owner, name, timed)
+
+    def measure(self, step: Callable[[], object], steps: int, rest: str) -> dict[str, float]:
+        """Milliseconds of a step by phase, of so many; `rest` is what no other phase has."""
+        self.seconds.clear()
+        started = time.thread_time()
+        for _ in range(steps):
+            step()
+        total = time.thread_time() - started
+        self.seconds[rest] = total - sum(self.seconds.values())
+        return {phase: 1e3 * seconds / steps for phase, seconds in self.seconds.items()}
+
+
+#: In the order of a step.
+SCHEDULE, ROWS, PLANS, WRITES = "vLLM's scheduler", "rows and tables", "plans", "K/V written"
+GRAPH, SAMPLE, HAND_OVER = "the forward's graph", "logits and sampling", "hand-over to MLX"
+PHASES = (SCHEDULE, ROWS, PLANS, WRITES, GRAPH, SAMPLE, HAND_OVER)
+
+
+def wrap_all(meter: Meter, llm: LLM) -> None:
+    """Meters what the phases are made of, in the engine and in MLX."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    for name in ("execute_model", "sample_tokens"):
+        meter.wrap(worker, name, ROWS)
+    meter.wrap(StepScope, "begin", PLANS)
+    meter.wrap(ScatterKVCache, "begin_step", WRITES)
+    meter.wrap(ModelExecutor, "forward_hidden", GRAPH)
+    meter.wrap(ModelExecutor, "compute_logits", SAMPLE)
+    meter.wrap(Sampler, "sample", SAMPLE)
+    meter.wrap(mx, "async_eval", HAND_OVER)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Of tokens drawn at random, so that no two begin alike."""
+    rng = np.random.default_rng(count)
+    return [rng.integers(0, CONFIG["vocab_size"], PROMPT_LEN).tolist() for _ in range(count)]
 
 
 def engine_step(llm: LLM, meter: Meter, num_requests: int, steps: int) -> dict[str, float]:
-    """Milliseconds of host time per decode step: the whole engine's, and the worker's part."""
-    rng = np.random.default_rng(num_requests)
+    """Milliseconds of host time of the engine's decode step, by phase."""
     params = SamplingParams(temperature=0, max_tokens=steps + 9, ignore_eos=True, detokenize=False)
     core = llm.llm_engine
-    for index in range(num_requests):
-        prompt = rng.integers(0, CONFIG["vocab_size"], PROMPT_LEN).tolist()
+    for index, prompt in enumerate(prompts(num_requests)):
         core.add_request(f"{num_requests}-{index}", {"prompt_token_ids": prompt}, params)
-    for _ in range(8):  # prefill, and caches warm
+    for _ in range(WARM_UP):
         core.step()
-    meter.seconds.clear()
-    started = time.thread_time()
-    for _ in range(steps):
-        core.step()
-    total = time.thread_time() - started
-    worker = sum(meter.seconds.values())
+    found = meter.measure(core.step, steps, rest=SCHEDULE)
     while core.has_unfinished_requests():
         core.step()
-    return {"engine_ms": 1e3 * total / steps, "worker_ms": 1e3 * worker / steps}
+    llm.reset_prefix_cache()
+    return found
 
 
-def mlx_lm_step(folder: Path, steps: int) -> float:
-    """Milliseconds of host time per token of mlx-lm's generate_step, one request."""
-    from mlx_lm.generate import generate_step
+def mlx_lm_model(folder: Path) -> nn.Module:
+    """The same model, as mlx-lm loads it."""
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(folder)
-    prompt = mx.arange(PROMPT_LEN) % CONFIG["vocab_size"]
-    tokens = generate_step(prompt, model, max_tokens=steps + 8)
-    for _ in range(8):
-        next(tokens)
-    started, done = time.thread_time(), 0
-    for _ in tokens:
-        done += 1
-    return 1e3 * (time.thread_time() - started) / done
+    return load_model(folder)[0]
+
+
+def mlx_lm_step(model: nn.Module, meter: Meter, num_requests: int, steps: int) -> dict[str, float]:
+    """The same of mlx-lm's: `generate_step` for one request, the loop of `batch_generate` else."""
+    from mlx_lm.generate import BatchGenerator, generate_step  # once the engine has set the device
+
+    if num_requests == 1:
+        prompt = mx.array(prompts(1)[0])
+        tokens: Iterator[object] = generate_step(prompt, model, max_tokens=steps + WARM_UP)
+        for _ in range(WARM_UP):
+            next(tokens)
+        return meter.measure(lambda: next(tokens), steps, rest=GRAPH)
+    generator = BatchGenerator(model, completion_batch_size=num_requests)
+    generator.insert(prompts(num_requests), [steps + 2 * WARM_UP] * num_requests)
+    while len(generator.next_generated()) < num_requests:
+        pass
+    for _ in range(WARM_UP):
+        generator.next_generated()
+    found = meter.measure(generator.next_generated, steps, rest=GRAPH)
+    while generator.next_generated():
+        pass
+    generator.close()
+    return found
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """By phase, and of the whole."""
+    whole = {"whole step": float(np.median([sum(run.values()) for run in runs]))}
+    return {phase: float(np.median([run[phase] for run in runs])) for phase in runs[0]} | whole
+
+
+def table(of: dict[str, dict[str, float]]) -> str:
+    """Phases down, what was measured across, as Markdown."""
+    lines = ["| ms | " + " | ".join(of) + " |", "| --- |" + " ---: |" * len(of)]
+    for phase in (*PHASES, "whole step"):
+        cells = [f"{found[phase]:.2f}" if phase in found else "" for found in of.values()]
+        lines.append(f"| {phase} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured")
-    parser.add_argument("--repeats", type=int, default=3, help="medians are of this many")
+    parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -133,25 +206,23 @@ def main() -> None:
             max_num_batched_tokens=1024,
             kv_cache_memory_bytes=64 << 20,
         )
+        model = mlx_lm_model(folder)
         meter = Meter()
-        worker = llm.llm_engine.model_executor.driver_worker.worker
-        for method in ("execute_model", "sample_tokens"):
-            meter.wrap(worker, method)
-        runs: dict[str, list[float]] = {}
+        wrap_all(meter, llm)
+        runs: dict[str, list[dict[str, float]]] = {}
         for _ in range(args.repeats):  # in turn, so that a drifting machine hits all alike
-            runs.setdefault("mlx-lm generate_step, 1 request", []).append(
-                mlx_lm_step(folder, args.steps)
-            )
             for count in (1, 32):
-                plural = "" if count == 1 else "s"
-                for part, figure in engine_step(llm, meter, count, args.steps).items():
-                    label = f"{part.removesuffix('_ms')}, {count} request{plural}"
-                    runs.setdefault(label, []).append(figure)
-    medians = {label: float(np.median(figures)) for label, figures in runs.items()}
-    base = medians["mlx-lm generate_step, 1 request"]
-    print(f"{'host time of a decode step':34} {'ms':>7} {'x mlx-lm':>9}")
-    for label, figure in medians.items():
-        print(f"{label:34} {figure:7.2f} {figure / base:9.2f}")
+                here = mlx_lm_step(model, meter, count, args.steps)
+                runs.setdefault(f"mlx-lm, {count}", []).append(here)
+                here = engine_step(llm, meter, count, args.steps)
+                runs.setdefault(f"vllm-metal, {count}", []).append(here)
+    found = {label: medians(of) for label, of in runs.items()}
+    print(table(found))
+    for count in (1, 32):
+        ours, theirs = (
+            found[f"{name}, {count}"]["whole step"] for name in ("vllm-metal", "mlx-lm")
+        )
+        print(f"requests: {count}, host time over mlx-lm's: {ours / theirs:.2f}")
     args.out.mkdir(parents=True, exist_ok=True)
     report = {"layers": CONFIG["num_hidden_layers"], "steps": args.steps, "runs_ms": runs}
     (args.out / "step_overhead.json").write_text(json.dumps(report, indent=2))

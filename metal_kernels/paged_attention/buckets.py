@@ -22,10 +22,16 @@ MIN_ROWS = 64
 #: A table of a step that decodes is as wide as one of so many widths from a power of two to the
 #: next: its shape then stays the same for many steps, and it grows by an eighth at most.
 WIDTHS = 8
+#: The shape also stays for as many blocks in all requests together: a new one has to be built in
+#: Python and compiled, 25 ms at 28 layers, which pays for the slots that a few steps pad.
+STABLE_BLOCKS = 4
 DECODE_ROWS = 16  # a request with more rows prefills, and comes once
-#: Slots that each call over a common beginning has to save, at least. A slot takes 0.4 microseconds
-#: a layer on two x86 cores (16 requests of 600 tokens): so many pay for the operations of a call.
+#: Slots that a call more has to save, at least: one over a common beginning, or for shorter
+#: requests. A slot takes 0.4 microseconds a layer on two x86 cores (16 requests of 600 tokens): so
+#: many pay for the operations of a call.
 MIN_SAVED = 512
+
+Places = tuple[mx.array, ...]  # of an array's first axes, one index array for each
 
 
 @dataclass(frozen=True)
@@ -40,31 +46,35 @@ class Bucket:
     fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
     sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
     mask: mx.array | None  # [n, 1, Q, S] bool, True where a query may look; None: everywhere
-    _places: dict[tuple[int, int], tuple[mx.array, mx.array]] = field(
+    _places: dict[int, tuple[Places, Places]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
-    def places(self, num_heads: int, num_blocks: int) -> tuple[mx.array, mx.array]:
-        """Where blocks, and rows that this step writes, lie in flat arrays of all heads.
+    def places(self, num_heads: int) -> tuple[Places, Places]:
+        """Where the context's blocks, and the rows that this step writes, lie in all heads.
 
-        Made for the first layer, and the same for all others of its shape.
+        Made for the first layer, and the same for all others of as many K/V heads.
 
         Args:
-            num_heads: K/V heads.
-            num_blocks: of the pool.
+            num_heads: K/V heads, Hkv.
 
         Returns:
-            [Hkv, n, S / block_size] int32, into [Hkv * B]; [Hkv, f] int32, into [Hkv * n * S].
+            Head and block of the pool, each [Hkv, n, S / block_size] int32; head, request and slot
+            of the context, each [f * Hkv] int32, the heads of a row one after another.
         """
-        shape = num_heads, num_blocks
-        if shape not in self._places:
-            heads = np.arange(num_heads, dtype=np.int32)[:, None]
-            size = self.num_requests * self.context_len
-            self._places[shape] = (
-                self.block_table + mx.array(heads[:, None] * num_blocks),
-                self.fresh + mx.array(heads * size),
+        if num_heads not in self._places:
+            heads = mx.array(np.arange(num_heads, dtype=np.int32))
+            blocks = num_heads, *self.block_table.shape
+            rows = self.fresh.size, num_heads
+            slots = mx.broadcast_to(self.fresh[:, None], rows).flatten()
+            self._places[num_heads] = (
+                (
+                    mx.broadcast_to(heads[:, None, None], blocks),
+                    mx.broadcast_to(self.block_table, blocks),
+                ),
+                (mx.broadcast_to(heads, rows).flatten(), *mx.divmod(slots, self.context_len)),
             )
-        return self._places[shape]
+        return self._places[num_heads]
 
     def work(self, num_heads: int, sizes: int) -> int:
         """FLOPs; `sizes` is that of a key and of a value together."""
@@ -100,6 +110,7 @@ def plan(
 
     A bucket holds requests whose query and context lengths round up to the same power of two, so
     padding at most doubles either, and a step has few buckets whatever its number of requests.
+    Requests of shorter contexts join a bucket where that pads less than a call of their own costs.
 
     Args:
         query_start_loc: [R + 1] int32, first batch row of each request.
@@ -121,7 +132,7 @@ def plan(
     shared = _Calls(num_tokens)
     if window is not None:
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
-    elif share:
+    elif share and len(query_lens) > 1:
         whole = (seq_lens - query_lens) // block_size  # blocks that all rows of a request see
         requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
         for members, length in common_prefixes(block_tables, whole):
@@ -132,9 +143,11 @@ def plan(
                 shared.add(_bucket(table, queries, None, writes, block_size), queries)
                 first_block[members] = length
     num_blocks = -(-seq_lens // block_size) - first_block
-    widths = np.where(query_lens <= DECODE_ROWS, _stable(num_blocks), num_blocks)
+    decodes = query_lens <= DECODE_ROWS
+    widths = np.where(decodes, _stable(num_blocks, decodes.sum()), num_blocks)
     own = _Calls(num_tokens)
     shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
+    shapes = _joined(shapes, widths * block_size)
     for members in _alike(shapes, query_lens, widths * block_size):
         table = _Table.of(
             block_tables[members], first_block[members], num_blocks[members], widths[members].max()
@@ -241,6 +254,26 @@ def _in_pieces(
     return np.append(starts, ends[-1]), seq_lens[request] - behind, block_tables[request]
 
 
+def _joined(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """The shapes, a wider one in place of those for which a call of their own does not pay.
+
+    So steps of few short requests have the same calls, whatever requests they are.
+
+    Args:
+        shapes: [R] int, 64 times that of the query and that of the context.
+        context: [R] int, slots of each.
+    """
+    joined = shapes.copy()
+    wider, most = -1, 0
+    for shape in np.unique(shapes)[::-1]:
+        members = shapes == shape
+        if wider // 64 == shape // 64 and (most - context[members]).sum() < MIN_SAVED:
+            joined[members] = wider
+        else:
+            wider, most = int(shape), int(context[members].max())
+    return joined
+
+
 def _alike(shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray) -> Iterator[np.ndarray]:
     """Indices of requests of like shape, in groups that one call may hold when padded alike."""
     for shape in np.unique(shapes):
@@ -259,9 +292,11 @@ def _is_range(values: np.ndarray, count: int) -> bool:
     return len(values) == count and bool((values == np.arange(count)).all())
 
 
-def _stable(num_blocks: np.ndarray) -> np.ndarray:
-    """Numbers of blocks, each rounded up to the next of WIDTHS in its octave."""
+def _stable(num_blocks: np.ndarray, num_requests: int) -> np.ndarray:
+    """Numbers of blocks, each rounded up to the next of WIDTHS in its octave, or more coarsely
+    where few requests decode."""
     unit = np.maximum(1 << _log2_ceil(np.maximum(num_blocks, 1)), 2 * WIDTHS) // (2 * WIDTHS)
+    unit = np.maximum(unit, STABLE_BLOCKS // max(num_requests, 1))
     return -(-num_blocks // unit) * unit
 
 

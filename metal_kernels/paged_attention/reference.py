@@ -75,16 +75,15 @@ def run(
         if pace is not None:
             pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
-        picked = picked.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:])
         k = _context(bucket, keys, key_pool, key_scales, queries.dtype)
         v = _context(bucket, values, value_pool, value_scales, queries.dtype)
         if fused and softcap is None and not plan.shared:
-            out = _attend_fused(picked, k, v, bucket.mask, scale, sinks)
+            out = _attend_fused(picked, k, v, bucket, scale, sinks)
         else:
             sinks_here = sinks if len(outputs) < len(plan.buckets) else None  # they count once
-            out, log_sum = _attend_grouped(picked, k, v, bucket.mask, scale, sinks_here, softcap)
+            out, log_sum = _attend_grouped(picked, k, v, bucket, scale, sinks_here, softcap)
             log_sums.append(log_sum)
-        outputs.append(out.reshape(-1, *out.shape[2:]))
+        outputs.append(out)
     count = len(plan.buckets)
     merged = _in_order(outputs[:count], plan.order)
     if plan.shared:
@@ -115,45 +114,42 @@ def _context(
 
     Head outermost, so that what is gathered is already laid out for the matrix products.
     """
-    num_heads, num_blocks, block_size, head_size = pool.shape
-    blocks, fresh_places = bucket.places(num_heads, num_blocks)
-    context = pool.reshape(num_heads * num_blocks, block_size * head_size)[blocks]
-    size = bucket.num_requests * bucket.context_len
-    context = context.reshape(num_heads * size, head_size)
+    blocks, places = bucket.places(pool.shape[0])
+    shape = pool.shape[0], bucket.num_requests, bucket.context_len
+    context = pool[blocks].reshape(*shape, -1)
     if scales is not None:
-        factors = scales.reshape(num_heads * num_blocks, block_size)[blocks]
-        context = decode(context, factors.reshape(num_heads * size)).astype(dtype)
+        context = decode(context, scales[blocks].reshape(shape)).astype(dtype)
     if fresh is not None and bucket.fresh.size:
         rows = fresh if bucket.sources is None else fresh[bucket.sources]
-        context[fresh_places] = rows.swapaxes(0, 1)
-    return context.reshape(num_heads, bucket.num_requests, bucket.context_len, head_size)
+        context[places] = rows.flatten(0, 1)
+    return context
 
 
 def _attend_fused(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    mask: mx.array | None,
+    bucket: Bucket,
     scale: float,
     sinks: mx.array | None,
 ) -> mx.array:
-    """[n, Q, H, D] queries over [Hkv, n, S, D] keys and values; same shape back."""
+    """[n * Q, H, D] queries over [Hkv, n, S, D] keys and values; same shape back."""
     out = mx.fast.scaled_dot_product_attention(
-        queries.swapaxes(1, 2),
+        queries.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:]).swapaxes(1, 2),
         keys.swapaxes(0, 1),
         values.swapaxes(0, 1),
         scale=scale,
-        mask=mask,
+        mask=bucket.mask,
         sinks=sinks,
     )
-    return out.swapaxes(1, 2)
+    return out.swapaxes(1, 2).flatten(0, 1)
 
 
 def _attend_grouped(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    mask: mx.array | None,
+    bucket: Bucket,
     scale: float,
     sinks: mx.array | None,
     softcap: float | None,
@@ -166,28 +162,49 @@ def _attend_grouped(
     Returns:
         The same in float32, and [n * Q, H, 1] float32: log2 of each softmax's sum.
     """
-    (n, q, num_heads, d), num_kv_heads = queries.shape, keys.shape[0]
+    num_heads, num_kv_heads = queries.shape[1], keys.shape[0]
     group = num_heads // num_kv_heads
+    # Of a K/V head and request: its rows. One row needs no axis, which saves operations that view.
+    queries_axis = () if bucket.query_len == 1 else (bucket.query_len,)
     factor = scale * _LOG2_E if softcap is None else scale / softcap
-    scaled = queries.astype(mx.float32) * factor
-    packed = scaled.reshape(n, q, num_kv_heads, group, d).transpose(2, 0, 3, 1, 4)
-    scores = packed.reshape(num_kv_heads, n, group * q, d) @ keys.swapaxes(-1, -2)
-    scores = scores.reshape(num_kv_heads, n, group, q, -1)
+    packed = _heads_first(queries.astype(mx.float32) * factor, bucket, num_kv_heads)
+    scores = packed @ keys.swapaxes(-1, -2)
+    rows = (*scores.shape[:2], *queries_axis, group)
+    scores = scores.reshape(*rows, -1)
     if softcap is not None:
         scores = mx.tanh(scores) * (softcap * _LOG2_E)
-    if mask is not None:
+    if bucket.mask is not None:
+        mask = bucket.mask.reshape(bucket.num_requests, *queries_axis, 1, -1)
         scores = mx.where(mask, scores, -mx.inf)
     top = scores.max(axis=-1, keepdims=True)
     rest = None
     if sinks is not None:
-        rest = sinks.astype(mx.float32).reshape(num_kv_heads, 1, group, 1, 1) * _LOG2_E
+        one_each = (1,) * (1 + len(queries_axis))
+        rest = sinks.astype(mx.float32).reshape(num_kv_heads, *one_each, group, 1) * _LOG2_E
         top = mx.maximum(top, rest)
     weights = mx.power(2.0, scores - top)
     total = weights.sum(axis=-1, keepdims=True)
     if rest is not None:
         total = total + mx.power(2.0, rest - top)
-    out = weights.reshape(num_kv_heads, n, group * q, -1) @ values
-    out = out.reshape(num_kv_heads, n, group, q, -1) / total
-    log_sum = top + mx.log2(total)
-    rows_first = out.transpose(1, 3, 0, 2, 4).reshape(n, q, num_heads, -1)
-    return rows_first, log_sum.transpose(1, 3, 0, 2, 4).reshape(n * q, num_heads, 1)
+    out = weights.reshape(*packed.shape[:3], -1) @ values
+    out = out.reshape(*rows, -1) / total
+    return (
+        _rows_first(out, bucket, num_heads),
+        _rows_first(top + mx.log2(total), bucket, num_heads),
+    )
+
+
+def _heads_first(rows: mx.array, bucket: Bucket, num_kv_heads: int) -> mx.array:
+    """[n * Q, H, D] as [Hkv, n, Q * group, D]."""
+    n, q, size = bucket.num_requests, bucket.query_len, rows.shape[-1]
+    if q == 1:
+        return rows.reshape(n, num_kv_heads, -1, size).swapaxes(0, 1)
+    heads_first = rows.reshape(n, q, num_kv_heads, -1, size).transpose(2, 0, 1, 3, 4)
+    return heads_first.reshape(num_kv_heads, n, -1, size)
+
+
+def _rows_first(heads_first: mx.array, bucket: Bucket, num_heads: int) -> mx.array:
+    """[n * Q, H, D] of [Hkv, n, group, D] where Q is 1, else of [Hkv, n, Q, group, D]."""
+    axes = (1, 0, 2, 3) if bucket.query_len == 1 else (1, 2, 0, 3, 4)
+    rows_first = heads_first.transpose(axes)
+    return rows_first.reshape(-1, num_heads, heads_first.shape[-1])

@@ -5,10 +5,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from models.test_executor import FAMILIES, NewRequest, build, executor
+from models.test_executor import COMMON, FAMILIES, NewRequest, build, executor
 
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.rows import Rows
 from vllm_metal.models.parts import HiddenStates
 
 NUM_STEPS = 20
@@ -112,3 +113,66 @@ def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
         texts.step(10)
         found.append(np.stack([texts.step(3) for _ in range(10)]))
     np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
+
+
+class RandomBatches:
+    """Steps of any of a few requests: most decode, some verify drafts or begin anew."""
+
+    NUM_REQUESTS, LENGTH = 6, 120
+
+    def __init__(self, seed):
+        self._rng = np.random.default_rng(seed)
+        self.tokens = self._rng.integers(0, 128, (self.NUM_REQUESTS, self.LENGTH))
+        self._computed = np.zeros(self.NUM_REQUESTS, np.int32)
+        self.tables = BlockTables(1, self.NUM_REQUESTS, 8)
+        blocks = 1 + np.arange(8 * self.NUM_REQUESTS, dtype=np.int32)
+        self.tables.tables_np[0][:] = blocks.reshape(self.NUM_REQUESTS, -1)
+
+    def next_rows(self):
+        rng = self._rng
+        size = rng.integers(1, self.NUM_REQUESTS + 1)
+        requests = rng.choice(self.NUM_REQUESTS, size, replace=False).astype(np.int32)
+        done = (self._computed[requests] > self.LENGTH - 5) | (rng.random(size) < 0.01)
+        self._computed[requests[done]] = 0
+        before = self._computed[requests]
+        more = rng.choice([1, 3], p=[0.9, 0.1])  # a row each, or two drafts besides
+        counts = np.where(before == 0, rng.integers(1, 30, size), more).astype(np.int32)
+        self._computed[requests] += counts
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        owner = np.repeat(np.arange(size), counts)
+        positions = (np.arange(starts[-1]) - starts[owner] + before[owner]).astype(np.int32)
+        tokens = self.tokens[requests[owner], positions].astype(np.int32)
+        return Rows(
+            req_indices_np=requests,
+            query_start_loc_np=starts,
+            seq_lens_np=before + counts,
+            positions_np=positions,
+            positions=mx.array(positions),
+            input_ids=mx.array(tokens),
+            logits_indices=None,
+        )
+
+
+def test_random_batches_compile_few_graphs_and_any_step_may_do_without(monkeypatch):
+    monkeypatch.setitem(COMMON, "num_hidden_layers", 2)
+    model, batches = build("llama"), RandomBatches(8)
+    dense = np.array(model(mx.array(batches.tokens), cache=make_prompt_cache(model)))
+    run = executor(model, "llama", 50)
+    made, compile_graph = [], mx.compile
+
+    def counting(function):
+        made.append(function)
+        return compile_graph(function)
+
+    monkeypatch.setattr(mx, "compile", counting)
+    rng = np.random.default_rng(9)
+    for number in range(1000):
+        rows = batches.next_rows()
+        use_graphs = number < 500 or rng.random() < 0.5  # and switched in mid-run
+        monkeypatch.setattr("vllm_metal.models.compiled._MAX_ROWS", 512 if use_graphs else 0)
+        found = np.array(run.forward(rows, batches.tables))
+        requests = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))
+        expected = dense[requests, rows.positions_np]
+        np.testing.assert_allclose(found, expected, atol=2e-4, rtol=2e-4)
+    # Decode steps: one for each number of requests and width of the context; as many that verify.
+    assert 8 <= len(made) <= 2 * RandomBatches.NUM_REQUESTS * 8

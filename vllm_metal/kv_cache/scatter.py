@@ -15,6 +15,7 @@ from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention.buckets import Places
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout, Written
 
@@ -26,16 +27,21 @@ class ScatterPlan:
     slot_mapping: mx.array  # [T] int32
     attention: reference.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
-    _places: dict[tuple[int, int], mx.array] = field(
+    _places: dict[tuple[int, int], Places] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
-    def places(self, num_heads: int, num_slots: int) -> mx.array:
-        """[Hkv, T] int32, the slots in the flat slots of all heads of a pool; made once a step."""
-        shape = num_heads, num_slots
+    def places(self, num_heads: int, block_size: int) -> Places:
+        """Head, block and offset of what goes to the slots, each [T * Hkv] int32.
+
+        The heads of a row one after another; made once a step.
+        """
+        shape = num_heads, block_size
         if shape not in self._places:
-            starts = np.arange(num_heads, dtype=np.int32)[:, None] * num_slots
-            self._places[shape] = self.slot_mapping + mx.array(starts)
+            rows = self.slot_mapping.size, num_heads
+            heads = mx.broadcast_to(mx.array(np.arange(num_heads, dtype=np.int32)), rows)
+            slots = mx.broadcast_to(self.slot_mapping[:, None], rows).flatten()
+            self._places[shape] = heads.flatten(), *mx.divmod(slots, block_size)
         return self._places[shape]
 
 
@@ -83,13 +89,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         if not self._pending:
             return
         written, self._pending = self._pending, []
-        num_heads, num_blocks, block_size = self.keys.elements.shape[:3]
-        slots = [each.plan.places(num_heads, num_blocks * block_size) for each in written]
-        places = _joined(slots, 1)
-        self.arrays = [
-            _scatter(array, places, _joined(parts, 0))
-            for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True)
-        ]
+        num_heads, _, block_size = self.keys.elements.shape[:3]
+        slots = [each.plan.places(num_heads, block_size) for each in written]
+        places = tuple(_joined(parts) for parts in zip(*slots, strict=True))
+        for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
+            array[places] = _joined(parts).flatten(0, 1)
 
     def settle(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
@@ -148,12 +152,5 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         return decode(*encoded).astype(self._row_dtype)
 
 
-def _joined(parts: Sequence[mx.array], axis: int) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=axis)
-
-
-def _scatter(array: mx.array, places: mx.array, rows: mx.array) -> mx.array:
-    """[T, Hkv, ...] rows in a [Hkv, B, block_size, ...] array, at [Hkv, T] places."""
-    flat = array.flatten(0, 2)
-    flat[places] = rows.swapaxes(0, 1)
-    return flat.reshape(array.shape)
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm_metal.kv_cache.layer_state import LayerState, StepScope, Written
 from vllm_metal.kv_cache.plan_arrays import all_else, with_arrays
 from vllm_metal.models.parts import ModelParts
+from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
 
 logger = init_logger(__name__)
 
@@ -64,6 +65,7 @@ class CompiledForwards:
         self._states = list(states)
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._traceable = all(state.traceable for state in states)
+        self._weights = TransposedWeights(parts.model)
 
     def forward_hidden(self, input_ids: mx.array) -> mx.array:
         """[T, 1, H] hidden states of [T] int32 tokens; the step has begun."""
@@ -128,6 +130,8 @@ class CompiledForwards:
             input_ids, positions = next(given), next(given)
             traced = [with_arrays(plan, given) for plan in plans]
             with ExitStack() as stack:
+                stack.enter_context(self._weights.used())
+                stack.enter_context(angles_shared())
                 for scope, plan in zip(self._scopes, traced, strict=True):
                     stack.enter_context(scope.traced(positions, plan))
                 for state, count in zip(self._states, num_inputs, strict=True):

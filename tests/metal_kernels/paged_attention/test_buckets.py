@@ -145,3 +145,20 @@ def test_a_beginning_gets_no_call_of_its_own_where_it_saves_little(family, limit
         plan = plan_of(batch)
     assert not plan.shared
     np.testing.assert_allclose(np.array(attend(batch, plan)), formula(batch, 0.2), atol=1e-4)
+
+
+def test_short_requests_join_the_call_of_longer_ones_where_padding_costs_less():
+    rng = np.random.default_rng(3)
+    short = make_batch(rng, [(3, 1), (20, 1), (90, 1), (60, 1)], SHAPE, mx.float32)
+    (call,) = plan_of(short).buckets
+    assert (call.num_requests, call.context_len) == (4, 6 * BLOCK)
+    np.testing.assert_allclose(
+        np.array(attend(short, plan_of(short))), formula(short, 0.2), atol=1e-4
+    )
+    # Forty requests of a block each would have 5 more.
+    many = make_batch(rng, [(90, 1)] + [(3, 1)] * 40, SHAPE, mx.float32)
+    sizes = {(call.num_requests, call.context_len) for call in plan_of(many).buckets}
+    assert sizes == {(1, 6 * BLOCK), (40, BLOCK)}
+    np.testing.assert_allclose(np.array(attend(many, plan_of(many))), formula(many, 0.2), atol=1e-4)
+    # Rows that prefill keep to calls of their own kind.
+    assert len(plan_of(make_batch(rng, [(3, 1), (0, 64)], SHAPE, mx.float32)).buckets) == 2
