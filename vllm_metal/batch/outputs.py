@@ -44,11 +44,6 @@ class Unread:
             self.num_rejected[mx.array(indices_np)],
         )
 
-    def newest(self) -> mx.array:
-        """[R] int32, place in `token_ids` of each one's newest token; arbitrary without any."""
-        last = self.firsts_np + np.maximum(self.counts_np - 1, 0)
-        return mx.array(last.astype(np.int32)) - self.num_rejected
-
 
 class StepOutput(AsyncOutput):
     """The results of one step, still on the device; vLLM asks for them a step later."""

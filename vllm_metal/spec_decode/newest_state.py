@@ -18,7 +18,6 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.spec_decode.paged_head import UNKNOWN, first_positions
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
@@ -87,9 +86,10 @@ class StateNetwork(DraftNetwork):
 
 
 class StateProposer(Proposer):
-    """Drafts from the hidden state that the newest token was sampled from."""
+    """Drafts from the hidden state that the newest token was sampled from.
 
-    reads_text = False
+    vLLM takes these heads without async scheduling only, so the host knows that token.
+    """
 
     def __init__(self, heads: StateHeads, states: HiddenStates, num_drafts: int) -> None:
         """
@@ -111,7 +111,7 @@ class StateProposer(Proposer):
     def take_hidden(self, rows: Rows) -> None:
         self._newest = self._states.take()
         firsts = rows.query_start_loc_np[:-1]
-        columns = (firsts, first_positions(rows), np.diff(rows.query_start_loc_np))
+        columns = (firsts, rows.positions_np[firsts], np.diff(rows.query_start_loc_np))
         places = zip(*(column.tolist() for column in columns), strict=True)
         self._rows = dict(zip(rows.req_indices_np.tolist(), places, strict=True))
 
@@ -126,26 +126,17 @@ class StateProposer(Proposer):
     ) -> Drafts:
         places = [self._rows.get(req_idx, (0, 0, 0)) for req_idx in req_indices_np.tolist()]
         firsts, starts, counts = np.array(places, np.int64).reshape(-1, 3).T
-        if num_before_np is not None:
-            starts = np.where(starts == UNKNOWN, num_before_np - 1, starts)
-        most_tokens = num_tokens_np if unread is None else num_tokens_np + unread.counts_np
-        offsets = most_tokens - 2 - starts  # of the row that the newest token was sampled from
+        offsets = num_tokens_np - 2 - starts  # of the row that the newest token was sampled from
         fitting = (offsets >= 0) & (offsets < counts)
-        most = np.minimum(token_ids_np.shape[1] - most_tokens, self._heads.num_heads)
+        most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._heads.num_heads)
         limits = np.minimum(np.minimum(limits_np, most), self._num_drafts)
         limits = np.where(fitting, np.maximum(limits, 0), 0).astype(np.int32)
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         drafting = np.flatnonzero(limits)
         if len(drafting):
             assert self._newest is not None
-            rows = mx.array((firsts + offsets)[drafting].astype(np.int32))
+            hidden = self._newest[mx.array((firsts + offsets)[drafting].astype(np.int32))]
             newest = mx.array(token_ids_np[req_indices_np[drafting], num_tokens_np[drafting] - 1])
-            if unread is not None:
-                own = unread.of(drafting)
-                rows = rows - own.num_rejected
-                sampled = own.token_ids[own.newest()]
-                newest = mx.where(mx.array(own.counts_np > 0), sampled, newest)
-            hidden = self._newest[rows]
             width = int(limits.max())
             token_ids[mx.array(drafting), :width] = self._heads(hidden, newest, width)
         return Drafts(token_ids, limits)

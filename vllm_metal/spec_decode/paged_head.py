@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+#: Position of the first row of a step that was laid out before the host knew it.
+_UNKNOWN = -1
+
+
 class Head(Protocol):
     """Works on rows: row i takes the hidden state of position i and the token of position i + 1,
     keeps K/V at position i, and predicts the token of position i + 2."""
@@ -113,17 +117,13 @@ class HeadNetwork(DraftNetwork):
         return PagedLayers(self.layers, own, group_of, block_size, begins_steps=begins_steps)
 
 
-#: Position of the first row of a step that was laid out before the host knew it.
-UNKNOWN = -1
-
-
 @dataclass(frozen=True)
 class _Kept:
     """Hidden states of a request's rows in its newest step."""
 
     states: mx.array  # [T, W] of the whole step
     first_row: int
-    start: int  # position of the first row; UNKNOWN: the row before what the step sampled
+    start: int  # position of the first row; _UNKNOWN: the row before what the step sampled
     count: int
 
 
@@ -163,7 +163,7 @@ class HeadProposer(PagedProposer):
     def take_hidden(self, rows: Rows) -> None:
         states = self._states.take()
         firsts, counts = rows.query_start_loc_np[:-1], np.diff(rows.query_start_loc_np)
-        starts = first_positions(rows)
+        starts = _first_positions(rows)
         for req_idx, *of_request in zip(
             rows.req_indices_np.tolist(),
             firsts.tolist(),
@@ -187,7 +187,7 @@ class HeadProposer(PagedProposer):
         kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
         starts = np.array([of.start for of in kept], np.int32)
         if num_before_np is not None:
-            starts = np.where(starts == UNKNOWN, num_before_np - 1, starts)
+            starts = np.where(starts == _UNKNOWN, num_before_np - 1, starts)
         counts = np.array([of.count for of in kept], np.int32)
         most_tokens = num_tokens_np if unread is None else num_tokens_np + unread.counts_np
         # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
@@ -230,12 +230,12 @@ class HeadProposer(PagedProposer):
         return self._head.tokens(out), hidden
 
 
-def first_positions(rows: Rows) -> np.ndarray:
-    """[R] int32, position of each request's first row; UNKNOWN where only the device knows it."""
+def _first_positions(rows: Rows) -> np.ndarray:
+    """[R] int32, position of each request's first row; _UNKNOWN where only the device knows it."""
     starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
     if rows.behind is None:
         return starts_np
-    return np.where(rows.behind.most_np > 0, np.int32(UNKNOWN), starts_np)
+    return np.where(rows.behind.most_np > 0, np.int32(_UNKNOWN), starts_np)
 
 
 def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:

@@ -46,9 +46,6 @@ class ModelRunner:
     `learn` waits before all that, where `_needs_outcome` says so.
     """
 
-    #: How often a step waited to know what the step before it sampled.
-    num_waits = 0
-
     def __init__(
         self,
         model: ModelExecutor,
@@ -76,6 +73,8 @@ class ModelRunner:
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
         self._forwarded: _Forwarded | None = None
         self._newest: StepOutput | None = None  # the step handed over last
+        #: How often a step waited to know what the step before it sampled.
+        self.num_waits = 0
         self._unlearnt: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand

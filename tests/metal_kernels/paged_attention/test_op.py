@@ -4,11 +4,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from metal_interpreter import Checker, metal_kernel
 
 from metal_kernels import kernel, kv_write, paged_attention
+from metal_kernels.layout import Behind
 from metal_kernels.paged_attention import AttentionShape, reference
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
 from tests.metal_kernels.paged_attention.batches import Batch, expected, make_batch
@@ -20,8 +21,14 @@ FENCE = mx.zeros(8, mx.uint32)
 SCALE = 0.09
 
 
-def attend(batch, window=None, softcap=None, sinks=None):
-    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape, window)
+def attend(batch, window=None, softcap=None, sinks=None, behind=None):
+    seq_lens, tables = batch.seq_lens, batch.tables
+    if behind is not None:
+        seq_lens = seq_lens + np.array(behind.counts)
+        wide = max(0, -(-int(seq_lens.max()) // batch.key_pool.shape[2]) - tables.shape[1])
+        unused = batch.key_pool.shape[1] - 1  # a block of NaN
+        tables = np.pad(tables, ((0, 0), (0, wide)), constant_values=unused)
+    plan = paged_attention.plan(batch.starts, seq_lens, tables, batch.shape, window, behind=behind)
     out, fences = paged_attention.run(
         plan,
         batch.queries,
@@ -38,9 +45,9 @@ def attend(batch, window=None, softcap=None, sinks=None):
     return out
 
 
-def check(batch, compiler, window=None, softcap=None, sinks=None):
+def check(batch, compiler, window=None, softcap=None, sinks=None, behind=None):
     with kernel.using(compiler):
-        out = attend(batch, window, softcap, sinks)
+        out = attend(batch, window, softcap, sinks, behind)
     assert out.dtype == batch.queries.dtype
     found = np.array(out.astype(mx.float32))
     sinks = None if sinks is None else np.array(sinks.astype(mx.float32), np.float64)
@@ -131,6 +138,44 @@ def test_ragged_batches(requests, block_size, heads, window, softcap, with_sinks
     batch = make_batch(rng, requests, shape, mx.float16, None, block_size)
     sinks = mx.array(rng.normal(size=heads[0]).astype(np.float32)) if with_sinks else None
     check(batch, Checker(schedule).metal_kernel, window, softcap, sinks)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 40) | st.integers(480, 530), st.integers(1, 9)),
+        min_size=1,
+        max_size=4,
+    ),
+    most=st.integers(1, 8),
+    block_size=st.sampled_from([16, 32]),
+    heads=st.sampled_from([(1, 1), (2, 1), (9, 3)]),
+    window=st.sampled_from([None, 1, 5, 64]),
+    seed=st.integers(0, 2**16),
+)
+@example(requests=[(511, 1)], most=8, block_size=16, heads=(1, 1), window=None, seed=0)
+@example(requests=[(508, 4)], most=8, block_size=16, heads=(8, 1), window=None, seed=1)
+def test_requests_that_end_before_where_the_host_says(
+    requests, most, block_size, heads, window, seed
+):
+    """Past their ends stands NaN, as another request might have left there."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, requests, AttentionShape(*heads, 64, 64), mx.float16, None, block_size)
+    most_np = rng.integers(0, most, len(requests), np.int32, endpoint=True)
+    most_np[0] = most
+    counts = mx.array(np.minimum(rng.integers(0, 9, len(requests)), most_np).astype(np.int32))
+    check(batch, Checker("forward").metal_kernel, window, behind=Behind(counts, most_np))
+
+
+def test_an_empty_part_of_a_context_counts_for_nothing():
+    """The last part begins where the host thinks that a request goes on."""
+    batch = make_batch(
+        np.random.default_rng(1), [(511, 1)], AttentionShape(2, 1, 64, 64), mx.float16
+    )
+    checker = Checker("forward")
+    behind = Behind(mx.array([3], mx.int32), np.array([3], np.int32))
+    check(batch, checker.metal_kernel, behind=behind)
+    assert checker.dispatches[-1].kernel == "reduce"
 
 
 def test_decode_and_prefill_in_any_order():
