@@ -33,11 +33,10 @@ def toys(tmp_path_factory):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Starts an engine on the kernels; with `waits`, each of its steps waits for the one before.
+    """Starts an engine on the kernels; with `waits`, one whose steps wait for the one before.
 
     Gives the engine, its runner, and what it drafts.
     """
-    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
 
     @contextmanager
     def start(toy, waits=False, **options):
@@ -49,8 +48,7 @@ def serve(monkeypatch):
 
         with monkeypatch.context() as patch, watching(patch) as drafted:
             patch.setattr(ModelRunner, "__init__", noting)
-            if waits:
-                patch.setattr(ModelRunner, "_needs_outcome", lambda *_: True)
+            patch.setenv("VLLM_METAL_KERNELS", "scatter" if waits else "interpret")
             settings = {"async_scheduling": True, "max_model_len": 128} | options
             with drafting_engine(toy, None, **settings) as llm:
                 yield llm, made[0], drafted
