@@ -133,7 +133,6 @@ class ModelRunner:
             self._speculator.reads_text
             or not self._model.pipelined  # it waits in any case
             or self._model.rolls_back  # the state is put right before it is used
-            or self._sampler.needs_host_tokens
             or scheduler_output.has_structured_output_requests  # masks are made of known drafts
             or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
         )
