@@ -93,7 +93,7 @@ class RecoveringRunner:
         if self._untold:
             self._untold = False
             self._unreported_failure = FailedStep(self, step, reason=None, pool_lost=True)
-        self._attempt(lambda runner: runner.learn())
+        self._attempt(lambda runner: runner.learn(scheduler_output))
         self._attempt(lambda runner: runner.settle_leaving(scheduler_output))
         sound = self._unreported_failure is None
         self._call_hook(lambda hooks: hooks.before_step(scheduler_output, sound))
