@@ -48,7 +48,7 @@ def serve(monkeypatch):
 
         with monkeypatch.context() as patch, watching(patch) as drafted:
             patch.setattr(ModelRunner, "__init__", noting)
-            patch.setenv("VLLM_METAL_KERNELS", "scatter" if waits else "interpret")
+            patch.setenv("VLLM_METAL_KERNELS", "mlx" if waits else "interpret")
             settings = {"async_scheduling": True, "max_model_len": 128} | options
             with drafting_engine(toy, None, **settings) as llm:
                 yield llm, made[0], drafted
