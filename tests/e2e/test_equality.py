@@ -80,7 +80,9 @@ GEMMA_NUM_BLOCKS = 600
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("caching", [True, False], ids=["caching", "plain"])
+@pytest.mark.parametrize(
+    "caching", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["caching", "plain"]
+)
 def test_window_layers_past_their_window(gemma3, caching):
     prompts = make_prompts(text_tokens(gemma3), 16, 700)
     prompts += [prompt[: 560 + 20 * i] for i, prompt in enumerate([prompts[1]] * 4)]

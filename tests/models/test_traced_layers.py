@@ -76,6 +76,7 @@ def test_products_take_views_that_are_made_once():
     x = mx.random.normal((3, 8), key=mx.random.key(2))
     expected = network(x)
     weights = TransposedWeights(network)
+    weights.make()
     for _ in range(2):
         with weights.used():
             found = network(x)

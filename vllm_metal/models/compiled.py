@@ -93,6 +93,7 @@ class CompiledForwards:
         if graph is None:
             return None
         if graph.compute is None:
+            self._weights.make()
             graph.compute = mx.compile(self._traced(graph, plans, num_inputs))
             try:
                 hidden, *others = graph.compute(arrays)

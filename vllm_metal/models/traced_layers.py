@@ -28,14 +28,17 @@ class TransposedWeights:
         self._model = model
         self._by_layer: dict[int, mx.array] = {}  # by id
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Within, the network's linear layers multiply by the views."""
+    def make(self) -> None:
+        """Makes the views, once: a trace takes arrays that are computed as they are."""
         if not self._by_layer:
             for _, module in self._model.named_modules():
                 if isinstance(module, nn.Linear):
                     self._by_layer[id(module)] = module["weight"].T
             mx.async_eval(list(self._by_layer.values()))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, the network's linear layers multiply by the views that were made."""
         call = nn.Linear.__call__
 
         def multiply(layer: nn.Linear, x: mx.array) -> mx.array:
