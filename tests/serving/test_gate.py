@@ -226,6 +226,7 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(made, app, headers):
 def test_pages_of_other_engines_are_not_for_tenants(made, app, name):
     gate, keys = made
     refused(gate, app, 400, fields=CHAT | {name: {"do_remote_prefill": True}}, key=keys["acme"])
+    refused(gate, app, 400, fields=CHAT | {"vllm_xargs": {name: "x"}}, key=keys["acme"])
     assert run(ask(gate, fields=CHAT | {name: None}, key=keys["acme"])).status == 200
 
 

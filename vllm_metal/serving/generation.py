@@ -102,8 +102,9 @@ class Generation:
     def _keep_apart(self, outgoing: dict[str, Any], tenant: str) -> None:
         """Writes the tenant's salt, and refuses what would reach another's."""
         secret = self._parts.secret
+        more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
         for name in _TRANSFERS:
-            if outgoing.pop(name, None) is not None:
+            if outgoing.pop(name, None) is not None or (isinstance(more, dict) and name in more):
                 raise Refusal(400, f"{name!r} is not for tenants.")
         earlier = outgoing.get("previous_response_id")
         if earlier is not None and not (
