@@ -81,13 +81,17 @@ def write_settings(folder: Path) -> dict[str, str]:
 @contextmanager
 def serve_tenants(model: str, folder: Path, keys: dict[str, str], log: str) -> Iterator[Tenants]:
     """Runs a server on what `write_settings` wrote, with a cache on disk and suffix decoding."""
-    disk = {"prefix_cache_dir": str(folder / "disk"), "prefix_cache_bytes": "200MB"}
-    disk["prefix_cache_salt_key"] = str(folder / "secret")
+    ours = {
+        "prefix_cache_dir": str(folder / "disk"),
+        "prefix_cache_bytes": "200MB",
+        "prefix_cache_salt_key": str(folder / "secret"),
+        "fixed_draft_length": True,  # else counts of drafts depend on how long steps take
+    }
     options = [
         *("--served-model-name", "m", "--max-model-len", str(MAX_MODEL_LEN)),
         *("--max-num-batched-tokens", "1024", "--kv-cache-memory-bytes", str(256 << 20)),
         *("--middleware", "vllm_metal.serving.Tenants"),
-        *("--additional-config", json.dumps(disk)),
+        *("--additional-config", json.dumps(ours)),
         *("--speculative-config", json.dumps(SPECULATION)),
         "--enable-prompt-tokens-details",
     ]

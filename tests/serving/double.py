@@ -84,6 +84,8 @@ class App:
 
     async def _answer(self, path, fields, finish, send):
         if finish == "gone":
+            if not fields.get("stream"):  # what FastAPI makes of a handler that was cancelled
+                await _send_json(send, None)
             return
         if self.status != 200:
             await _send_json(send, {"error": {"message": "no"}}, self.status)

@@ -51,6 +51,7 @@ class Exchange:
         self._form: Form = "whole"
         self._complete = False
         self._let_go = False
+        self._left = False
 
     async def run(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         """Asks, and returns when the client has the answer or has gone.
@@ -71,8 +72,11 @@ class Exchange:
 
     @property
     def ended(self) -> bool:
-        """Whether vLLM has sent an answer to its end."""
-        return self._complete
+        """Whether vLLM has sent an answer to its end, and the client was there until then.
+
+        To a client that has gone, vLLM sends a whole answer with nothing in it.
+        """
+        return self._complete and not self._left
 
     def entry(self) -> Entry | None:
         """The answer for others; None: it is an error, longer than allowed, or not whole."""
@@ -94,7 +98,9 @@ class Exchange:
         try:
             await asyncio.wait((client, cut), return_when=asyncio.FIRST_COMPLETED)
             if client.done():
-                return client.result()
+                message = client.result()
+                self._left |= message["type"] == "http.disconnect" and not self._complete
+                return message
         finally:
             client.cancel()
             cut.cancel()

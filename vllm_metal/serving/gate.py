@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,10 +225,8 @@ class Tenants:
 
     def _refuse_second_key(self, scope: Scope) -> None:
         """Where vLLM checks keys, too, an answer from the cache would go past it."""
-        from vllm import envs
-
         arguments = getattr(scope["app"].state, "args", None)
-        if getattr(arguments, "api_key", None) or envs.VLLM_API_KEY:
+        if getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY"):
             raise Refusal(500, f"{_SECOND_KEY}.")
 
     def _count(self, tenant: str, status: int) -> None:

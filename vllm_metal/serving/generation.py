@@ -165,15 +165,15 @@ class Generation:
         outcome: Entry | Exception = Abandoned()
         try:
             kept = await cache.get(found)
-            if kept is not None:
-                outcome = kept  # twins need not wait until this client has it
-                cache.twins.end(found, kept)
-                if await self._replay(kept, send):
-                    return
-            exchange = await self._ask(receive, send, "miss")
-            outcome = await self._kept(found, exchange)
+            if kept is None:
+                exchange = await self._ask(receive, send, "miss", record=True)
+                outcome = await self._kept(found, exchange)
+                return
+            outcome = kept
         finally:
             cache.twins.end(found, outcome)
+        if not await self._replay(kept, send):
+            await self._ask(receive, send, "miss")
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """A twin's answer.
@@ -219,13 +219,16 @@ class Generation:
         self._parts.cache.count("hit")
         return True
 
-    async def _ask(self, receive: Receive, send: Send, result: str | None) -> Exchange:
+    async def _ask(
+        self, receive: Receive, send: Send, result: str | None, record: bool = False
+    ) -> Exchange:
         """Has vLLM answer.
 
         Args:
             receive: of the client.
             send: of the client.
             result: of the response cache, "miss" or "bypass"; None: there is no cache.
+            record: whether the answer is wanted for others.
         """
         parts = self._parts
         if parts.cache is not None and result is not None:
@@ -237,7 +240,7 @@ class Generation:
             style=self._asked.style,
             x_cache=None if result is None else result.upper().encode(),
             hide_usage=self._hide_usage,
-            record_bytes=config.max_answer_bytes if config and result == "miss" else 0,
+            record_bytes=config.max_answer_bytes if config and record else 0,
         )
         sent = headers.with_body(self._scope["headers"], len(self._body))
         sent.append((b"x-request-id", self._id.encode()))

@@ -112,7 +112,6 @@ CHANGES = {
     "response_format": {"type": "json_object"},
     "top_p": 0.5,
     "top_k": 3,
-    "min_p": 0.1,
     "presence_penalty": 0.1,
     "frequency_penalty": 0.1,
     "repetition_penalty": 1.1,
@@ -149,6 +148,18 @@ def test_a_harmless_field_changed_is_a_hit(tmp_path, name):
     async def scenario(gate, keys, app):
         marks, _ = await twice(gate, keys["acme"], CHAT, CHAT | {name: values.get(name, "x")})
         assert marks == ["MISS", "HIT"]
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("more", [{"echo": True}, {"prompt_logprobs": 1}], ids=str)
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_what_only_a_whole_answer_has_is_not_made_from_a_stream(tmp_path, path, more):
+    async def scenario(gate, keys, app):
+        whole = ANSWERED | more
+        stream = whole | {"stream": True}
+        for fields, mark in ((stream, "MISS"), (whole, "MISS"), (stream, "HIT"), (whole, "HIT")):
+            assert (await ask(gate, path, fields, keys["acme"])).x_cache == mark
 
     play(tmp_path, scenario)
 

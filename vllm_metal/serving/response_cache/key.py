@@ -57,8 +57,7 @@ async def of_request(
     if prompts is None:
         return None
     counted = {name: value for name, value in fields.items() if name not in HARMLESS}
-    # Of these, the two forms are not made from each other.
-    if style == "messages" or fields.get("prompt_logprobs") is not None:
+    if not _both_forms(style, fields):
         counted["stream"] = bool(fields.get("stream"))
     facts = {"tenant": tenant, "model": model, "style": style, "fields": counted}
     made = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
@@ -66,6 +65,15 @@ async def of_request(
         made.update(b"\0%d\0" % len(prompt))
         made.update(_bytes(prompt))
     return made.hexdigest()
+
+
+def _both_forms(style: Style, fields: dict[str, Any]) -> bool:
+    """Whether a stream and a whole answer are made from each other.
+
+    A stream leaves out the prompt's log-probabilities, which vLLM also gives with `echo`.
+    """
+    of_prompt = fields.get("echo") or fields.get("prompt_logprobs") is not None
+    return style != "messages" and not of_prompt
 
 
 def _bytes(tokens: Sequence[int]) -> bytes:

@@ -30,7 +30,7 @@ def complete(style: Style, entry: Entry) -> bool:
         if style == "messages":
             return _messages_are_complete(entry.content)
         return _stream_is_complete(entry.content)
-    except (ValueError, KeyError, TypeError, AttributeError):  # nothing that vLLM sends
+    except (ValueError, LookupError, TypeError, AttributeError):  # nothing that vLLM sends
         return False
 
 

@@ -192,11 +192,7 @@ _PLATFORM = (
     Touched("vllm.platforms.interface:PlatformEnum", by="platform/metal_platform.py", fields="OOT"),
     Touched("vllm.platforms:current_platform", by="worker/worker.py"),
     Touched("vllm.pooling_params:PoolingParams", by="platform/metal_platform.py"),
-    Touched(
-        "vllm.envs:",
-        by="vllm_patches/environment.py serving/gate.py",
-        fields="environment_variables VLLM_API_KEY",
-    ),
+    Touched("vllm.envs:", by="vllm_patches/environment.py", fields="environment_variables"),
     Touched(
         "vllm.logger:init_logger",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "

@@ -11,17 +11,14 @@ SERVING = (
     Touched(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
         by=_RENDERING,
-        calls={"model_validate": "obj"},
     ),
     Touched(
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
         by=_RENDERING,
-        calls={"model_validate": "obj"},
     ),
     Touched(
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest",
         by=_RENDERING,
-        calls={"model_validate": "obj"},
     ),
     Touched(
         "vllm.entrypoints.scale_out.render.serving:ServingRender",
