@@ -204,7 +204,7 @@ def test_64_twins_make_one_generation(tenants):
     assert tenants.metric(KEPT, result="hit") - before[1] == 63
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.more), True])
 def test_a_request_past_the_time_limit_ends_with_what_there_is(tenants, stream):
     before = tenants.metric("vllm:request_timeouts_total")
     fields = {"prompt": TEXT, "max_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True}

@@ -55,7 +55,8 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
         await gate._parts.cache.close()
 
     asyncio.run(scenario())
-    assert marks["before"].count("HIT") > 150 < marks["after"].count("HIT")
+    assert marks["before"].count("HIT") > 150
+    assert marks["after"].count("HIT") > 150
     assert marks["while"][-100:].count("MISS") > 0
     warnings = [r for r in caplog_vllm.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
