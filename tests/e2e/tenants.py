@@ -35,6 +35,7 @@ class Tenants:
 
     server: Server
     keys: dict[str, str]
+    client: httpx.Client
 
     def ask(self, tenant: str, path: str = "/v1/completions", **fields: object) -> httpx.Response:
         """A greedy request."""
@@ -52,9 +53,7 @@ class Tenants:
         headers = dict(options.pop("headers", {}))  # type: ignore[call-overload]
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        return httpx.request(
-            method, f"{self.server.url}{path}", headers=headers, timeout=120, **options
-        )
+        return self.client.request(method, f"{self.server.url}{path}", headers=headers, **options)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples that carry the labels; 0 where there is none yet."""
@@ -99,5 +98,8 @@ def serve_tenants(model: str, folder: Path, keys: dict[str, str], log: str) -> I
         "VLLM_METAL_SERVING_CONFIG": str(folder / "serving.toml"),
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     }
-    with serve(model, options, folder / log, environment=settings) as server:
-        yield Tenants(server, keys)
+    with (
+        serve(model, options, folder / log, environment=settings) as server,
+        httpx.Client(timeout=120) as client,
+    ):
+        yield Tenants(server, keys, client)

@@ -402,7 +402,7 @@ def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(model, tmp_p
         blocks = kept.json()["usage"]["prompt_tokens"] // BLOCK_SIZE
         wait_for(lambda: num_files(tmp_path / "disk") >= blocks)
         with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(quietly, first, number) for number in range(100)]
+            asked = [pool.submit(quietly, first, number) for number in range(60)]
             while sum(each.done() for each in asked) < 20:
                 time.sleep(0.01)
             os.killpg(first.server.process.pid, signal.SIGKILL)
@@ -416,7 +416,7 @@ def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(model, tmp_p
         by_acme = second.fresh("acme", prompt=prompt, max_tokens=7)
         assert cached(by_acme) >= (blocks - 1) * BLOCK_SIZE  # from its folder
         assert second.metric("vllm:prefix_cache_disk_read_bytes_total") > 0
-        for number in range(100):
+        for number in range(60):
             reply = second.ask("acme", prompt=f"Load {number}", max_tokens=2)
             fresh = second.fresh("acme", prompt=f"Load {number}", max_tokens=2)
             assert text(reply) == text(fresh)
