@@ -172,7 +172,7 @@ def servers(model: str, logs: Path, timeout: float) -> Iterator[tuple[Client, Cl
     """One server without the middleware and one with it, and a client of each."""
     options = ["--served-model-name", "m", "--max-model-len", "1024"]
     options += ["--kv-cache-memory-bytes", str(256 << 20)]
-    # A server closes a connection that is idle for five seconds; the other one's turn may be longer.
+    # A server closes a connection that is idle for 5 s, and the other one's turn may be longer.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
     gate = [*options, "--middleware", "vllm_metal.serving.Tenants"]
     with (
