@@ -172,6 +172,8 @@ def test_what_only_a_whole_answer_has_is_not_made_from_a_stream(tmp_path, path, 
         (PATHS[0], {"temperature": False}),
         (PATHS[0], {"temperature": "0"}),
         (PATHS[0], {"messages": None}),  # vLLM will refuse it
+        (PATHS[0], {"stream_options": "x", "temperature": 1}),  # likewise
+        (PATHS[0], {"stream": True, "stream_options": [], "temperature": [0]}),  # likewise
         (PATHS[2], {"temperature": 1, "seed": 1}),  # which has no seed
         ("/v1/responses", {}),
         (PATHS[0], {"stream": True, "stream_options": {"continuous_usage_stats": True}}),

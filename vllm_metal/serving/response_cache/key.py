@@ -18,6 +18,8 @@ from vllm_metal.serving.routes import Style
 
 #: They say who asks, how the answer is sent, or when it is computed; not what it is.
 HARMLESS = ("stream", "stream_options", "user", "metadata", "request_id", "priority")
+#: A stream with usage in each event, which is not made from others.
+_EVERY_USAGE = "continuous_usage_stats"
 #: vLLM's renderer, as a route has it: tokens of each prompt; None: the request is not a good one.
 Render = Callable[[Style, dict[str, Any]], Awaitable[list[list[int]] | None]]
 
@@ -28,7 +30,8 @@ def repeatable(style: Style, fields: dict[str, Any]) -> bool:
     It does at temperature 0 and with a seed. Answers of the Responses API are never kept: they have
     ids under which they are found again, and do not say whether they were cut off.
     """
-    if style == "responses" or (fields.get("stream_options") or {}).get("continuous_usage_stats"):
+    options = fields.get("stream_options")
+    if style == "responses" or (isinstance(options, dict) and options.get(_EVERY_USAGE)):
         return False
     temperature = fields.get("temperature")
     if isinstance(temperature, int | float) and not isinstance(temperature, bool):

@@ -14,12 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMClientError
 
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.models import loader
@@ -59,8 +58,7 @@ def renderer(state: Any) -> Render:
         copy = json.loads(json.dumps(fields))  # vLLM's models change what they are given
         try:
             made = await getattr(serving, name)(model.model_validate(copy))
-        # The engine's own answer says what is wrong.
-        except (ValidationError, VLLMClientError, ValueError, TypeError):
+        except Exception:  # of pydantic, of a template: vLLM's own answer will say what is wrong
             return None
         prompts = made if isinstance(made, list) else [made]
         if not prompts or any(isinstance(prompt, ErrorResponse) for prompt in prompts):

@@ -30,7 +30,6 @@ SERVING = (
         },
     ),
     Touched("vllm.entrypoints.serve.engine.protocol:ErrorResponse", by=_RENDERING),
-    Touched("vllm.exceptions:VLLMClientError", by=_RENDERING),
     Touched(
         "vllm.v1.engine.async_llm:AsyncLLM",
         by=f"serving/deadline.py {_RENDERING}",
