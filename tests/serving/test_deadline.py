@@ -4,7 +4,7 @@
 import asyncio
 
 import pytest
-from serving.double import App, ask, counted, make, ready
+from serving_double import App, ask, counted, make, ready
 
 from vllm_metal.serving.deadline import GRACE_S
 

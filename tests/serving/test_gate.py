@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from serving.double import SECRET, App, ask, counted, make, ready
+from serving_double import SECRET, App, ask, counted, make, ready
 
 from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import tenants_file

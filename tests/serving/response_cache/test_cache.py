@@ -7,7 +7,7 @@ import logging
 import random
 
 import pytest
-from serving.double import App, ask, counted, make, ready, text_of
+from serving_double import App, ask, counted, make, ready, text_of
 
 from vllm_metal.serving.response_cache.key import HARMLESS
 from vllm_metal.serving.response_cache.store import StoreError
@@ -398,7 +398,7 @@ def test_until_the_model_is_known_nothing_is_kept(tmp_path):
 
 
 def test_answers_outlive_the_server_and_not_a_change_of_the_model(tmp_path):
-    from serving.double import render
+    from serving_double import render
 
     marks = []
     for model in ("a", "a", "b", "a"):

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 from prometheus_client import CollectorRegistry
-from serving.double import MODEL, App, ask, ready, text_of
-from serving.redis_server import NO_REDIS, REDIS, redis_server
+from redis_server import NO_REDIS, REDIS, redis_server
+from serving_double import MODEL, App, ask, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
 from vllm_metal.serving.figures import Figures

@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from serving.redis_server import NO_REDIS, REDIS, redis_server
+from redis_server import NO_REDIS, REDIS, redis_server
 
 from vllm_metal.serving.response_cache.redis_store import RedisStore
 from vllm_metal.serving.response_cache.sqlite_store import FILE, ROW_BYTES, SqliteStore
