@@ -33,6 +33,6 @@ def test_a_kept_answer_is_compared_with_itself():
 def test_the_share_of_repeats_is_the_recipes():
     plain, gated = FakeClient(1.0, 10.0), FakeClient(1.0, 0.0)
     found = measure_repeats(plain, gated, 500, 10)
-    assert found.share == pytest.approx(RECIPES_REPEATS, abs=0.05)
+    assert found.share == pytest.approx(RECIPES_REPEATS)
     assert plain.asked == gated.asked
     assert found.gain == pytest.approx(1 / (1 - found.share))
