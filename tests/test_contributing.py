@@ -51,6 +51,7 @@ EXAMPLES = {
             "docs/compatibility.md": "that vLLM wants a package for it",
             "tests/vllm_patches/": "likewise",
             "tests/spec_decode/test_registry.py": "a few rows of several",
+            "tests/e2e/tenants.py": "a server whose tenants must not share past outputs",
         },
     ),
     "a kind of layer": Example(

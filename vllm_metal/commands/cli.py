@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
     )
     _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
+    _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
     return parser
 
 
@@ -216,6 +217,28 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_cache)
 
 
+def _add_tenants(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make, remove or list the API keys of tenants. The file keeps digests only, and a server "
+        "takes a change up within a second."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    new = actions.add_parser("add", help="print a new key")
+    new.add_argument("name", metavar="NAME", help="of the tenant; it may have several keys")
+    new.add_argument("--metrics", action="store_true", help="a key for /metrics and nothing else")
+    removal = actions.add_parser("rm", help="remove a key, or all of a tenant")
+    removal.add_argument("which", metavar="NAME|ID")
+    listing = actions.add_parser("list", help="ids, ages and names; not the keys")
+    for action in (new, removal, listing):
+        action.add_argument(
+            "--keys",
+            type=Path,
+            metavar="FILE",
+            help="default: the one that VLLM_METAL_SERVING_CONFIG names",
+        )
+    parser.set_defaults(run=_tenants)
+
+
 def _convert(args: argparse.Namespace) -> int:
     # Imported here so that --help answers at once.
     from vllm_metal.gguf import ConvertOptions, convert
@@ -257,6 +280,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _cache(args: argparse.Namespace) -> int:
     from vllm_metal.commands.cache import command
+
+    return command.ACTIONS[args.action](args)
+
+
+def _tenants(args: argparse.Namespace) -> int:
+    from vllm_metal.commands.tenants import command
 
     return command.ACTIONS[args.action](args)
 

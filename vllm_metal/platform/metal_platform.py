@@ -189,7 +189,9 @@ class MetalPlatform(Platform):
 
         from vllm_metal.batch.requests import remember_salt
         from vllm_metal.sample import validate
+        from vllm_metal.serving.start import check_salt
 
+        check_salt(processed_inputs.get("cache_salt"))
         if isinstance(params, SamplingParams):
             validate(params)
             remember_salt(params, processed_inputs.get("cache_salt"))

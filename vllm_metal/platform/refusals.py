@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_metal.serving import start
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode import checkpoint
 from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
@@ -30,6 +32,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _transfer_refusals(config)
         | _model_refusals(config)
         | _speculation_refusals(config)
+        | _serving_refusals(config)
     )
     refused = [setting for setting, asked in refusals.items() if asked]
     if refused:
@@ -140,3 +143,13 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         ),
         "--logits-processors together with --speculative-config": bool(model.logits_processors),
     }
+
+
+def _serving_refusals(config: VllmConfig) -> dict[str, bool]:
+    """The same of what stands beside tenants, kept answers and time limits."""
+    transfer = config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    key = extra.get("salt_key") or AdditionalConfig.of(config).prefix_cache_salt_key
+    return start.refusals(
+        config.parallel_config._api_process_count, None if key is None else Path(key).expanduser()
+    )

@@ -4,6 +4,7 @@
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 from metal_kernels.cache import cache_dir
@@ -16,6 +17,7 @@ __all__ = [
     "cache_dir",
     "kernels",
     "requested_device",
+    "serving_config",
 ]
 
 Device = Literal["metal", "cpu"]
@@ -25,6 +27,7 @@ NAMES = (
     "VLLM_METAL_KERNELS",
     "VLLM_METAL_CACHE",
     "VLLM_METAL_ALLOW_UNTESTED",
+    "VLLM_METAL_SERVING_CONFIG",
 )
 
 
@@ -73,3 +76,12 @@ def allow_untested() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"VLLM_METAL_ALLOW_UNTESTED={value!r}: choose 0 or 1")
     return value == "1"
+
+
+def serving_config() -> Path | None:
+    """The file of tenants, kept answers and time limits: ``VLLM_METAL_SERVING_CONFIG``.
+
+    None where it is not set, or empty.
+    """
+    value = os.environ.get("VLLM_METAL_SERVING_CONFIG")
+    return Path(value).expanduser() if value else None

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 #: Packages of the extras that messages advise, as pyproject.toml declares them.
-PACKAGES = {"gguf": ("gguf>=0.19", "filelock>=3.20.3")}
+PACKAGES = {"gguf": ("gguf>=0.19", "filelock>=3.20.3"), "redis": ("redis>=6",)}
 #: Extras that are folders of the clone, and no part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
 

@@ -18,12 +18,12 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:ModelConfig",
         by="platform/refusals.py worker/worker.py memory/planner.py models spec_decode "
-        "kv_transfer/fingerprint.py",
+        "kv_transfer/fingerprint.py serving",
         fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
         "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
         "multimodal_config enable_prompt_embeds is_encoder_decoder architectures hf_overrides "
         "hf_config_path",
-        calls={"get_hidden_size": ""},
+        calls={"get_hidden_size": "", "get_diff_sampling_param": ""},
     ),
     Touched(
         "vllm.config:CacheConfig",
@@ -52,7 +52,7 @@ _CONFIGURATION = (
         by="platform commands/fit/engine.py",
         called="",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size decode_context_parallel_size",
+        "data_parallel_size decode_context_parallel_size _api_process_count",
     ),
     Touched(
         "vllm.config:SchedulerConfig",
@@ -196,7 +196,8 @@ _PLATFORM = (
     Touched(
         "vllm.logger:init_logger",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "
-        "worker/recovery.py kv_cache/choice.py spec_decode/speculator.py kv_transfer vllm_patches",
+        "worker/recovery.py kv_cache/choice.py spec_decode/speculator.py kv_transfer vllm_patches "
+        "serving",
         called="name",
     ),
 )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's time limit, with a clock that the tests turn."""
+
+import asyncio
+
+import pytest
+from serving_double import App, ask, counted, make, ready
+
+from vllm_metal.serving.deadline import GRACE_S
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+
+
+class Clock:
+    """`asyncio.sleep` that ends when the tests say so."""
+
+    def __init__(self):
+        self.now, self._sleepers = 0.0, []
+
+    async def sleep(self, seconds):
+        woken = asyncio.Event()
+        self._sleepers.append((self.now + seconds, woken))
+        await woken.wait()
+
+    async def pass_by(self, seconds):
+        """Lets time go by, and everybody act who wakes up."""
+        end = self.now + seconds
+        while due := [pair for pair in self._sleepers if pair[0] <= end]:
+            first = min(due, key=lambda pair: pair[0])
+            self._sleepers.remove(first)
+            self.now = first[0]
+            first[1].set()
+            await settle()
+        self.now = end
+        await settle()
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def late(tmp_path, app, seconds, **request):
+    """A request of which `seconds` go by while vLLM computes; limit 10 s."""
+
+    async def play():
+        clock = Clock()
+        app.gate = asyncio.Event()
+        gate, keys = make(app, tmp_path, cache=False, timeout_s=10.0, sleep=clock.sleep)
+        asked = asyncio.create_task(ask(gate, key=keys["acme"], **request))
+        await settle()
+        await clock.pass_by(seconds)
+        app.gate.set()
+        return await asked, counted(gate, "timeouts")
+
+    return asyncio.run(play())
+
+
+def test_a_request_within_the_limit_ends_by_itself(tmp_path):
+    app = App()
+    reply, timeouts = late(tmp_path, app, 9.9, fields=CHAT)
+    assert (reply.json()["choices"][0]["finish_reason"], timeouts) == ("stop", 0)
+    assert app.engine.aborted == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_past_the_limit_is_aborted_and_says_so(tmp_path, path, stream):
+    app = App()
+    fields = CHAT | {"stream": stream, "prompt": "a"}
+    reply, timeouts = late(tmp_path, app, 10.1, path=path, fields=fields)
+    assert reply.status == 200 and reply.ended and timeouts == 1
+    choices = [c for x in (reply.chunks() if stream else [reply.json()]) for c in x["choices"]]
+    assert choices[-1]["finish_reason"] == "abort"
+    assert len(app.engine.aborted) == 1  # whose blocks vLLM frees
+
+
+def test_a_response_past_the_limit_is_not_called_completed(tmp_path):
+    app = App()
+    reply, timeouts = late(tmp_path, app, 10.1, path="/v1/responses", fields=CHAT)
+    assert (reply.json()["status"], timeouts) == ("incomplete", 1)
+    assert reply.json()["incomplete_details"] == {"reason": "timeout"}
+    in_time, _ = late(tmp_path, App(), 1, path="/v1/responses", fields=CHAT)
+    assert in_time.json()["status"] == "completed"
+
+
+def test_a_request_that_cannot_be_aborted_is_cut_off(tmp_path):
+    """Because it never reaches the engine, say."""
+    app = App(deaf=True)
+    reply, timeouts = late(tmp_path, app, 10 + GRACE_S + 1, fields=CHAT)
+    assert (reply.status, timeouts, reply.ended) == (504, 1, True)
+
+
+def test_only_the_request_itself_is_aborted(tmp_path):
+    async def play():
+        clock, app = Clock(), App(gate=asyncio.Event())
+        gate, keys = make(app, tmp_path, cache=False, timeout_s=10.0, sleep=clock.sleep)
+        first = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
+        await settle()
+        await clock.pass_by(6)
+        second = asyncio.create_task(ask(gate, fields=CHAT, key=keys["other"]))
+        await settle()
+        await clock.pass_by(6)
+        assert first.done() and not second.done()
+        app.gate.set()
+        return await second
+
+    assert asyncio.run(play()).json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_aborted_answer_is_not_kept_and_its_twins_end_in_time(tmp_path):
+    async def play():
+        clock, app = Clock(), App(gate=asyncio.Event())
+        gate, keys = make(app, tmp_path, timeout_s=10.0, sleep=clock.sleep)
+        await ready(gate)
+        twins = [asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"])) for _ in range(4)]
+        while app.asked == 0:
+            await asyncio.sleep(0.001)
+        await clock.pass_by(10.1)
+        replies = await asyncio.gather(*twins)
+        app.gate.set()
+        again = await ask(gate, fields=CHAT, key=keys["acme"])
+        return replies, again
+
+    replies, again = asyncio.run(play())
+    for reply in replies:  # those that waited may still have asked for themselves
+        ended = reply.status == 200 and reply.json()["choices"][0]["finish_reason"]
+        assert reply.status == 504 or ended == "abort"
+    assert again.x_cache == "MISS"
+
+
+def test_a_response_in_the_background_is_ended_too(tmp_path):
+    async def play():
+        clock, app = Clock(), App()
+        gate, keys = make(app, tmp_path, cache=False, timeout_s=10.0, sleep=clock.sleep)
+        fields = CHAT | {"background": True}
+        for goes_on in (False, True):
+            reply = await ask(gate, "/v1/responses", fields, keys["acme"])
+            if goes_on:
+                name = f"{reply.json()['id']}_0"
+                app.engine.output_processor.external_req_ids[name] = [asyncio.Event()]
+            await settle()
+            await clock.pass_by(10.1)
+            assert bool(app.engine.aborted) == goes_on
+            assert counted(gate, "timeouts") == goes_on
+
+    asyncio.run(play())

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of `vllm_metal.serving.Tenants`: one TOML file, named by an environment variable.
+
+vLLM makes a middleware without arguments, so its settings cannot be options of `vllm serve`.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_metal.kv_transfer import salts
+from vllm_metal.serving import tenants_file
+from vllm_metal.settings import envs, values
+from vllm_metal.settings.extras import install_advice
+
+SETTING = "VLLM_METAL_SERVING_CONFIG"
+MIDDLEWARE = "vllm_metal.serving.Tenants"
+#: A prompt of 128k tokens is about 0.5 MB of text, and JSON writes up to 6 bytes for one of them.
+DEFAULT_MAX_BODY_BYTES = 8 * 10**6
+DEFAULT_TTL_S = 24 * 3600.0
+DEFAULT_CACHE_BYTES = 10**9
+DEFAULT_ANSWER_BYTES = 10**6
+_EXAMPLE = '''timeout_s = 600
+[tenants]
+keys = "tenants.json"      # vllm-metal tenants add NAME --keys tenants.json
+secret = "secret"          # openssl rand -hex 32 > secret; chmod 600 secret
+[response_cache]
+path = "answers"'''
+
+
+@dataclass(frozen=True)
+class TenantsConfig:
+    """Who may ask, and how their requests are kept apart."""
+
+    keys: Path  # absolute; the file that `vllm-metal tenants` writes
+    secret: Path  # absolute; what salts and ids of responses are derived from
+    open_metrics: bool = False  # whether /metrics answers without a key
+
+    def read_secret(self) -> bytes:
+        """The secret.
+
+        Raises:
+            ValueError: as `salts.read_key`.
+        """
+        return salts.read_key(self.secret)
+
+
+@dataclass(frozen=True)
+class ResponseCacheConfig:
+    """Where answers are kept, how long and how many."""
+
+    path: Path | None  # folder of the SQLite file; None: `redis` keeps them
+    redis: str | None = field(default=None, repr=False)  # address; it may hold a password
+    ttl_s: float = DEFAULT_TTL_S
+    max_bytes: int = DEFAULT_CACHE_BYTES
+    max_answer_bytes: int = DEFAULT_ANSWER_BYTES  # longer answers are not kept
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """The file."""
+
+    tenants: TenantsConfig | None
+    response_cache: ResponseCacheConfig | None
+    timeout_s: float | None  # that a request may take; None: any time
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+
+
+def of_environment() -> ServingConfig | None:
+    """What `VLLM_METAL_SERVING_CONFIG` names, read and checked; None: it is not set.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    path = envs.serving_config()
+    return None if path is None else read(path)
+
+
+def required() -> ServingConfig:
+    """The same, where there has to be one.
+
+    Raises:
+        ValueError: as `read`, or the variable is not set.
+    """
+    found = of_environment()
+    if found is None:
+        raise ValueError(
+            f"--middleware {MIDDLEWARE} needs {SETTING}, the path of a TOML file such as\n"
+            f"{_EXAMPLE}"
+        )
+    return found
+
+
+def keys_file() -> Path | None:
+    """Where the environment's settings have tenants' keys, whether or not the file is there.
+
+    Raises:
+        ValueError: the settings are no TOML.
+    """
+    path = envs.serving_config()
+    if path is None:
+        return None
+    keys = _load(path).get("tenants", {}).get("keys")
+    return None if keys is None else _path_below(path.absolute().parent)(keys)
+
+
+def read(path: Path) -> ServingConfig:
+    """The settings in a file, with every file that it names checked.
+
+    Paths in it may be relative to its folder.
+
+    Raises:
+        ValueError: the file, or one that it names, cannot be used. The message names the setting.
+    """
+    where, given = f"{SETTING} {path}", _load(path)
+    folder = path.expanduser().absolute().parent
+    readers: dict[str, values.Reader] = {
+        "timeout_s": _seconds,
+        "max_body_bytes": values.size,
+        "tenants": lambda section: _tenants(section, folder, f"{where} [tenants]"),
+        "response_cache": lambda section: _response_cache(section, path, f"{where}"),
+    }
+    found = values.read(given, readers, where)
+    if not found.keys() & {"tenants", "response_cache", "timeout_s"}:
+        raise ValueError(f"{where} asks for nothing; write for example\n{_EXAMPLE}")
+    return ServingConfig(
+        tenants=found.get("tenants"),
+        response_cache=found.get("response_cache"),
+        timeout_s=found.get("timeout_s"),
+        max_body_bytes=found.get("max_body_bytes", DEFAULT_MAX_BODY_BYTES),
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    where = f"{SETTING} {path}"
+    try:
+        with path.open("rb") as file:
+            given = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read ({error.strerror or error})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} is not TOML: {error}") from error
+    for name in ("tenants", "response_cache"):
+        if not isinstance(given.get(name, {}), dict):
+            raise ValueError(f"{where} {name!r} must be a section: write [{name}]")
+    return given
+
+
+def _tenants(given: Mapping[str, Any], folder: Path, where: str) -> TenantsConfig:
+    path = _path_below(folder)
+    found = values.read(given, {"keys": path, "secret": path, "metrics": _metrics}, where)
+    for name in ("keys", "secret"):
+        if name not in found:
+            raise ValueError(f"lacks {name!r}, a file; write for example\n{_EXAMPLE}")
+    made = TenantsConfig(found["keys"], found["secret"], found.get("metrics", False))
+    made.read_secret()
+    tenants_file.read(made.keys)
+    return made
+
+
+def _response_cache(given: Mapping[str, Any], file: Path, where: str) -> ResponseCacheConfig:
+    readers: dict[str, values.Reader] = {
+        "path": _path_below(file.expanduser().absolute().parent),
+        "redis": _redis,
+        "ttl_s": _seconds,
+        "bytes": values.size,
+        "max_answer_bytes": values.size,
+    }
+    found = values.read(given, readers, f"{where} [response_cache]")
+    if ("path" in found) == ("redis" in found):
+        raise ValueError("needs either 'path', a folder, or 'redis', the address of a server")
+    if urlsplit(found.get("redis", "")).password and file.stat().st_mode & 0o077:
+        raise ValueError(
+            f"'redis' holds a password, and the mode of {file} lets other users read it: run "
+            f"`chmod 600 {file}`"
+        )
+    return ResponseCacheConfig(
+        path=found.get("path"),
+        redis=found.get("redis"),
+        ttl_s=found.get("ttl_s", DEFAULT_TTL_S),
+        max_bytes=found.get("bytes", DEFAULT_CACHE_BYTES),
+        max_answer_bytes=found.get("max_answer_bytes", DEFAULT_ANSWER_BYTES),
+    )
+
+
+def _path_below(folder: Path) -> values.Reader:
+    def path(value: Any) -> Path:
+        if isinstance(value, str) and value.strip() and not value.startswith(("/", "~")):
+            value = folder / value
+        return values.path(value)
+
+    return path
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"must be a number of seconds, not {value!r}")
+    return float(value)
+
+
+def _metrics(value: Any) -> bool:
+    if value not in ("key", "open"):
+        raise ValueError(
+            f"must be 'key' (for keys of `vllm-metal tenants add --metrics`) or 'open', not "
+            f"{value!r}"
+        )
+    return bool(value == "open")
+
+
+def _redis(value: Any) -> str:
+    schemes = ("redis", "rediss", "unix")
+    if not isinstance(value, str) or urlsplit(value).scheme not in schemes:
+        raise ValueError("must be an address such as redis://127.0.0.1:6379/0")  # without the value
+    if find_spec("redis") is None:
+        raise ValueError(f"needs the package redis: {install_advice('redis')}")
+    return value

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends requests that take longer than the server allows.
+
+The engine is told to abort them, by the id that the server gave them. vLLM then sends what there is
+of the answer, with the finish reason "abort" and the usage, and frees the blocks. "length" would
+say that the client's own limit was reached, and an error would throw the text away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+Sleep = Callable[[float], Awaitable[None]]
+#: A request can be on its way to the engine when its time is up, so it is asked again so often.
+_AGAIN_S = 0.25
+#: What an aborted request may take to send its end, before it is cut off.
+GRACE_S = 5.0
+
+
+class _OutputProcessor(Protocol):
+    #: The engine's own ids by those that the front end gave.
+    @property
+    def external_req_ids(self) -> Mapping[str, list[str]]: ...
+
+
+class Engine(Protocol):
+    """What is asked of vLLM's engine client."""
+
+    @property
+    def output_processor(self) -> _OutputProcessor: ...
+
+    async def abort(self, request_id: list[str]) -> None: ...
+
+
+class Deadline:
+    """The time limit of one request."""
+
+    def __init__(self, limit_s: float | None, sleep: Sleep = asyncio.sleep) -> None:
+        """Not running yet.
+
+        Args:
+            limit_s: seconds; None: any time.
+            sleep: waits for seconds.
+        """
+        self._limit_s, self._sleep = limit_s, sleep
+        self._task: asyncio.Task[None] | None = None
+        self._goes_on = False
+        #: The time is up, and the engine was told.
+        self.expired = asyncio.Event()
+        #: The request did not end though it was aborted: whoever carries it lets go.
+        self.cut = asyncio.Event()
+
+    def start(self, request_id: str, engine: Engine, on_expiry: Callable[[], None]) -> None:
+        """Begins to count.
+
+        Args:
+            request_id: of the server's making; every id of the request in the engine has it in it.
+            engine: that is told to abort the request.
+            on_expiry: called when the time is up.
+        """
+        if self._limit_s is not None:
+            self._task = asyncio.create_task(
+                self._watch(self._limit_s, request_id, engine, on_expiry)
+            )
+
+    def leave_running(self) -> None:
+        """The client has its answer, and the engine goes on: a response in the background."""
+        self._goes_on = True
+
+    def end(self) -> None:
+        """The request has ended; nothing more is to be done."""
+        if self._task is not None and not self._goes_on:
+            self._task.cancel()
+
+    async def _watch(
+        self, limit_s: float, request_id: str, engine: Engine, on_expiry: Callable[[], None]
+    ) -> None:
+        await self._sleep(limit_s)
+        if self._goes_on and not _ids(engine, request_id):
+            return  # it ended in time
+        on_expiry()
+        self.expired.set()
+        waited = 0.0
+        while waited < GRACE_S:
+            if found := _ids(engine, request_id):
+                await engine.abort(found)
+            await self._sleep(_AGAIN_S)
+            waited += _AGAIN_S
+        self.cut.set()
+
+
+def _ids(engine: Engine, request_id: str) -> list[str]:
+    """All that the engine has of a request: choices, prompts and turns have ids of their own."""
+    return [name for name in engine.output_processor.external_req_ids if request_id in name]

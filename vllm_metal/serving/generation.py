@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request that the engine is to answer, unless its answer is there already."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_metal.kv_transfer import salts
+from vllm_metal.serving import body, headers, response_ids
+from vllm_metal.serving.config import ServingConfig
+from vllm_metal.serving.deadline import Deadline, Sleep
+from vllm_metal.serving.exchange import Exchange
+from vllm_metal.serving.figures import Figures
+from vllm_metal.serving.refusal import App, Receive, Refusal, Scope, Send
+from vllm_metal.serving.response_cache import key, replay
+from vllm_metal.serving.response_cache.cache import ResponseCache
+from vllm_metal.serving.response_cache.entry import Entry, Form
+from vllm_metal.serving.response_cache.key import Render
+from vllm_metal.serving.response_cache.twins import Abandoned, NotKept
+from vllm_metal.serving.routes import Style
+
+#: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
+_MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
+#: They name K/V of other engines, which are not kept apart by tenant.
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+_MEDIA: dict[Form, bytes] = {
+    "whole": b"application/json",
+    "stream": b"text/event-stream; charset=utf-8",
+}
+
+
+@dataclass
+class Parts:
+    """What all requests share."""
+
+    app: App  # vLLM's
+    config: ServingConfig
+    figures: Figures
+    sleep: Sleep
+    secret: bytes = b""  # b"" where there are no tenants
+    cache: ResponseCache | None = None
+    model: str | None = None  # the fingerprint; None: not known yet, or it cannot be
+    render: Callable[[Any], Render] | None = None  # of the application's state
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who asks for what."""
+
+    style: Style
+    tenant: str | None  # None: there are no tenants
+    fields: dict[str, Any]  # of the body, as the client sent them
+    fresh: bool  # whether the client does not want a kept answer
+
+
+class Generation:
+    """One request, from its parsed body to the end of its answer."""
+
+    def __init__(self, parts: Parts, asked: Asked, scope: Scope) -> None:
+        """Makes what vLLM gets.
+
+        Args:
+            parts: of the server.
+            asked: by a client.
+            scope: for vLLM, but for the body's headers.
+
+        Raises:
+            Refusal: a field of the body may not be what it is.
+        """
+        self._parts, self._asked, self._scope = parts, asked, scope
+        self._id = secrets.token_hex(16)
+        fields = asked.fields
+        self._streams = bool(fields.get("stream"))
+        self._deadline = Deadline(parts.config.timeout_s, parts.sleep)
+        outgoing = dict(fields)
+        if asked.tenant is not None:
+            self._keep_apart(outgoing, asked.tenant)
+        outgoing.pop("request_id", None)
+        if asked.style == "responses":
+            outgoing["request_id"] = self._response_id()
+        self._hide_usage = self._ask_for_usage(outgoing)
+        self._body = body.write(outgoing)
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Answers the client."""
+        engine = self._scope["app"].state.engine_client
+        self._deadline.start(self._id, engine, self._parts.figures.timeouts.inc)
+        try:
+            found = await self._key()
+            if found is None:
+                result = None if self._parts.cache is None else "bypass"
+                await self._ask(receive, send, result)
+            else:
+                await self._answer_or_wait(found, receive, send)
+        finally:
+            self._deadline.end()
+
+    def _keep_apart(self, outgoing: dict[str, Any], tenant: str) -> None:
+        """Writes the tenant's salt, and refuses what would reach another's."""
+        secret = self._parts.secret
+        more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
+        for name in _TRANSFERS:
+            if outgoing.pop(name, None) is not None or (isinstance(more, dict) and name in more):
+                raise Refusal(400, f"{name!r} is not for tenants.")
+        earlier = outgoing.get("previous_response_id")
+        if earlier is not None and not (
+            isinstance(earlier, str) and response_ids.belongs(secret, tenant, earlier)
+        ):
+            raise Refusal(404, "There is no response with the id in 'previous_response_id'.")
+        outgoing["cache_salt"] = salts.derive(secret, tenant, client_salt(outgoing))
+
+    def _response_id(self) -> str:
+        """What vLLM names a response, and what the deadline finds it by."""
+        tenant = self._asked.tenant
+        if tenant is None:
+            return f"resp_{self._id}"
+        made = response_ids.make(self._parts.secret, tenant)
+        self._id = made.removeprefix("resp_")
+        return made
+
+    def _ask_for_usage(self, outgoing: dict[str, Any]) -> bool:
+        """Has a stream say its usage; returns whether the client does not want to know."""
+        given = outgoing.get("stream_options")
+        if self._asked.style not in ("chat", "completion") or not self._streams:
+            return False
+        if given is not None and not isinstance(given, dict):
+            return False  # vLLM will refuse it
+        if given is not None and given.get("include_usage"):
+            return False
+        others = {name: value for name, value in (given or {}).items() if "usage" not in name}
+        outgoing["stream_options"] = {**others, "include_usage": True}
+        arguments = self._scope["app"].state.args
+        return not getattr(arguments, "enable_force_include_usage", False)
+
+    async def _key(self) -> str | None:
+        """Of the kept answer; None: none is to be used, nor kept."""
+        parts, asked = self._parts, self._asked
+        if parts.cache is None or parts.render is None or parts.model is None or asked.fresh:
+            return None
+        if not key.repeatable(asked.style, asked.fields):
+            return None
+        render = parts.render(self._scope["app"].state)
+        return await key.of_request(
+            asked.style, asked.fields, asked.tenant or "", parts.model, render
+        )
+
+    async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
+        """Looks the answer up, waits for a twin's, or asks, for others too."""
+        cache = self._parts.cache
+        assert cache is not None
+        while (waiting := cache.twins.join(found)) is not None:
+            try:
+                entry = await self._wait(waiting, receive)
+            except Abandoned:
+                continue
+            except NotKept:
+                entry = None
+            if entry is None or not await self._replay(entry, send):
+                await self._ask(receive, send, "miss")
+            return
+        outcome: Entry | Exception = Abandoned()
+        try:
+            kept = await cache.get(found)
+            if kept is None:
+                exchange = await self._ask(receive, send, "miss", record=True)
+                outcome = await self._kept(found, exchange)
+                return
+            outcome = kept
+        finally:
+            cache.twins.end(found, outcome)
+        if not await self._replay(kept, send):
+            await self._ask(receive, send, "miss")
+
+    async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
+        """A twin's answer.
+
+        Raises:
+            Abandoned, NotKept: as the future.
+            Refusal: the time is up.
+            Disconnected: the client has gone.
+        """
+        gone = asyncio.ensure_future(body.until_gone(receive))
+        late = asyncio.ensure_future(self._deadline.expired.wait())
+        try:
+            await asyncio.wait((waiting, gone, late), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            late.cancel()
+        answered = waiting.done() and waiting.exception() is None
+        if self._deadline.expired.is_set() and not answered:
+            raise Refusal(504, "The request took longer than this server allows (timeout_s).")
+        if waiting.done():
+            return waiting.result()
+        raise body.Disconnected
+
+    async def _replay(self, entry: Entry, send: Send) -> bool:
+        """Sends a kept answer; returns False where it is not to be had in the form wanted."""
+        form: Form = "stream" if self._streams else "whole"
+        content = replay.content(self._asked.style, entry, form, not self._hide_usage)
+        if content is None:
+            return False
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", _MEDIA[form]),
+                    (b"content-length", b"%d" % len(content)),
+                    (b"x-cache", b"HIT"),
+                ],
+            }
+        )
+        await send({"type": "http.response.body", "body": content})
+        assert self._parts.cache is not None
+        self._parts.cache.count("hit")
+        return True
+
+    async def _ask(
+        self, receive: Receive, send: Send, result: str | None, record: bool = False
+    ) -> Exchange:
+        """Has vLLM answer.
+
+        Args:
+            receive: of the client.
+            send: of the client.
+            result: of the response cache, "miss" or "bypass"; None: there is no cache.
+            record: whether the answer is wanted for others.
+        """
+        parts = self._parts
+        if parts.cache is not None and result is not None:
+            parts.cache.count(result)
+        config = parts.config.response_cache
+        exchange = Exchange(
+            self._body,
+            self._deadline,
+            style=self._asked.style,
+            x_cache=None if result is None else result.upper().encode(),
+            hide_usage=self._hide_usage,
+            record_bytes=config.max_answer_bytes if config and record else 0,
+        )
+        sent = headers.with_body(self._scope["headers"], len(self._body))
+        sent.append((b"x-request-id", self._id.encode()))
+        await exchange.run(parts.app, {**self._scope, "headers": sent}, receive, send)
+        if self._asked.fields.get("background"):
+            self._deadline.leave_running()
+        tenant, usage = self._asked.tenant, exchange.usage()
+        if tenant is not None and usage is not None:
+            tokens = parts.figures.tokens
+            tokens.labels(tenant=tenant, kind="prompt").inc(usage.prompt)
+            tokens.labels(tenant=tenant, kind="cached").inc(usage.cached)
+            tokens.labels(tenant=tenant, kind="completion").inc(usage.completion)
+        return exchange
+
+    async def _kept(self, found: str, exchange: Exchange) -> Entry | Exception:
+        """Keeps the answer; returns what twins get."""
+        if not exchange.ended:
+            return Abandoned()
+        entry = exchange.entry()
+        if entry is None or self._deadline.expired.is_set():
+            return NotKept()
+        # Parsing a long answer takes milliseconds, in which other requests are served.
+        if not await asyncio.to_thread(replay.complete, self._asked.style, entry):
+            return NotKept()
+        assert self._parts.cache is not None
+        await self._parts.cache.keep(found, entry)
+        return entry
+
+
+def client_salt(fields: dict[str, Any]) -> str:
+    """The salt that a client sent; "" for none.
+
+    Raises:
+        Refusal: vLLM would refuse it, or it looks like one of the server's.
+    """
+    salt = fields.get("cache_salt")
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 0 < len(salt) <= _MAX_SALT or _NOT_IN_SALTS & set(salt):
+        raise Refusal(
+            400, f"'cache_salt' must be 1 to {_MAX_SALT} characters, without @, / and \\."
+        )
+    if salt.startswith("vm1-"):
+        raise Refusal(400, "'cache_salt' may not begin with 'vm1-', as the server's own do.")
+    return salt

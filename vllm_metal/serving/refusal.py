@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of our own that say no, in the form of vLLM's errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+#: ASGI's names of its parts (asgi.readthedocs.io, "ASGI Documentation").
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Refusal(Exception):
+    """A request is not served. The message goes to the client: nothing that it sent is in it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+    def body(self) -> bytes:
+        """JSON, as vLLM's errors have it."""
+        error = {
+            "message": self.message,
+            "type": HTTPStatus(self.status).phrase,
+            "param": None,
+            "code": self.status,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+class Disconnected(Exception):
+    """The client went away before its request was whole."""
+
+
+async def answer(send: Send, refusal: Refusal, prefix: str = "http") -> None:
+    """Sends it.
+
+    Args:
+        send: of the connection.
+        refusal: what to say.
+        prefix: of the messages' types: "http", or "websocket.http" before a socket is accepted.
+    """
+    body = refusal.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if refusal.status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    start = {"type": f"{prefix}.response.start", "status": refusal.status, "headers": headers}
+    await send(start)
+    await send({"type": f"{prefix}.response.body", "body": body})

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store: where answers are kept."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StoreError(Exception):
+    """The store cannot be asked now. The message has nothing of an entry in it."""
+
+
+class Store(Protocol):
+    """Bytes by key, for a time, within a size. Every method but `close` may raise StoreError."""
+
+    async def get(self, key: str) -> bytes | None:
+        """What is kept under a key of hex digits; None: nothing, or its time is over."""
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Keeps a value, in the place of an older one; the least recently used ones make room."""
+
+    async def num_bytes(self) -> int:
+        """Bytes of all that is kept."""
+
+    async def close(self) -> None:
+        """Ends connections and threads; the store is not used any more."""

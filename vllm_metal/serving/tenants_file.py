@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API keys of tenants: a file of their digests, which `vllm-metal tenants` writes.
+
+A key is 256 random bits that are shown once. So a plain SHA-256 keeps it: there is nothing to guess
+that a slow hash would protect.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+Purpose = Literal["tenant", "metrics"]
+#: Tenants' names stand in labels of metrics, in logs and in JSON.
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ID_DIGITS = 8
+_VERSION = 1
+_LOOK_AGAIN_S = 1.0  # a removed key is refused so soon, and a `stat` a second costs nothing
+
+
+@dataclass(frozen=True)
+class Key:
+    """What is kept of an API key."""
+
+    id: str  # 8 hex digits, for people
+    tenant: str
+    purpose: Purpose  # "metrics": for /metrics alone
+    sha256: str  # of the key, in hex
+    made: str  # UTC, as 2026-01-31T12:00:00Z
+
+
+def read(path: Path) -> list[Key]:
+    """The keys in a file.
+
+    Raises:
+        ValueError: it cannot be read, others than its owner may read or write it, or it is not what
+            `vllm-metal tenants` writes.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read()
+    except OSError as error:
+        raise ValueError(
+            f"the file of tenants' keys {path} cannot be read ({error.strerror or error}): make it "
+            f"by `vllm-metal tenants add NAME --keys {path}`"
+        ) from error
+    if mode & 0o077:
+        raise ValueError(
+            f"the file of tenants' keys {path} has the mode {mode:04o}, which lets other users at "
+            f"it: run `chmod 600 {path}`"
+        )
+    return _parse(content, path)
+
+
+def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]:
+    """Makes a key for a tenant; returns what is kept of it, and the key itself.
+
+    Raises:
+        ValueError: the name is not one, or the file cannot be read.
+        OSError: the file cannot be written.
+    """
+    if NAME.fullmatch(tenant) is None:
+        raise ValueError(
+            f"{tenant!r} is no tenant's name: write up to 63 of a-z, 0-9, '.', '_' and '-'"
+        )
+    secret = f"vm-{secrets.token_urlsafe(32)}"
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    key = Key(secrets.token_hex(_ID_DIGITS // 2), tenant, purpose, digest(secret), made)
+    with _locked(path):
+        _write(path, [*(read(path) if path.exists() else []), key])
+    return key, secret
+
+
+def remove(path: Path, which: str) -> list[Key]:
+    """Removes the key of an id, or all keys of a tenant; returns what was removed.
+
+    Raises:
+        ValueError: there is none, or the file cannot be read.
+        OSError: the file cannot be written.
+    """
+    with _locked(path):
+        keys = read(path)
+        gone = [key for key in keys if which in (key.id, key.tenant)]
+        if not gone:
+            raise ValueError(f"{path} has no key with the id {which!r}, and no tenant of this name")
+        _write(path, [key for key in keys if key not in gone])
+    return gone
+
+
+def digest(secret: str) -> str:
+    """SHA-256 of a key, in hex."""
+    return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
+
+
+class KeyFile:
+    """The keys of a file as it is now: it is read again when it changes.
+
+    A file that cannot be read any more leaves the keys as they were, with one warning.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Reads the file.
+
+        Raises:
+            ValueError: as `read`.
+        """
+        self._path, self._clock = path, clock
+        self._seen = self._state()
+        self._keys = _by_digest(read(path))
+        self._look_at = clock() + _LOOK_AGAIN_S
+
+    def find(self, secret: str) -> Key | None:
+        """What is kept of an API key; None: it is not there."""
+        if self._clock() >= self._look_at:
+            self._look_again()
+        # How long a look-up takes tells of the digest, not of the key.
+        return self._keys.get(digest(secret))
+
+    def _look_again(self) -> None:
+        self._look_at = self._clock() + _LOOK_AGAIN_S
+        state = self._state()
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._keys = _by_digest(read(self._path))
+        except ValueError as error:
+            # Imported here so that the command, which never comes here, answers at once.
+            from vllm.logger import init_logger
+
+            init_logger(__name__).warning("%s. The keys stay as they were before.", error)
+
+    def _state(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode
+
+
+def _by_digest(keys: Sequence[Key]) -> dict[str, Key]:
+    return {key.sha256: key for key in keys}
+
+
+def _parse(content: bytes, path: Path) -> list[Key]:
+    try:
+        found = json.loads(content)
+        if not isinstance(found, dict) or found.get("version") != _VERSION:
+            raise ValueError
+        keys = [Key(**entry) for entry in found["keys"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no file of `vllm-metal tenants add`") from error
+    for key in keys:
+        named = isinstance(key.tenant, str) and NAME.fullmatch(key.tenant)
+        hashed = isinstance(key.sha256, str) and _DIGEST.fullmatch(key.sha256)
+        if not named or not hashed or key.purpose not in ("tenant", "metrics"):
+            raise ValueError(f"{path} is no file of `vllm-metal tenants add`: see key {key.id!r}")
+    return keys
+
+
+def _write(path: Path, keys: Sequence[Key]) -> None:
+    """Puts a whole file in the place of the old one, for its owner alone."""
+    text = json.dumps({"version": _VERSION, "keys": [asdict(key) for key in keys]}, indent=1)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with open(handle, "w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps two commands from writing at once."""
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that we use where requests come in, before the engine."""
+
+from __future__ import annotations
+
+from vllm_metal.vllm_patches.touched.entry import Touched
+
+_RENDERING = "serving/response_cache/rendering.py"
+
+SERVING = (
+    Touched(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+        by=_RENDERING,
+    ),
+    Touched(
+        "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
+        by=_RENDERING,
+    ),
+    Touched(
+        "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest",
+        by=_RENDERING,
+    ),
+    Touched(
+        "vllm.entrypoints.scale_out.render.serving:ServingRender",
+        by=_RENDERING,
+        calls={
+            "render_chat_request": "request",
+            "render_completion_request": "request",
+            "render_messages_request": "request",
+        },
+    ),
+    Touched("vllm.entrypoints.serve.engine.protocol:ErrorResponse", by=_RENDERING),
+    Touched(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        by=f"serving/deadline.py {_RENDERING}",
+        calls={"abort": "request_id"},
+    ),
+    Touched(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        by="serving/deadline.py",
+        fields="external_req_ids",
+    ),
+)
