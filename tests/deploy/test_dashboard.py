@@ -6,7 +6,7 @@ import subprocess
 from itertools import combinations
 
 import pytest
-from deploy.npm import installed
+from deploy.npm import install
 from deploy.queries import DASHBOARD, dashboard, metrics_of, panel_queries, rules
 
 #: Of JSON a program of TypeScript is made. An enum of strings is one of its strings there.
@@ -29,12 +29,12 @@ def compiled(text, folder):
 
 
 @pytest.mark.slow  # 60 MB to fetch
-def test_it_is_of_grafanas_published_schema():
-    folder = installed(grafana__schema="13.2.3", typescript="7.0.2")
+def test_it_is_of_grafanas_published_schema(tmp_path):
+    install(tmp_path, "@grafana/schema@13.2.3", "typescript@7.0.2")
     text = DASHBOARD.read_text()
-    assert compiled(text, folder) == ""
+    assert compiled(text, tmp_path) == ""
     for right, wrong in (('"gridPos"', '"gridpos"'), ('"palette-classic"', '"palette"')):
-        assert "error" in compiled(text.replace(right, wrong), folder)
+        assert "error" in compiled(text.replace(right, wrong), tmp_path)
 
 
 def test_panels_have_a_place_of_their_own():

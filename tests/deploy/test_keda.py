@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import yaml
-from deploy.npm import installed
+from deploy.npm import install
 from deploy.queries import DEPLOY, metrics_of
 
 OBJECT = yaml.safe_load((DEPLOY / "keda" / "scaledobject.yaml").read_text())
@@ -27,13 +27,13 @@ def validated(made, folder):
 
 
 @pytest.mark.slow  # to be fetched
-def test_it_is_of_kedas_schema():
-    folder = installed(kubernetes_models__keda="2.0.0")
-    assert validated(OBJECT, folder) == ""
+def test_it_is_of_kedas_schema(tmp_path):
+    install(tmp_path, "@kubernetes-models/keda@2.0.0")
+    assert validated(OBJECT, tmp_path) == ""
     (trigger,) = OBJECT["spec"]["triggers"]
     wrong = trigger | {"metadata": trigger["metadata"] | {"threshold": 10}}
     spec = OBJECT["spec"] | {"triggers": [wrong]}
-    assert "threshold must be string" in validated(OBJECT | {"spec": spec}, folder)
+    assert "threshold must be string" in validated(OBJECT | {"spec": spec}, tmp_path)
 
 
 def test_it_scales_by_the_requests_that_wait():

@@ -10,6 +10,8 @@ import json
 import os
 import threading
 import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,9 @@ import pytest
 from deploy.queries import panel_queries, rules
 from deploy.running import PROGRAM, prometheus
 from e2e.fuzz.models import VOCAB, write_models
-from e2e.server import free_port, serve
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from e2e.server import serve
+from openai import InternalServerError
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 pytestmark = [
     pytest.mark.more,
@@ -27,8 +30,8 @@ pytestmark = [
     ),
 ]
 
-#: Four requests of 14 or 15 blocks each fill a pool of 60; vLLM keeps one more for itself.
-PROMPT, NUM_TOKENS, BLOCKS = 224, 8, 61
+#: One request has 15 or 16 blocks, and they are all; vLLM keeps one more for itself.
+PROMPT, NUM_TOKENS, BLOCKS = 226, 12, 17
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 OPTIONS = (
     *("--served-model-name", "tiny"),
@@ -38,7 +41,7 @@ OPTIONS = (
     *("--speculative-config", json.dumps(SPECULATION)),
     *("--additional-config", '{"fixed_draft_length": true}'),
 )
-AT_ONCE, CALLERS = 100, 5
+AT_ONCE, CALLERS = 40, 5
 DEADLINE = 120.0
 
 
@@ -65,7 +68,7 @@ def server(tmp_path_factory, failing_file):
 @pytest.fixture(scope="module")
 def response_cache():
     """Counts requests as a server with tenants and a response cache does: none is a hit."""
-    registry, port = CollectorRegistry(), free_port()
+    registry = CollectorRegistry()
     requests = Counter("vllm:response_cache_requests", "…", ["result"], registry=registry)
     Gauge("vllm:response_cache_bytes", "…", registry=registry).set(1 << 20)
     by_tenant = Counter("vllm:tenant_requests", "…", ["tenant", "status"], registry=registry)
@@ -73,9 +76,23 @@ def response_cache():
     Counter("vllm:request_timeouts", "…", registry=registry)
     by_tenant.labels("a", "200")
     tokens.labels("a", "prompt")
-    server, _ = start_http_server(port, "127.0.0.1", registry)
-    yield f"127.0.0.1:{port}", requests.labels("miss")
-    server.shutdown()
+
+    class Handler(BaseHTTPRequestHandler):
+        """Answers in the text format, as vLLM does: the newer one has no colons in names."""
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(generate_latest(registry))
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as exporter:
+        threading.Thread(target=exporter.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{exporter.server_port}", requests.labels("miss")
+        exporter.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +107,14 @@ def send(server, seed, stop):
     random = np.random.default_rng(seed)
     with server.client() as client:
         while not stop.is_set():
-            client.completions.create(
-                model="tiny",
-                prompt=random.integers(2, VOCAB, (AT_ONCE, PROMPT)).tolist(),
-                temperature=2,
-                max_tokens=NUM_TOKENS,
-                extra_body={"ignore_eos": True},
-            )
+            with suppress(InternalServerError):  # of the requests whose step fails
+                client.completions.create(
+                    model="tiny",
+                    prompt=random.integers(2, VOCAB, (AT_ONCE, PROMPT)).tolist(),
+                    temperature=2,
+                    max_tokens=NUM_TOKENS,
+                    extra_body={"ignore_eos": True},
+                )
 
 
 def wait_for(condition, what):
@@ -131,7 +149,7 @@ def test_every_alert_fires(watched, server, response_cache, failing_file):
             fired |= watched.alerts() & expected
     finally:
         stop.set()
-    assert fired == expected, server.log.read_text()[-3000:]
+    assert fired == expected
     assert not failing_file.exists()
     for sender in senders:
         sender.join(DEADLINE)

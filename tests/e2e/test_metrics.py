@@ -81,7 +81,11 @@ def test_acceptance_and_hit_rate_stand_in_one_line(tiny, tiny_text):
         with engine(
             tiny,
             max_model_len=256,
-            speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+            },
             additional_config={"fixed_draft_length": True},
         ) as llm:
             for _ in range(2):
