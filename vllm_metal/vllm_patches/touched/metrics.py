@@ -46,6 +46,10 @@ METRICS = (
     Touched(
         "vllm.v1.metrics.loggers:StatLoggerManager",
         by="vllm_patches/stat_loggers.py",
-        fields="stat_loggers engine_indexes",  # `__init__`, which sets them, is wrapped
+        # It sets `stat_loggers` and `engine_indexes`, which are used.
+        methods={
+            "__init__": "vllm_config engine_idxs custom_stat_loggers enable_default_loggers "
+            "aggregate_engine_logging client_count"
+        },
     ),
 )
