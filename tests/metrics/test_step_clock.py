@@ -9,18 +9,20 @@ from vllm_metal.metrics.step_clock import StepClock
 class Play:
     """An engine whose calls take as long as the test says."""
 
-    def __init__(self, learns=False):
+    def __init__(self):
         self.now = 100.0
-        self.clock = StepClock(learns, lambda: self.now)
+        self.clock = StepClock(lambda: self.now)
 
     def wait(self, seconds):
         self.now += seconds
 
-    def lay_out(self, seconds, waiting=0.0):
-        """The worker's first call, of which so much is the wait for the step before."""
+    def lay_out(self, seconds, waiting=None):
+        """The worker's first call; None: it does not wait for the step before."""
         with self.clock.laying_out():
-            with self.clock.learning():
-                self.wait(waiting)
+            if waiting is not None:
+                with self.clock.waiting():
+                    self.wait(waiting)
+                self.clock.outcome_known()
             self.wait(seconds)
 
     def hand_over(self, seconds):
@@ -57,7 +59,7 @@ def test_two_steps_in_flight():
 
 def test_the_wait_for_drafts_tokens_is_the_devices_time():
     """The host has the first step's tokens while it lays out the second."""
-    play = Play(learns=True)
+    play = Play()
     first = play.step()
     play.lay_out(1, waiting=8)
     second = play.hand_over(2)
@@ -70,7 +72,7 @@ def test_the_wait_for_drafts_tokens_is_the_devices_time():
 def test_without_drafts_no_call_tells_when_a_step_is_over():
     play = Play()
     first = play.step()
-    play.lay_out(1, waiting=0)
+    play.lay_out(1)
     second = play.hand_over(2)
     play.wait(3)
     assert play.clock.end(first, sampled=True) == 8
@@ -93,11 +95,10 @@ def test_a_layout_with_nothing_scheduled_is_no_steps_time():
 
 
 def test_a_call_that_raises_is_timed_and_leaves_no_step():
-    play = Play(learns=True)
+    play = Play()
     with pytest.raises(RuntimeError), play.clock.handing_over():
         raise RuntimeError
-    with play.clock.learning():
-        pass  # there is no step whose tokens could be known
+    play.clock.outcome_known()  # there is no step whose tokens could be
     assert play.step().host_seconds == 3
 
 

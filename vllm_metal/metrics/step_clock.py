@@ -31,13 +31,11 @@ class StepClock:
     not seen to end, and are measured together with the next one that does.
     """
 
-    def __init__(self, learns: bool = False, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         """
         Args:
-            learns: whether the host reads a step's tokens before it lays out the next step.
             now: the clock, in seconds.
         """
-        self._learns = learns
         self._now = now
         self._host = 0.0  # of the step that is being laid out
         self._waited = 0.0  # ever
@@ -53,16 +51,18 @@ class StepClock:
             yield
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
-        """Stands around the place where the host waits for the tokens of the step before."""
+    def waiting(self) -> Iterator[None]:
+        """Stands around what may wait for the tokens of the step before: not the host's time."""
         began = self._now()
         try:
             yield
         finally:
-            ended = self._now()
-            self._waited += ended - began
-            if self._learns and self._newest is not None and self._newest.outcome_known is None:
-                self._newest.outcome_known = ended
+            self._waited += self._now() - began
+
+    def outcome_known(self) -> None:
+        """The host has the tokens of the step that was handed over last."""
+        if self._newest is not None and self._newest.outcome_known is None:
+            self._newest.outcome_known = self._now()
 
     @contextmanager
     def handing_over(self) -> Iterator[StepTimes]:
