@@ -5,7 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Behind:
+    """How far before the host's positions a step's R requests are, which only the device knows.
+
+    The host counts all drafts of a step whose outcome it has not read; some may be rejected.
+    """
+
+    counts: mx.array  # [R] int32
+    most_np: np.ndarray  # [R] int32, the most that each of them can be
+
+    def of(self, indices_np: np.ndarray) -> Behind:
+        """The same of some of the requests, by [n] indices, which may repeat."""
+        return Behind(self.counts[mx.array(indices_np)], self.most_np[indices_np])
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ inline void decode(
     const int num_heads = queries_shape[1];
     const int group = num_heads / pool_shape[0];
     const int count = tile.packed_count;
-    const int end = tile.end;
+    const int end = metal::min(tile.end, request.length);
     const int window = bounds->window;
     const float cap = scoring->cap;
 

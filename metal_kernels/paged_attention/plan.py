@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.layout import Behind
 from metal_kernels.pace import MOST_WORK
 
 # Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
@@ -137,6 +138,7 @@ def plan(
     window: int | None = None,
     tiles: Tiles | None = None,
     most_work: int = MOST_WORK,
+    behind: Behind | None = None,
 ) -> AttentionPlan:
     """Cuts R requests' rows into tiles.
 
@@ -148,12 +150,21 @@ def plan(
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
         tiles: to choose from, one of a kind at least; None: all.
         most_work: FLOPs of a dispatch; tiles that take more are spread over several.
+        behind: by how much `seq_lens` is too large; the requests' rows lie that far before.
+            None: by nothing.
     """
     tiles = tiles or Tiles.of(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     first_positions = seq_lens - query_lens
     batch = _Batch(
-        query_start_loc, seq_lens, query_lens, first_positions, shape, window or _NO_WINDOW
+        query_start_loc,
+        seq_lens,
+        query_lens,
+        first_positions,
+        np.zeros_like(seq_lens) if behind is None else behind.most_np,
+        None if behind is None else _shift(behind.counts),
+        shape,
+        window or _NO_WINDOW,
     )
     packed = query_lens * shape.group
     decodes = _decoded(packed, tiles)
@@ -227,6 +238,12 @@ def _decoded(packed: np.ndarray, tiles: Tiles) -> np.ndarray:
     return decodes
 
 
+def _shift(counts: mx.array) -> mx.array:
+    """[max(R, 2), 4] int32: [R] counts in the fields of Request that are positions or lengths."""
+    rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
+    return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
+
+
 def _starts(counts: np.ndarray) -> np.ndarray:
     """First index of each run, where runs of such lengths follow each other."""
     return np.cumsum(counts) - counts
@@ -249,6 +266,8 @@ class _Batch:
     seq_lens: np.ndarray  # [R]
     query_lens: np.ndarray  # [R]
     first_positions: np.ndarray  # [R] of each one's first row
+    most_behind: np.ndarray  # [R] how far before both may lie
+    shift: mx.array | None  # [max(R, 2), 4] int32, to be taken off Request; None: nothing
     shape: AttentionShape
     window: int
 
@@ -261,7 +280,7 @@ class _Batch:
         group, step = self.shape.group, self.packed_step(rows)
         lens = self.query_lens[members]
         # The most keys of a tile: it spans step / group query rows, or two, and begins at a strip.
-        seen = self.window + max(step // group, 2) + _STRIP - 2
+        seen = self.window + max(step // group, 2) + _STRIP - 2 + int(self.most_behind.max())
         num_tiles = int(lens.sum()) * group // step + len(lens)  # at most
         if num_tiles * self.shape.work(rows, min(seen, int(self.seq_lens.max()))) <= most_work:
             yield _Pieces(members, np.zeros_like(members), lens)  # as in most steps
@@ -314,12 +333,16 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
     count = np.minimum(stride, packed[owner] - in_piece)
     begin_packed = pieces.first_row[owner] * group + in_piece
     first = first_position[owner]
-    oldest = first + begin_packed // group - batch.window + 1
+    most_behind = batch.most_behind[pieces.request][owner]
+    oldest = first - most_behind + begin_packed // group - batch.window + 1
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
     end = first + (begin_packed + count - 1) // group + 1
 
     seen = end - begin
-    length = _split_length(seen, shape.num_kv_heads, may_split)
+    exact = seen - most_behind  # or less, where the context begins sooner
+    length = _split_length(exact, shape.num_kv_heads, may_split)
+    if (exact <= length).all():  # what nobody may see makes no second part
+        length = int(seen.max())
     of_piece = np.zeros(len(packed), np.int64)
     np.maximum.at(of_piece, owner, -(-seen // length))
     num_splits = int(of_piece.max())
@@ -341,6 +364,7 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
     # The output row of the request's first row; negative where a dispatch before this one has it.
     requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
     requests[pieces.request, 2] = first_position
+    requests[pieces.request, 3] = batch.seq_lens[pieces.request]
     bounds = np.zeros(MIN_ELEMENTS, np.int32)
     bounds[:2] = batch.window, num_rows
     splits = np.ones(max(num_rows, MIN_ELEMENTS), np.int32)
@@ -351,7 +375,7 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
         num_rows=num_rows,
         num_tiles=len(tiles),
         num_splits=num_splits,
-        requests=mx.array(requests),
+        requests=mx.array(requests) if batch.shift is None else mx.array(requests) - batch.shift,
         tiles=mx.array(tiles),
         bounds=mx.array(bounds),
         splits=mx.array(splits) if num_splits > 1 else None,

@@ -100,7 +100,7 @@ inline void prefill(
     const device Request& request = requests[tile.request];
     const int num_heads = queries_shape[1];
     const int group = num_heads / pool_shape[0];
-    const int end = tile.end;
+    const int end = metal::min(tile.end, request.length);
     const int window = bounds->window;
     const float cap = scoring->cap;
     const uint thread_index = simdgroup * 32 + lane;

@@ -12,7 +12,7 @@ struct Request {
     int first_row;       // of the queries
     int first_out_row;   // of the output
     int first_position;  // in the request, of its first row
-    int unused;
+    int length;          // of its context: a slot past it may be another request's
 };
 
 // What one threadgroup works on: query rows against a range of the context. Rows are packed: packed
@@ -22,7 +22,7 @@ struct Tile {
     int packed_begin;
     int packed_count;
     int begin;  // first context position
-    int end;    // past the last
+    int end;    // past the last; the request may end before
     int split;  // which part of the context this is
     int unused[2];
 };

@@ -6,7 +6,9 @@ import numpy as np
 from batch.test_requests import new_request
 from vllm import SamplingParams
 
+from metal_kernels.layout import Behind
 from metal_kernels.pace import Pace
+from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import step_layout
@@ -67,3 +69,28 @@ def test_prompt_logprobs_are_complete_when_the_request_samples():
         assert rows.last == (len(batch.sampling_np) == 1)
         seen.append((rows.target_ids_np.tolist(), rows.last))
     assert seen == [([*range(1, 17)], False), ([*range(17, 33)], False), ([], True)]
+
+
+def test_rows_lie_as_far_before_as_the_device_says():
+    requests, _ = make()
+    short = requests["short"]
+    # Its step sampled four tokens, three for drafts; one draft was kept.
+    requests.note_sampled(np.array([short.req_idx]), np.array([4]))
+    requests.num_computed_tokens_np[short.req_idx] = 6
+    requests.num_computed_tokens_np[requests["long"].req_idx] = 12
+    requests.block_tables.append(short.req_idx, ([6],))
+    behind = Behind(mx.array([0, 2], mx.int32), np.array([0, 3], np.int32))
+    drafts = StepDrafts(
+        mx.array([[0, 0], [80, 81]]), np.array([0, 2], np.int32), np.array([0, 2], np.int32)
+    )
+    newest = mx.array([70, 71, 72, 73], mx.int32)
+    batch = prepare(requests, {"long": 2, "short": 3}, newest, drafts, behind)
+    assert np.array(batch.positions).tolist() == [12, 13, 4, 5, 6]
+    assert batch.positions_np.tolist() == [12, 13, 6, 7, 8]  # at most
+    assert np.array(batch.input_ids).tolist() == [112, 113, 70 + short.req_idx, 80, 81]
+    assert batch.sampling_np.tolist() == [1]
+    too_many = batch.num_output_tokens_np - np.array(batch.sample_behind.counts)
+    assert too_many.tolist() == [2, 3, 4]
+    layout = step_layout(batch, requests.block_tables.tables_np[0], 4, None)
+    # Blocks of four: "long" has 5, 3, 8, 1; "short" 2 and 6.
+    assert np.array(layout.slot_mapping).tolist() == [4, 5, 24, 25, 26]

@@ -148,3 +148,19 @@ def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
     assert resumed is not pushed_out and resumed.output_token_ids == [9]
     assert requests.num_computed_tokens_np[resumed.req_idx] == 1
     assert [table[resumed.req_idx, 0] for table in requests.block_tables.tables_np] == [7, 8]
+
+
+def test_all_that_was_sampled_counts_until_it_is_known_what_is_kept():
+    requests = make()
+    state = requests.add_request(new_request("a", [5, 6], ([1], [2])))
+    req_indices = np.array([state.req_idx])
+    requests.note_sampled(req_indices, np.array([4]))  # three drafts among them
+    requests.num_computed_tokens_np[state.req_idx] = 7  # the scheduler has reserved more rows
+    requests.roll_back()
+    assert requests.num_tokens_np[state.req_idx] == 6
+    assert requests.num_computed_tokens_np[state.req_idx] == 5
+    requests.note_sampled(req_indices, np.array([2]))  # by the next step
+    requests.learn(state, [11, 12], num_rejected=2)
+    assert requests.num_known_np[state.req_idx] == 4
+    assert requests.num_tokens_np[state.req_idx] == 6  # the two of the next step follow
+    assert requests.num_known_before_np[state.req_idx] == 2

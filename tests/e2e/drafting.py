@@ -26,6 +26,7 @@ from vllm_metal.spec_decode.speculator import Speculator
 
 BLOCK, NUM_DRAFTS = 16, 3
 VOCAB = 32  # so few that drafts at random are right now and then
+FEW = 8  # so few that it happens in short runs
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 STATELESS = ("medusa", "mlp_speculator")  # heads that keep no K/V
 
@@ -38,22 +39,42 @@ class Toy:
     speculation: dict[str, Any]
 
 
-def write_toys(folder: Path) -> dict[str, Toy]:
-    """A toy for each of METHODS and STATELESS, of random weights."""
-    small = {"vocab_size": VOCAB}
+def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
+    """A toy for each of METHODS and STATELESS, of random weights.
+
+    Args:
+        folder: gets them.
+        for_kernels: with one head of 64 elements, which the kernels serve, in place of small ones,
+            and FEW tokens. There is one more then, "windowed": MTP with a window on every other
+            layer.
+    """
+    vocab = FEW if for_kernels else VOCAB
+    small: dict[str, Any] = {"vocab_size": vocab}
+    if for_kernels:
+        small |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+
+    def sized(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        if not for_kernels:
+            return shapes
+        ends = ("k_proj.weight", "v_proj.weight", "q_norm.weight", "k_norm.weight")
+        return {
+            name: (64, *shape[1:]) if name.endswith(ends) else shape
+            for name, shape in shapes.items()
+        }
+
     target = write_target(folder / "target", CONFIG | small)
     drafts = {
         "draft_model": write_target(folder / "draft", CONFIG | small | {"num_hidden_layers": 2}),
         "eagle": write_head(
             folder / "eagle",
-            layer_shapes("layers.0", HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)},
+            sized(layer_shapes("layers.0", HIDDEN)) | {"fc.weight": (HIDDEN, 2 * HIDDEN)},
             {},
             CONFIG | small | {"num_hidden_layers": 1},
             "model.safetensors",
         ),
         "eagle3": write_head(
             folder / "eagle3",
-            eagle3_shapes() | {"lm_head.weight": (VOCAB, HIDDEN)},
+            sized(eagle3_shapes()) | {"lm_head.weight": (vocab, HIDDEN)},
             {},
             CONFIG | small | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]},
             "model.safetensors",
@@ -61,7 +82,7 @@ def write_toys(folder: Path) -> dict[str, Toy]:
         "medusa": write_head(
             folder / "medusa",
             {f"blocks.{head}.layers.0.weight": (HIDDEN, HIDDEN) for head in range(NUM_DRAFTS)}
-            | {f"lm_heads.{head}.weight": (VOCAB, HIDDEN) for head in range(NUM_DRAFTS)},
+            | {f"lm_heads.{head}.weight": (vocab, HIDDEN) for head in range(NUM_DRAFTS)},
             {},
             small
             | {"model_type": "medusa", "hidden_size": HIDDEN}
@@ -70,9 +91,9 @@ def write_toys(folder: Path) -> dict[str, Toy]:
         ),
         "mlp_speculator": write_head(
             folder / "mlp_speculator",
-            mlp_speculator_shapes(NUM_DRAFTS, NUM_DRAFTS, vocab=VOCAB),
+            mlp_speculator_shapes(NUM_DRAFTS, NUM_DRAFTS, vocab=vocab),
             {},
-            mlp_speculator_config(NUM_DRAFTS, vocab_size=VOCAB),
+            mlp_speculator_config(NUM_DRAFTS, vocab_size=vocab),
             "model.safetensors",
         ),
     }
@@ -81,9 +102,12 @@ def write_toys(folder: Path) -> dict[str, Toy]:
         method: Toy(str(target), common | {"method": method, "model": str(path)})
         for method, path in drafts.items()
     }
-    config, shapes, *_ = CASES["glm4_moe"]
-    model = write_mtp(folder / "mtp", config | small, shapes)
-    return toys | {"mtp": Toy(str(model), common | {"method": "mtp"})}
+    of_target = {"mtp": "glm4_moe"} | ({"windowed": "exaone_moe, windowed"} if for_kernels else {})
+    for name, case in of_target.items():
+        config, shapes, *_ = CASES[case]
+        model = write_mtp(folder / name, config | small, sized(shapes))
+        toys[name] = Toy(str(model), common | {"method": "mtp"})
+    return toys
 
 
 def transfer(folder: Path, role: str = "kv_both", **extra: Any) -> KVTransferConfig:

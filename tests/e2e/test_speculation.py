@@ -143,7 +143,7 @@ class Script:
         self._text, self._vocab_size = text, vocab_size
         self.num_drafts = self.num_right = 0
 
-    def propose(self, proposer, token_ids_np, req_indices_np, num_tokens_np, limits_np):
+    def propose(self, proposer, token_ids_np, req_indices_np, num_tokens_np, limits_np, *_):
         guesses = []
         for req_idx, length, limit in zip(req_indices_np, num_tokens_np, limits_np, strict=True):
             assert token_ids_np[req_idx, :length].tolist() == self._text[:length]
@@ -218,7 +218,7 @@ def test_a_rejected_draft_is_never_a_cache_hit(tiny, script):
         # The drafts that stood at these positions, one after the other.
         planted = [*text[:17], *script.wrong(text[17:40])]
         script.num_drafts = 0
-        script.propose = lambda proposer, tokens, req_indices, lengths, limits: Drafts.of_lists(
+        script.propose = lambda proposer, tokens, req_indices, lengths, limits, *_: Drafts.of_lists(
             [[] for _ in req_indices], 7
         )
         generate(llm, [planted], greedy(2))

@@ -135,6 +135,12 @@ _FAULTS: _Faults = {
         ("block table rows of the wrong width", "uint(tables_shape[1])", "uint(tables_shape[0])"),
         ("fence not written", "fence[i] = after[0];", ""),
     ],
+    (DECODE, "decode, behind", WRONG): [
+        ("past the end of the request", "metal::min(tile.end, request.length)", "tile.end"),
+    ],
+    (PREFILL, "prefill, behind", WRONG): [
+        ("past the end of the request", "metal::min(tile.end, request.length)", "tile.end"),
+    ],
     (DECODE, "decode, window", WRONG): [
         ("window one key too wide", "position[r] - key < window", "position[r] - key <= window"),
         ("sink counted by every simdgroup", "split == 0 && simdgroup == 0;", "split == 0;"),

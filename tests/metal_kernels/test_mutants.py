@@ -23,7 +23,13 @@ from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
-from tests.metal_kernels.paged_attention.batches import Batch, decoded, expected, make_batch
+from tests.metal_kernels.paged_attention.batches import (
+    Batch,
+    decoded,
+    expected,
+    make_batch,
+    overstated,
+)
 
 SCHEDULES = ("forward", "reverse", "random:1")
 SCALE = 0.09
@@ -42,8 +48,12 @@ def check_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    most_behind: int = 0,
 ) -> None:
-    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape, window)
+    seq_lens, tables, behind = batch.seq_lens, batch.tables, None
+    if most_behind:
+        seq_lens, tables, behind = overstated(batch, most_behind)
+    plan = paged_attention.plan(batch.starts, seq_lens, tables, batch.shape, window, behind=behind)
     out, fences = paged_attention.run(
         plan,
         batch.queries,
@@ -73,6 +83,7 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    most_behind: int = 0  # by how much the host overstates contexts
 
     @cached_property
     def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None]:
@@ -85,7 +96,7 @@ class Attention:
 
     def __call__(self) -> None:
         batch, wanted, sinks = self.case
-        check_attention(batch, wanted, self.window, self.softcap, sinks)
+        check_attention(batch, wanted, self.window, self.softcap, sinks, self.most_behind)
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,9 @@ PROBES: dict[str, Probe] = {
     "decode, fp8": Attention(((37, 1), (17, 2)), cache=mx.uint8),
     "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
     "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),
+    "decode, behind": Attention(DECODES, most_behind=3),
     "prefill": Attention(PREFILLS),
+    "prefill, behind": Attention(PREFILLS, most_behind=3),
     "prefill, window": Attention(PREFILLS, window=7, has_sinks=True),
     "prefill, fp8": Attention(((20, 5), (3, 1)), cache=mx.uint8),
     "prefill, 192": Attention(((20, 5), (3, 1)), head_size=192),

@@ -6,6 +6,7 @@ from peaks import least_peak
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from metal_kernels.layout import Behind
 from vllm_metal.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput
 
 V = 64
@@ -241,6 +242,37 @@ def test_min_tokens_gives_way_when_a_grammar_leaves_only_stop_tokens():
     mask = np.stack([bitmask([8]), bitmask([8, 20])])
     out = sampler.sample(mx.zeros((2, V)), rows(0, 1), rows(0, 0), GrammarMask(rows(0, 1), mask))
     assert out.token_ids.tolist() == [8, 20]
+
+
+@pytest.mark.parametrize("span", [1, 3])
+def test_counts_that_only_the_device_knows(span):
+    """Seeds and min_tokens go by how many tokens a request has, not by what the host thinks."""
+    stops = {"min_tokens": 8, "stop_token_ids": TOP[:20]}
+    params = [
+        SamplingParams(seed=3),
+        SamplingParams(seed=3, **stops),
+        SamplingParams(temperature=0, **stops),
+        SamplingParams(temperature=0),
+    ]
+    sampler = Sampler(V, 16)
+    for req_idx in range(16):
+        sampler.add_request(req_idx, params[req_idx % 4], PROMPT, [])
+    rng, (req_indices, in_span) = np.random.default_rng(0), np.divmod(rows(*range(16 * span)), span)
+    spans = None
+    if span > 1:
+        lens, none = np.full(16, span, np.int32), mx.full(16 * span, -1, mx.int32)
+        spans = DraftSpans(span * rows(*range(16)), lens, none)
+    exact = rng.integers(4, 10, 16, np.int32)[req_indices] + in_span
+    most = rng.integers(0, 4, 16, np.int32)
+    most[0] = 3
+    counts = np.minimum(rng.integers(0, 4, 16, np.int32), most)[req_indices]
+    logits = mx.array(rng.normal(size=(16 * span, V)).astype(np.float32) + LOGITS)
+    wanted = sampler.sample(logits, req_indices, exact, None, spans)
+    behind = Behind(mx.array(counts), most[req_indices])
+    found = sampler.sample(logits, req_indices, exact + counts, None, spans, behind)
+    assert found.token_ids.tolist() == wanted.token_ids.tolist()
+    wrong = sampler.sample(logits, req_indices, exact + counts, None, spans)
+    assert wrong.token_ids.tolist() != wanted.token_ids.tolist()
 
 
 def test_token_ids_outside_the_vocabulary_change_nothing():

@@ -254,7 +254,7 @@ class Bench:
             text[req_idx, self.known[req_idx] : self.known[req_idx] + len(of_request)] = of_request
         spans = Spans(req_indices, self.computed[req_indices], ends + counts)
         ids = mx.array(text[spans.req_indices_np[spans.index_np], spans.positions_np])
-        rows = spans.rows(ids, np.array([0]))
+        rows = spans.rows(ids, mx.array([0]))
         logits = self.executor.forward(rows, self.tables)
         self.proposer.take_hidden(rows)
         mx.eval(logits)

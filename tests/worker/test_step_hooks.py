@@ -42,6 +42,8 @@ class Connector(StepHooks):
 class Runner:
     """A runner's calls, of which one may raise."""
 
+    num_waits = 0
+
     def __init__(self, calls, number, raising):
         self.number = number
         self._calls, self._raising = calls, raising

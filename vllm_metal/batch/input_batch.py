@@ -10,6 +10,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import Behind
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.batch.rows import Rows
@@ -37,7 +38,9 @@ class InputBatch(Rows):
     requests: list[RequestState]  # [R]
     sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
-    num_output_tokens_np: np.ndarray  # [S] int32, generated before that row, drafts included
+    # [S] int32, generated before that row, drafts included; an upper bound as positions are.
+    num_output_tokens_np: np.ndarray
+    sample_behind: Behind | None  # of each of those rows; None: they are exact
     draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
     drafts: StepDrafts | None  # of all requests; None: without speculation
     prompt_rows: tuple[PromptRows, ...]
@@ -48,6 +51,7 @@ def prepare(
     num_scheduled_tokens: dict[str, int],
     last_token_ids: mx.array,
     drafts: StepDrafts | None = None,
+    behind: Behind | None = None,
 ) -> InputBatch:
     """Lays the scheduled requests out as one ragged batch.
 
@@ -56,7 +60,8 @@ def prepare(
         num_scheduled_tokens: request id to its number of rows in this step.
         last_token_ids: [max_num_reqs] int32, by req_idx the newest token, on the device. A row
             whose token the host does not know yet takes it from there.
-        drafts: of the scheduled requests, in their order. Then the host knows all sampled tokens.
+        drafts: of the scheduled requests, in their order.
+        behind: of the scheduled requests; None: the host knows how many tokens each has.
     """
     scheduled_requests = [requests[req_id] for req_id in num_scheduled_tokens]
     req_indices = np.fromiter(
@@ -76,14 +81,18 @@ def prepare(
     row_req_indices = np.repeat(req_indices, scheduled)
     offsets = np.arange(num_tokens, dtype=np.int32) - np.repeat(query_start_loc[:-1], scheduled)
     positions = np.repeat(computed, scheduled) + offsets
-    if drafts is None:
-        beyond = partial(_newest_of, last_token_ids, row_req_indices)
-    else:
-        owner = np.repeat(np.arange(len(scheduled_requests)), scheduled)
-        beyond = partial(_draft_of, drafts, owner)
-    input_ids = _input_ids(requests, row_req_indices, positions, beyond)
-
     num_tokens_before = requests.num_tokens_np[req_indices]
+    owner = np.repeat(np.arange(len(scheduled_requests), dtype=np.int32), scheduled)
+    beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    if num_drafts.any():
+        assert drafts is not None
+        newest, places = beyond, positions - num_tokens_before[owner]
+        beyond = partial(_newest_or_draft, newest, drafts, owner, places)
+    input_ids = _input_ids(requests, row_req_indices, positions, beyond)
+    device_positions = mx.array(positions)
+    if behind is not None:
+        device_positions = device_positions - behind.counts[mx.array(owner)]
+
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
     span_lens = 1 + num_drafts[sampling]
     span = np.repeat(np.arange(len(sampling)), span_lens)
@@ -108,16 +117,18 @@ def prepare(
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
         positions_np=positions,
-        positions=mx.array(positions),
+        positions=device_positions,
         input_ids=input_ids,
         sampling_np=sampling,
         sample_req_indices_np=sample_req_indices,
         num_output_tokens_np=(num_outputs + in_span).astype(np.int32),
+        sample_behind=None if behind is None else behind.of(sampling[span]),
         draft_spans=draft_spans,
         drafts=drafts,
         prompt_rows=_prompt_rows(requests, scheduled_requests, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
         num_drafts_np=num_drafts if num_drafts.any() else None,
+        behind=behind,
     )
 
 
@@ -125,7 +136,7 @@ def _input_ids(
     requests: Requests,
     row_req_indices: np.ndarray,
     positions: np.ndarray,
-    beyond: Callable[[np.ndarray], mx.array],
+    beyond: Callable[[], mx.array],
 ) -> mx.array:
     """[T] int32 tokens of the rows: the host's, and `beyond` the last of those.
 
@@ -133,14 +144,14 @@ def _input_ids(
         requests: whose tokens the host knows.
         row_req_indices: [T] each row's request.
         positions: [T] each row's position in it.
-        beyond: gives [T] int32, for how far each row lies beyond the last token the host knows.
+        beyond: gives [T] int32, the tokens of rows that the host does not know.
     """
     last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
     host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
-    places = positions - requests.num_known_np[row_req_indices]
-    if (places < 0).all():
+    known = positions < requests.num_known_np[row_req_indices]
+    if known.all():
         return host_ids
-    return mx.where(mx.array(places >= 0), beyond(places), host_ids)
+    return mx.where(mx.array(known), host_ids, beyond())
 
 
 def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> mx.array:
@@ -156,9 +167,19 @@ def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> m
     return _input_ids(requests, row_req_indices, rows.positions_np + 1, beyond)
 
 
-def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray, _: np.ndarray) -> mx.array:
+def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray) -> mx.array:
     """[T] int32: the token last sampled of each row's request."""
     return last_token_ids[mx.array(row_req_indices)]
+
+
+def _newest_or_draft(
+    newest: Callable[[], mx.array], drafts: StepDrafts, owner: np.ndarray, places: np.ndarray
+) -> mx.array:
+    """[T] int32: the draft at each row's place; where that is negative, the newest token."""
+    drafted = _draft_of(drafts, owner, places)
+    if (places >= 0).all():
+        return drafted
+    return mx.where(mx.array(places >= 0), drafted, newest())
 
 
 def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:

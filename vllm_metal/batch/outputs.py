@@ -4,17 +4,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
+from metal_kernels.layout import Behind
 from vllm_metal.batch.input_batch import InputBatch
 from vllm_metal.batch.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
 from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Of a step's R requests, what the step before sampled and the host has not read."""
+
+    counts_np: np.ndarray  # [R] int32: one more than the drafts verified; 0: all tokens are known
+    firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
+    token_ids: mx.array  # [S] int32, of all requests of that step
+    num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not kept
+
+    @cached_property
+    def behind(self) -> Behind | None:
+        """How far before the host's count of their tokens the requests are; None: it is exact."""
+        most_np = np.maximum(self.counts_np - 1, 0)
+        return Behind(self.num_rejected, most_np) if most_np.any() else None
+
+    def of(self, indices_np: np.ndarray) -> Unread:
+        """The same of some of the requests, by [n] indices."""
+        return Unread(
+            self.counts_np[indices_np],
+            self.firsts_np[indices_np],
+            self.token_ids,
+            self.num_rejected[mx.array(indices_np)],
+        )
 
 
 class StepOutput(AsyncOutput):
@@ -51,11 +79,51 @@ class StepOutput(AsyncOutput):
             self._token_ids = [[] for _ in self.batch.requests]
             if self.sampled is not None:
                 sampled = np.array(self.sampled.token_ids).tolist()
-                rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), strict=True)
-                for index, start, stop in rows:
-                    self._token_ids[index] = sampled[start:stop]
-                    self._requests.learn(self.batch.requests[index], sampled[start:stop])
+                lens = self.span_lens_np().tolist()
+                rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), lens, strict=True)
+                for index, start, stop, count in rows:
+                    self._token_ids[index] = kept = sampled[start:stop]
+                    self._requests.learn(self.batch.requests[index], kept, count - len(kept))
         return self._token_ids
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows its tokens."""
+        return self._token_ids is not None
+
+    def span_lens_np(self) -> np.ndarray:
+        """[N] int32, rows of each sampling request: one more than the drafts it verifies."""
+        spans = self.batch.draft_spans
+        return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
+
+    def unread(self, req_indices_np: np.ndarray) -> Unread | None:
+        """What the host has not read of a later step's requests; None where it knows all.
+
+        Args:
+            req_indices_np: [R] int32. No other step's outcome is unread.
+        """
+        requests, sampled = self._requests, self.sampled
+        pending = requests.num_tokens_np[req_indices_np] > requests.num_known_np[req_indices_np]
+        if self.is_read or sampled is None or not pending.any():
+            return None
+        spans, own = self.batch.draft_spans, self.batch.req_indices_np[self.batch.sampling_np]
+        # A request that has left and returned has another row, where nothing is pending.
+        place = np.zeros(len(requests.num_tokens_np), np.int32)
+        place[own] = np.arange(len(own))
+        place = place[req_indices_np]
+        lens, starts = (
+            self.span_lens_np(),
+            np.arange(len(own)) if spans is None else spans.starts_np,
+        )
+        counts = np.where(pending, lens[place], 0).astype(np.int32)
+        rejected = mx.zeros(len(counts), mx.int32)
+        if (counts > 1).any():
+            assert sampled.num_accepted is not None
+            ends = mx.array(np.maximum(counts - 1, 0))
+            # None of one token can be rejected, nor of a request that is not in both steps.
+            rejected = mx.maximum(ends - sampled.num_accepted[mx.array(place)], 0)
+        firsts = np.where(pending, starts[place], 0).astype(np.int32)
+        return Unread(counts, firsts, sampled.token_ids, rejected)
 
     def num_accepted(self) -> np.ndarray:
         """Drafts that each sampling request kept, int32 [N]; waits for the device."""

@@ -80,7 +80,10 @@ class Requests:
         # Tokens the host knows; numpy's zeros cost no memory until they are written.
         self.token_ids_np = np.zeros((max_num_reqs, max_model_len), np.int32)
         self.num_known_np = np.zeros(max_num_reqs, np.int32)  # how many of those
-        self.num_tokens_np = np.zeros(max_num_reqs, np.int32)  # known or still on the device
+        # Known or still on the device: all that a step sampled, until it is known what is kept.
+        self.num_tokens_np = np.zeros(max_num_reqs, np.int32)
+        # How many the host knew before it learnt the outcome of the newest step.
+        self.num_known_before_np = np.zeros(max_num_reqs, np.int32)
         self.num_prompt_tokens_np = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, np.int32)
         self._states: dict[str, RequestState] = {}
@@ -173,6 +176,7 @@ class Requests:
         self._states[state.req_id] = state
         self.token_ids_np[req_idx, : len(tokens)] = tokens
         self.num_known_np[req_idx] = self.num_tokens_np[req_idx] = len(tokens)
+        self.num_known_before_np[req_idx] = len(tokens)
         self.num_prompt_tokens_np[req_idx] = state.num_prompt_tokens
         self.num_computed_tokens_np[req_idx] = num_computed_tokens
         self.block_tables.replace(req_idx, block_ids)
@@ -203,12 +207,23 @@ class Requests:
             self._free.append(state.req_idx)
         return state
 
-    def note_sampled(self, req_indices_np: np.ndarray) -> None:
-        """Counts one more token of each of [N] requests; the host need not know it yet."""
-        self.num_tokens_np[req_indices_np] += 1
+    def note_sampled(self, req_indices_np: np.ndarray, counts_np: np.ndarray | int = 1) -> None:
+        """Counts sampled tokens of each of [N] requests; the host need not know them yet.
 
-    def learn(self, state: RequestState, token_ids: list[int]) -> None:
-        """Takes sampled tokens that reached the host; drops those of a state that is gone."""
+        Args:
+            req_indices_np: [N] int32.
+            counts_np: [N] int32, one more than the drafts that each verifies.
+        """
+        self.num_tokens_np[req_indices_np] += counts_np
+
+    def learn(self, state: RequestState, token_ids: list[int], num_rejected: int = 0) -> None:
+        """Takes sampled tokens that reached the host; drops those of a state that is gone.
+
+        Args:
+            state: of the request.
+            token_ids: that are kept.
+            num_rejected: how many more were counted when they were sampled.
+        """
         if self._states.get(state.req_id) is not state:
             return
         state.output_token_ids.extend(token_ids)
@@ -216,14 +231,17 @@ class Requests:
         known = int(self.num_known_np[req_idx])
         room = self.token_ids_np.shape[1] - known
         self.token_ids_np[req_idx, known : known + len(token_ids)] = token_ids[: max(room, 0)]
+        self.num_known_before_np[req_idx] = known
         self.num_known_np[req_idx] = known + len(token_ids)
-        self.num_tokens_np[req_idx] = max(self.num_tokens_np[req_idx], self.num_known_np[req_idx])
+        num_tokens = self.num_tokens_np[req_idx] - num_rejected
+        self.num_tokens_np[req_idx] = max(num_tokens, self.num_known_np[req_idx])
 
     def roll_back(self) -> None:
         """Takes back what the scheduler counts as computed but verification rejected.
 
-        The scheduler counts every draft of a step whose outcome it has not seen. The host knows
-        that outcome here: a request past its prompt has computed all its tokens but the newest.
+        The scheduler counts every draft of a step whose outcome it has not seen. A request past
+        its prompt has computed all its tokens but the newest; of a step whose outcome the host
+        has not seen either, both count all drafts that were laid out.
         """
         np.minimum(
             self.num_computed_tokens_np, self.num_tokens_np - 1, out=self.num_computed_tokens_np

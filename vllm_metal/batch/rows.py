@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import Behind
 from metal_kernels.pace import Pace
 from vllm_metal.kv_cache.layer_state import StepLayout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """T rows of R requests; request r owns rows query_start_loc[r : r + 2], by position."""
+    """T rows of R requests; request r owns rows query_start_loc[r : r + 2], by position.
+
+    Where `behind` is there, `seq_lens_np` and `positions_np` are upper bounds.
+    """
 
     req_indices_np: np.ndarray  # [R] int32
     query_start_loc_np: np.ndarray  # [R + 1] int32
@@ -24,6 +28,7 @@ class Rows:
     input_ids: mx.array  # [T] int32, on the device
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
+    behind: Behind | None = None  # None: the host's positions are exact
 
     def of_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, ...] of [T, ...]: the rows of which logits are wanted."""
@@ -46,6 +51,10 @@ def step_layout(
     tables = block_table_np[rows.req_indices_np, :width]
     requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))
     blocks = tables[requests, rows.positions_np // block_size]
+    slot_mapping = None
+    if rows.behind is not None:
+        pages, offsets = mx.divmod(rows.positions, block_size)
+        slot_mapping = mx.array(tables)[mx.array(requests), pages] * block_size + offsets
     return StepLayout(
         query_start_loc_np=rows.query_start_loc_np,
         seq_lens_np=rows.seq_lens_np,
@@ -55,4 +64,6 @@ def step_layout(
         req_indices_np=rows.req_indices_np,
         num_drafts_np=rows.num_drafts_np,
         pace=pace,
+        behind=rows.behind,
+        slot_mapping=slot_mapping,
     )

@@ -77,11 +77,16 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             kind.shape,
             kind.window,
             cls._tiles_of(kind),
+            behind=layout.behind,
         )
         pace = layout.pace
         if pace is not None:
             pace = pace_of(pace, attention.num_tokens, attention.work)
-        return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
+        slots = layout.slot_mapping
+        if slots is None:
+            return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
+        missing = max(0, MIN_ELEMENTS - slots.size)
+        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, pace)
 
     @classmethod
     def trials(cls, kind: AttentionKind) -> Iterator[KernelPlan]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import RaggedLayout
+from metal_kernels.layout import Behind, RaggedLayout
 from metal_kernels.pace import Pace
 
 #: What a kind of layer makes of a step's layout, for its storage.
@@ -31,6 +31,9 @@ class StepLayout(RaggedLayout):
     req_indices_np: np.ndarray | None = None  # [R] int32; None: the requests are in no table
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
+    # Where this is there, the lengths are upper bounds, and only the device knows the slots.
+    behind: Behind | None = None
+    slot_mapping: mx.array | None = None  # [T] int32
 
     @property
     def positions_np(self) -> np.ndarray:

@@ -71,13 +71,22 @@ class MinTokens(SamplingStage):
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
         rows = step.rows_using(self)
-        rows = rows[step.num_output_tokens[rows] < self._min_tokens[step.req_indices[rows]]]
+        least = (
+            step.num_output_tokens
+            if step.behind is None
+            else (step.num_output_tokens - step.behind.most_np)
+        )
+        rows = rows[least[rows] < self._min_tokens[step.req_indices[rows]]]
         if len(rows) == 0:
             return logits
         req_indices = step.req_indices[rows].tolist()
         stops = [self._stops[req_idx] for req_idx in req_indices]
+        num_stops = [len(s) for s in stops]
         edited = add_at(
-            logits, np.repeat(rows, [len(s) for s in stops]), np.concatenate(stops), NEG_INF
+            logits,
+            np.repeat(rows, num_stops),
+            np.concatenate(stops),
+            NEG_INF if step.behind is None else self._edits(step, np.repeat(rows, num_stops)),
         )
         structured = [req_idx in self._structured for req_idx in req_indices]
         if not any(structured):
@@ -86,6 +95,12 @@ class MinTokens(SamplingStage):
         may_restore[rows[structured]] = True
         empty = edited.max(axis=-1, keepdims=True) == NEG_INF
         return mx.where(mx.array(may_restore) & empty, logits, edited)
+
+    def _edits(self, step: Step, rows: np.ndarray) -> mx.array:
+        """float32 [E]: -inf for the rows that are too short, by what the device counts; else 0."""
+        assert step.behind is not None
+        over = step.num_output_tokens[rows] - self._min_tokens[step.req_indices[rows]]
+        return mx.where(mx.array(over) < step.behind.of(rows).counts, NEG_INF, 0.0)
 
 
 class LogitBias(SamplingStage):

@@ -53,22 +53,33 @@ class RandomSampling(RequestParameters):
         scale = None if random.all() else random.astype(np.float32)[:, None]
         return draw(logits, self._keys(step), scale)
 
-    def _keys(self, step: Step) -> np.ndarray:
+    def _keys(self, step: Step) -> np.ndarray | mx.array:
         """uint32 [N, 2], the key of each row."""
         num_rows = len(step.req_indices)
         seeded = self._seeded[step.req_indices]
         if not seeded.any():
             return self._unseeded(num_rows)
-        keys = _seeded(self._seeds[step.req_indices], step.num_output_tokens)
+        if step.behind is None:
+            keys = _seeded(self._seeds[step.req_indices], step.num_output_tokens)
+            if not seeded.all():
+                keys[~seeded] = self._unseeded(num_rows - int(seeded.sum()))
+            return keys
+        # The keys of every count that there may be; the device picks the right one.
+        width = 1 + int(step.behind.most_np.max())
+        counts = np.maximum(step.num_output_tokens[:, None] - np.arange(width), 0)
+        seeds = np.repeat(self._seeds[step.req_indices], width)
+        keys = _seeded(seeds, counts.ravel()).reshape(num_rows, width, 2)
         if not seeded.all():
-            keys[~seeded] = self._unseeded(num_rows - int(seeded.sum()))
-        return keys
+            keys[~seeded] = self._unseeded(num_rows - int(seeded.sum()))[:, None]
+        return mx.array(keys)[mx.arange(num_rows), step.behind.counts]
 
     def _unseeded(self, num_rows: int) -> np.ndarray:
         return self._generator.integers(0, 2**32, size=(num_rows, 2), dtype=np.uint32)
 
 
-def draw(logits: mx.array, keys: np.ndarray, noise_scale: np.ndarray | None = None) -> mx.array:
+def draw(
+    logits: mx.array, keys: np.ndarray | mx.array, noise_scale: np.ndarray | None = None
+) -> mx.array:
     """One token per row from softmax(logits), by the Gumbel-max trick: argmax(logits + gumbel).
 
     logits: float32 [N, V]. keys: uint32 [N, 2]. noise_scale: float32 [N, 1], 1 draws and 0 takes

@@ -14,6 +14,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.config.model import LogprobsMode
 
+from metal_kernels.layout import Behind
 from vllm_metal.sample.bad_words import BadWords
 from vllm_metal.sample.constraints import AllowedTokens, LogitBias, MinTokens
 from vllm_metal.sample.custom import ChangingProcessors, CustomProcessors, KeepingProcessors
@@ -190,6 +191,7 @@ class Sampler:
         num_output_tokens: np.ndarray,
         grammar: GrammarMask | None = None,
         draft_spans: DraftSpans | None = None,
+        behind: Behind | None = None,
     ) -> SamplerOutput:
         """Samples the next token of each row and records what is output in the requests' device
         state.
@@ -197,7 +199,8 @@ class Sampler:
         logits: float16, bfloat16 or float32 [N, V]. req_indices: int32 [N], each row's request,
         which repeats within a span only. num_output_tokens: int32 [N], tokens each request
         generated before this one, also those the host has not seen yet, and the drafts before the
-        row. draft_spans: the drafts to verify; None: every row is a request of its own.
+        row. draft_spans: the drafts to verify; None: every row is a request of its own. behind: by
+        how much num_output_tokens is too large for each row; None: by nothing.
         Raises ValueError if the logits' shape is not [rows, vocab_size], if the spans have
         another number of rows, and if there are drafts and custom processors.
         """
@@ -213,7 +216,7 @@ class Sampler:
             none = mx.zeros((0,), dtype=mx.int32)
             empty = none.astype(mx.bool_)
             return SamplerOutput(none, empty, None, none, None if draft_spans is None else none)
-        step = self._request_bits.step(req_indices, num_output_tokens, draft_spans)
+        step = self._request_bits.step(req_indices, num_output_tokens, draft_spans, behind)
         width = self._logprobs.width(step)
         # Custom processors take a step as a whole.
         if len(req_indices) <= self.rows_at_once or self._has_custom:
@@ -224,7 +227,12 @@ class Sampler:
             if done:  # All outputs of the chunk before: any left for later would hold its copies.
                 chunk = mx.depends(chunk, list(done[-1].arrays()))
             mask = None if grammar is None else grammar.of_rows(rows)
-            of_chunk = self._request_bits.step(req_indices[rows], num_output_tokens[rows], of_rows)
+            of_chunk = self._request_bits.step(
+                req_indices[rows],
+                num_output_tokens[rows],
+                of_rows,
+                None if behind is None else behind.of(np.arange(rows.start, rows.stop)),
+            )
             done.append(self._sample_chunk(chunk, of_chunk, mask, width))
         return SamplerOutput.joined(done)
 

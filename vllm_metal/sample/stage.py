@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 from vllm import SamplingParams
 
+from metal_kernels.layout import Behind
 from vllm_metal.sample.draft_spans import DraftSpans
 
 GREEDY_EPSILON = 1e-5
@@ -88,10 +89,11 @@ class Step:
     """The rows of one step (at least one), made fresh each step and never changed.
 
     req_indices: int32 [N], the req_idx of each logits row.
-    num_output_tokens: int32 [N], tokens generated before this one.
+    num_output_tokens: int32 [N], tokens generated before this one; by `behind` too many.
     draft_spans: of drafts to verify; None where every row is a request of its own.
     used_np: uint32 [N], bits of what each row's request asks for.
     bit_of: which bit stands for which part of the sampler; owned by `RequestBits`.
+    behind: of each row; None where the host knows how many tokens were generated.
     """
 
     req_indices: np.ndarray
@@ -99,6 +101,7 @@ class Step:
     draft_spans: DraftSpans | None
     used_np: np.ndarray
     bit_of: Mapping[RequestParameters, int]
+    behind: Behind | None = None
 
     @cached_property
     def _used_by_any(self) -> int:
@@ -139,7 +142,11 @@ class RequestBits:
         self._used[req_idx] = sum(self._bit_of[part] for part in used)
 
     def step(
-        self, req_indices: np.ndarray, num_output_tokens: np.ndarray, draft_spans: DraftSpans | None
+        self,
+        req_indices: np.ndarray,
+        num_output_tokens: np.ndarray,
+        draft_spans: DraftSpans | None,
+        behind: Behind | None = None,
     ) -> Step:
         used = self._used[req_indices]
-        return Step(req_indices, num_output_tokens, draft_spans, used, self._bit_of)
+        return Step(req_indices, num_output_tokens, draft_spans, used, self._bit_of, behind)

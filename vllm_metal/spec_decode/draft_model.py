@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -131,11 +132,14 @@ class DraftModelProposer(PagedProposer):
         # By req_idx, how many positions have K/V. Drafts count until the next call of `propose`,
         # when rejected ones lie at or behind the newest token.
         self._written_np = np.zeros(max_num_reqs, np.int32)
+        # By req_idx, how many of those may be of tokens that were not kept, at most.
+        self._doubtful_np = np.zeros(max_num_reqs, np.int32)
         # By req_idx, the end of what `propose` was last called for: so far there are blocks.
         self._called_np = np.zeros(max_num_reqs, np.int32)
 
     def begin_request(self, req_idx: int, num_computed: int) -> None:
         self._written_np[req_idx] = self._called_np[req_idx] = num_computed
+        self._doubtful_np[req_idx] = 0
 
     def propose(
         self,
@@ -143,36 +147,61 @@ class DraftModelProposer(PagedProposer):
         req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
+        unread: Unread | None = None,
     ) -> Drafts:
         max_len = min(self._max_len, token_ids_np.shape[1])
-        limits = np.clip(np.minimum(limits_np, max_len - num_tokens_np), 0, self._num_drafts)
+        unread_np = np.zeros_like(num_tokens_np) if unread is None else unread.counts_np
+        most_tokens = num_tokens_np + unread_np
+        limits = np.clip(np.minimum(limits_np, max_len - most_tokens), 0, self._num_drafts)
+        written = self._written_np[req_indices_np]
         # The newest token has no K/V yet: at most a rejected draft was written at its position.
         # The drafts before it were accepted.
-        starts = np.minimum(self._written_np[req_indices_np], num_tokens_np - 1)
-        ends = np.minimum(num_tokens_np, max_len)
+        sure = np.minimum(written - self._doubtful_np[req_indices_np], num_tokens_np - 1)
+        # Where tokens are unread, the pass before ran over all that is known.
+        starts = np.where(unread_np > 0, np.minimum(written, num_tokens_np), sure)
+        ends = np.minimum(most_tokens, max_len)
         self._written_np[req_indices_np], self._called_np[req_indices_np] = starts, ends
+        self._doubtful_np[req_indices_np] = 0
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         here = np.flatnonzero(ends > starts)
         if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
             spans = Spans(req_indices_np[here], starts[here], ends[here])
-            token_ids[mx.array(here)] = self._write(token_ids_np, spans, limits[here])
+            of_here = None if unread is None else unread.of(here)
+            token_ids[mx.array(here)] = self._write(
+                token_ids_np, spans, limits[here], num_tokens_np[here], of_here
+            )
         return Drafts(token_ids, limits.astype(np.int32))
 
     def settle(
-        self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
+        self,
+        token_ids_np: np.ndarray,
+        req_indices_np: np.ndarray,
+        ends_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
     ) -> None:
-        starts = self._written_np[req_indices_np]
+        starts = self._written_np[req_indices_np] - self._doubtful_np[req_indices_np]
         ends = np.minimum(ends_np, self._called_np[req_indices_np])
         here = np.flatnonzero(ends > starts)
         if len(here):
             spans = Spans(req_indices_np[here], starts[here], ends[here])
-            self._write(token_ids_np, spans, np.zeros(len(here), np.int32))
+            nothing_np = np.zeros(len(here), np.int32)
+            self._write(token_ids_np, spans, nothing_np, spans.ends_np, None)
 
-    def _write(self, token_ids_np: np.ndarray, spans: Spans, limits_np: np.ndarray) -> mx.array:
+    def _write(
+        self,
+        token_ids_np: np.ndarray,
+        spans: Spans,
+        limits_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        unread: Unread | None,
+    ) -> mx.array:
         """Drafts that follow the spans, whose K/V count as written from now on."""
-        known = token_ids_np[spans.req_indices_np[spans.index_np], spans.positions_np]
-        drafts = self._draft(spans, mx.array(known), None, limits_np)
+        input_ids = spans.tokens(token_ids_np, num_tokens_np, unread)
+        behind = None if unread is None else unread.behind
+        drafts = self._draft(spans, input_ids, None, limits_np, behind)
         self._written_np[spans.req_indices_np] = spans.ends_np + np.maximum(limits_np - 1, 0)
+        self._doubtful_np[spans.req_indices_np] = 0 if behind is None else behind.most_np
         return drafts
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -85,7 +86,10 @@ class StateNetwork(DraftNetwork):
 
 
 class StateProposer(Proposer):
-    """Drafts from the hidden state that the newest token was sampled from."""
+    """Drafts from the hidden state that the newest token was sampled from.
+
+    vLLM takes these heads without async scheduling only, so the host knows that token.
+    """
 
     def __init__(self, heads: StateHeads, states: HiddenStates, num_drafts: int) -> None:
         """
@@ -117,6 +121,8 @@ class StateProposer(Proposer):
         req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
+        unread: Unread | None = None,
     ) -> Drafts:
         places = [self._rows.get(req_idx, (0, 0, 0)) for req_idx in req_indices_np.tolist()]
         firsts, starts, counts = np.array(places, np.int64).reshape(-1, 3).T

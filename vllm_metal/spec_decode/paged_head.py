@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -26,6 +27,10 @@ from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+#: Position of the first row of a step that was laid out before the host knew it.
+_UNKNOWN = -1
 
 
 class Head(Protocol):
@@ -118,7 +123,7 @@ class _Kept:
 
     states: mx.array  # [T, W] of the whole step
     first_row: int
-    start: int  # position of the first row
+    start: int  # position of the first row; _UNKNOWN: the row before what the step sampled
     count: int
 
 
@@ -158,7 +163,7 @@ class HeadProposer(PagedProposer):
     def take_hidden(self, rows: Rows) -> None:
         states = self._states.take()
         firsts, counts = rows.query_start_loc_np[:-1], np.diff(rows.query_start_loc_np)
-        starts = rows.positions_np[firsts]
+        starts = _first_positions(rows)
         for req_idx, *of_request in zip(
             rows.req_indices_np.tolist(),
             firsts.tolist(),
@@ -175,35 +180,46 @@ class HeadProposer(PagedProposer):
         req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
+        unread: Unread | None = None,
     ) -> Drafts:
         nothing = _Kept(mx.zeros(0), 0, 0, 0)
         kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
         starts = np.array([of.start for of in kept], np.int32)
+        if num_before_np is not None:
+            starts = np.where(starts == _UNKNOWN, num_before_np - 1, starts)
         counts = np.array([of.count for of in kept], np.int32)
+        most_tokens = num_tokens_np if unread is None else num_tokens_np + unread.counts_np
         # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
-        ends = np.minimum(starts + counts, num_tokens_np - 1)
+        ends = np.minimum(starts + counts, most_tokens - 1)
         usable = ends > starts
-        most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._num_drafts)
+        most = np.minimum(token_ids_np.shape[1] - most_tokens, self._num_drafts)
         limits = np.maximum(np.minimum(limits_np, most), 0).astype(np.int32)
-        limits[~usable | (ends < num_tokens_np - 1)] = 0
+        limits[~usable | (ends < most_tokens - 1)] = 0
         written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices_np.tolist()])
         here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         if len(here):
             spans = Spans(req_indices_np[here], starts[here], ends[here])
-            following = token_ids_np[spans.req_indices_np[spans.index_np], spans.positions_np + 1]
+            of_here = None if unread is None else unread.of(here)
+            following = spans.tokens(token_ids_np, num_tokens_np[here], of_here, ahead=1)
             hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
-            drafts = self._draft(spans, mx.array(following), hidden, limits[here])
+            behind = None if of_here is None else of_here.behind
+            drafts = self._draft(spans, following, hidden, limits[here], behind)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
     def settle(
-        self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
+        self,
+        token_ids_np: np.ndarray,
+        req_indices_np: np.ndarray,
+        ends_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
     ) -> None:
         nothing_np = np.zeros(len(req_indices_np), np.int32)
         # Row i reads token i + 1, so K/V of so many positions take one token more.
-        self.propose(token_ids_np, req_indices_np, ends_np + 1, nothing_np)
+        self.propose(token_ids_np, req_indices_np, ends_np + 1, nothing_np, num_before_np)
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         assert hidden is not None
@@ -212,6 +228,14 @@ class HeadProposer(PagedProposer):
         if rows.logits_indices is not None:
             out, hidden = out[rows.logits_indices], hidden[rows.logits_indices]
         return self._head.tokens(out), hidden
+
+
+def _first_positions(rows: Rows) -> np.ndarray:
+    """[R] int32, position of each request's first row; _UNKNOWN where only the device knows it."""
+    starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
+    if rows.behind is None:
+        return starts_np
+    return np.where(rows.behind.most_np > 0, np.int32(_UNKNOWN), starts_np)
 
 
 def _rows_of(kept: list[_Kept], spans: Spans) -> mx.array:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import Behind
+from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -96,20 +98,53 @@ class Spans:
         rows = np.arange(len(self.index_np), dtype=np.int32)
         return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
 
-    def rows(self, input_ids: mx.array, logits_np: np.ndarray | None) -> Rows:
+    def tokens(
+        self,
+        token_ids_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        unread: Unread | None,
+        ahead: int = 0,
+    ) -> mx.array:
+        """[T] int32, the token of each row; past those that are kept: any of the vocabulary.
+
+        Args:
+            token_ids_np: [max_num_reqs, max_model_len] int32, by req_idx; what the host knows.
+            num_tokens_np: [R] how many of those.
+            unread: what follows them; None: nothing.
+            ahead: takes the token so many positions after each row instead.
+        """
+        index_np, positions_np = self.index_np, self.positions_np + ahead
+        last = token_ids_np.shape[1] - 1
+        known = mx.array(
+            token_ids_np[self.req_indices_np[index_np], np.minimum(positions_np, last)]
+        )
+        places = positions_np - num_tokens_np[index_np]
+        if unread is None or (places < 0).all():
+            return known
+        sampled = unread.token_ids[mx.array(unread.firsts_np[index_np] + np.maximum(places, 0))]
+        return mx.where(mx.array(places < 0), known, sampled)
+
+    def rows(
+        self, input_ids: mx.array, logits_indices: mx.array | None, behind: Behind | None = None
+    ) -> Rows:
         """
         Args:
             input_ids: [T] int32.
-            logits_np: [N] rows to compute logits of; None: all.
+            logits_indices: [N] int32, rows to compute logits of; None: all.
+            behind: how far before these positions the requests are; None: they are exact.
         """
+        positions = mx.array(self.positions_np)
+        if behind is not None:
+            positions = positions - behind.counts[mx.array(self.index_np)]
         return Rows(
             req_indices_np=self.req_indices_np,
             query_start_loc_np=self.query_start_loc_np,
             seq_lens_np=self.ends_np,
             positions_np=self.positions_np,
-            positions=mx.array(self.positions_np),
+            positions=positions,
             input_ids=input_ids,
-            logits_indices=None if logits_np is None else mx.array(logits_np.astype(np.int32)),
+            logits_indices=logits_indices,
+            behind=behind,
         )
 
 
@@ -117,11 +152,15 @@ class PagedProposer(Proposer):
     """Drafts in passes: one over a request's new tokens, then passes of one row each.
 
     The network's K/V share blocks with the target's, so a prefix hit brings both. The speculator
-    calls `propose` in every step for all its requests, whether they want drafts or not, when the
-    host knows all tokens sampled so far. So a first pass reads sampled tokens only, and overwrites
-    the K/V of rejected drafts. The blocks have room for num_tokens + limit tokens. Nothing here
-    waits for the device, except over a pool that MLX's scatter writes.
+    calls `propose` in every step for all its requests, whether they want drafts or not. The first
+    pass reads sampled tokens only, and overwrites the K/V of rejected drafts. Where the host does
+    not know which of the newest tokens are kept, it reads them all: their positions are known, and
+    what lies past the newest token that is kept is overwritten by later passes. Those start where
+    the device knows that token to be. The blocks have room for all these tokens and the limit.
+    Nothing here waits for the device, except over a pool that MLX's scatter writes.
     """
+
+    reads_text = False
 
     def __init__(self, paged: PagedLayers, num_drafts: int) -> None:
         """
@@ -145,7 +184,12 @@ class PagedProposer(Proposer):
         """
 
     def _draft(
-        self, spans: Spans, input_ids: mx.array, hidden: mx.array | None, limits_np: np.ndarray
+        self,
+        spans: Spans,
+        input_ids: mx.array,
+        hidden: mx.array | None,
+        limits_np: np.ndarray,
+        behind: Behind | None = None,
     ) -> mx.array:
         """[R, K] int32 drafts that follow the spans; past a request's limit: zero.
 
@@ -154,11 +198,15 @@ class PagedProposer(Proposer):
             input_ids: [T] int32 of the first pass.
             hidden: [T, ...], see `_pass`.
             limits_np: [R] drafts of each request.
+            behind: how many rows at the end of each span are of tokens that are not kept; None:
+                all are kept.
         """
         drafting = np.flatnonzero(limits_np)
         last_rows = spans.query_start_loc_np[1:] - 1
         # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
-        wanted = last_rows[drafting] if len(drafting) else last_rows[:1]
+        wanted = mx.array(last_rows[drafting] if len(drafting) else last_rows[:1])
+        if behind is not None and len(drafting):
+            wanted = wanted - behind.counts[mx.array(drafting)]
         tokens, hidden = self._run(spans.rows(input_ids, wanted), hidden)
         columns = []
         for number in range(self._num_drafts):
@@ -174,7 +222,8 @@ class PagedProposer(Proposer):
             if len(drafting):
                 positions = spans.ends_np[drafting] + number
                 single = Spans(spans.req_indices_np[drafting], positions, positions + 1)
-                tokens, hidden = self._run(single.rows(tokens, None), hidden)
+                shift = None if behind is None else behind.of(drafting)
+                tokens, hidden = self._run(single.rows(tokens, None, shift), hidden)
         return mx.stack(columns, axis=1)
 
     def _run(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.rows import Rows
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Proposer(ABC):
     A wrong draft costs time; it never changes what the target samples.
     """
 
+    #: Whether the host must know all tokens: `propose` then gets no `unread`.
+    reads_text: ClassVar[bool] = True
+
     @abstractmethod
     def propose(
         self,
@@ -48,8 +52,10 @@ class Proposer(ABC):
         req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
+        unread: Unread | None = None,
     ) -> Drafts:
-        """Guesses what follows the known tokens of a step's R requests.
+        """Guesses what follows the newest tokens of a step's R requests.
 
         Args:
             token_ids_np: [max_num_reqs, max_model_len] int32, by req_idx; read only.
@@ -57,6 +63,9 @@ class Proposer(ABC):
             num_tokens_np: [R] known tokens of a request that samples in the coming step; where the
                 step still works on a prompt, the end of its rows.
             limits_np: [R] most drafts wanted of each, from 0 to K; 0 within a prompt.
+            num_before_np: [R] known tokens of each before its newest step sampled; None: all rows
+                since lay where the host said.
+            unread: what that step sampled and the host does not know; None: it knows all tokens.
         """
 
     def begin_request(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
@@ -69,7 +78,11 @@ class Proposer(ABC):
         """The request is gone; another one may take its row."""
 
     def settle(  # noqa: B027 - most keep no K/V
-        self, token_ids_np: np.ndarray, req_indices_np: np.ndarray, ends_np: np.ndarray
+        self,
+        token_ids_np: np.ndarray,
+        req_indices_np: np.ndarray,
+        ends_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
     ) -> None:
         """Writes the K/V of positions before `ends_np`, where `propose` has not done so yet.
 
@@ -80,6 +93,7 @@ class Proposer(ABC):
             req_indices_np: [R] rows of the requests.
             ends_np: [R] int32, each below its request's number of known tokens. What no step has
                 had rows of is left out.
+            num_before_np: see `propose`.
         """
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
@@ -110,6 +124,8 @@ class TextProposer(Proposer):
         req_indices_np: np.ndarray,
         num_tokens_np: np.ndarray,
         limits_np: np.ndarray,
+        num_before_np: np.ndarray | None = None,
+        unread: Unread | None = None,
     ) -> Drafts:
         room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
         limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()

@@ -17,7 +17,7 @@ from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm_metal.batch.input_batch import InputBatch
-    from vllm_metal.batch.outputs import StepOutput
+    from vllm_metal.batch.outputs import StepOutput, Unread
     from vllm_metal.batch.rows import Rows
     from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
 
@@ -31,9 +31,9 @@ LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 class Speculator:
     """Asks one proposer for drafts, and one policy for how many are worth verifying.
 
-    The host learns a step's tokens before it lays out the next step, with async scheduling too, so
-    the proposer always continues a known text. With async scheduling the scheduler reserves rows
-    for K drafts of every request; rows that get no draft are left out of the batch.
+    With async scheduling the scheduler reserves rows for K drafts of every request; rows that get
+    no draft are left out of the batch. The proposer then continues what the newest step samples,
+    which the host does not know as a rule.
     """
 
     def __init__(
@@ -52,19 +52,25 @@ class Speculator:
         self._num_drafts = num_drafts
         # Requests and drafts of the step laid out last.
         self._laid_out: tuple[list[str], StepDrafts]
-        self._learnt: StepOutput | None = None
         self._last_finish: float | None = None
         self._num_judged = 0  # drafts verified so far
 
-    def learn(self, output: StepOutput) -> bool:
-        """Records what the newest step sampled and accepted; waits for the device.
+    @property
+    def reads_text(self) -> bool:
+        """Whether the host must know all tokens before the next step's drafts."""
+        return self._proposer.reads_text
 
-        Returns:
-            False where it is recorded already.
+    def learn(self, outputs: Sequence[StepOutput]) -> None:
+        """Records what steps sampled and accepted, each of them once and in their order.
+
+        Waits for the device where the host has not read them.
         """
-        if output is self._learnt:
-            return False
-        self._learnt = output
+        for output in outputs:
+            self._learn(output)
+            if len(outputs) > 1:  # the host has not seen when each of them ended
+                self._last_finish = None
+
+    def _learn(self, output: StepOutput) -> None:
         output.token_ids()
         batch, now = output.batch, time.perf_counter()
         sampling = batch.sampling_np
@@ -77,7 +83,6 @@ class Speculator:
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
-        return True
 
     def _warn_if_useless(self, num_drafts: int) -> None:
         before, self._num_judged = self._num_judged, self._num_judged + num_drafts
@@ -95,7 +100,10 @@ class Speculator:
         self._lengths.forget_request(req_idx)
 
     def step_drafts(
-        self, num_scheduled_tokens: Mapping[str, int], reserved: Mapping[str, Sequence[int]]
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        reserved: Mapping[str, Sequence[int]],
+        unread: Unread | None = None,
     ) -> StepDrafts:
         """The drafts that a step verifies.
 
@@ -103,6 +111,7 @@ class Speculator:
             num_scheduled_tokens: request id to its number of rows, those for drafts included.
             reserved: request id to the drafts the scheduler knows of; -1 stands for one that is
                 still to be proposed.
+            unread: of the same requests, what the host has not read; None: it knows all.
         """
         req_ids = list(num_scheduled_tokens)
         known = [reserved.get(req_id, ()) for req_id in req_ids]
@@ -110,7 +119,7 @@ class Speculator:
         scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
         awaiting = np.array([len(drafts) > 0 and drafts[0] < 0 for drafts in known])
         limits = np.where(awaiting, room, 0)
-        drafts = self._propose(req_ids, scheduled - room, limits)
+        drafts = self._propose(req_ids, scheduled - room, limits, unread)
         token_ids, counts = drafts.token_ids, drafts.counts_np
         if (room > 0).any() and not awaiting[room > 0].all():
             lists = [[token for token in drafts if token >= 0] for drafts in known]
@@ -131,7 +140,8 @@ class Speculator:
         rows = np.diff(batch.query_start_loc_np)
         limits = np.where(sampled, self._num_drafts, 0)[here]
         # A request that sampled continues with one row; one in its prompt has done its rows.
-        drafts = self._propose(req_ids, np.where(sampled, 1, rows)[here], limits, done=True)
+        num_rows = np.where(sampled, 1, rows)[here]
+        drafts = self._propose(req_ids, num_rows, limits, unread=None, done=True)
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
     def laid_out_drafts(self) -> dict[str, list[int]]:
@@ -150,7 +160,12 @@ class Speculator:
             requests = self._requests
             indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
             ends_np = np.minimum(list(here.values()), requests.num_known_np[indices_np] - 1)
-            self._proposer.settle(requests.token_ids_np, indices_np, ends_np.astype(np.int32))
+            self._proposer.settle(
+                requests.token_ids_np,
+                indices_np,
+                ends_np.astype(np.int32),
+                _num_before(requests, indices_np),
+            )
 
     def settle_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
         """Has the proposer complete the full blocks of requests that it will not be asked for.
@@ -179,13 +194,19 @@ class Speculator:
         self._proposer.take_hidden(rows)
 
     def _propose(
-        self, req_ids: Sequence[str], num_rows: np.ndarray, most: np.ndarray, done: bool = False
+        self,
+        req_ids: Sequence[str],
+        num_rows: np.ndarray,
+        most: np.ndarray,
+        unread: Unread | None,
+        done: bool = False,
     ) -> Drafts:
         """
         Args:
             req_ids: all requests of a step, R.
             num_rows: [R] rows of each but for drafts.
             most: [R] most drafts of each.
+            unread: of each; None: the host knows all.
             done: the step has run already.
         """
         requests = self._requests
@@ -202,7 +223,21 @@ class Speculator:
             others = int(num_rows.sum()) - int(drafting.sum())
             chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
-        return self._proposer.propose(requests.token_ids_np, req_indices, ends, limits)
+        return self._proposer.propose(
+            requests.token_ids_np,
+            req_indices,
+            ends,
+            limits,
+            _num_before(requests, req_indices),
+            unread,
+        )
+
+
+def _num_before(requests: Requests, req_indices_np: np.ndarray) -> np.ndarray:
+    """[R] known tokens of each before its newest step sampled."""
+    known = requests.num_known_np[req_indices_np]
+    unread = requests.num_tokens_np[req_indices_np] > known
+    return np.where(unread, known, requests.num_known_before_np[req_indices_np])
 
 
 def _lists(req_ids: Sequence[str], token_ids: mx.array, counts: np.ndarray) -> dict[str, list[int]]:

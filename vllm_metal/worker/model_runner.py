@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_metal.batch import grammar
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
-from vllm_metal.batch.outputs import StepOutput
+from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
 from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
 from vllm_metal.spec_decode.speculator import Speculator
@@ -41,7 +42,8 @@ class ModelRunner:
     Nothing between `update_requests` and the hand-over to the device at the end of `sample_tokens`
     waits for the device, except where the KV pool is written by MLX's scatter: the step before must
     then have read it when the next writes are queued (see kv_cache.scatter). Custom logits
-    processors add a wait of their own: they read the tokens of the step before.
+    processors add a wait of their own: they read the tokens of the step before. With speculation
+    `learn` waits before all that, where `_needs_outcome` says so.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class ModelRunner:
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
         self._forwarded: _Forwarded | None = None
         self._newest: StepOutput | None = None  # the step handed over last
+        #: How often a step waited to know what the step before it sampled.
+        self.num_waits = 0
+        self._unlearnt: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand
 
@@ -98,12 +103,39 @@ class ModelRunner:
         if leaving and self._speculator is not None:
             self._speculator.settle_blocks(leaving, self._model.block_size)
 
-    def learn(self) -> None:
-        """Takes the newest step's outcome where drafts are to follow it; waits for the device."""
-        if self._speculator is None or self._newest is None:
+    def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
+        """Takes the outcome of earlier steps where there is speculation.
+
+        That of the newest step only where the host must know it, for which it waits; that of all
+        others in any case, which vLLM has read.
+
+        Args:
+            scheduler_output: of the step that is to be laid out; None: the host must know it.
+        """
+        if self._speculator is None or not self._unlearnt:
             return
-        if self._speculator.learn(self._newest) and self._model.rolls_back:
-            self._model.restore(self._newest.last_rows_np())
+        newest = self._unlearnt[-1]
+        needed = scheduler_output is None or self._needs_outcome(scheduler_output)
+        due = self._unlearnt if needed or newest.is_read else self._unlearnt[:-1]
+        self._unlearnt = self._unlearnt[len(due) :]
+        self.num_waits += sum(not output.is_read for output in due)
+        self._speculator.learn(due)
+        if self._model.rolls_back:
+            self._model.restore(newest.last_rows_np())
+
+    def _needs_outcome(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether a step can be laid out only when the host knows what the step before sampled.
+
+        Else it is laid out from upper bounds: how many drafts were rejected, the device knows.
+        """
+        assert self._speculator is not None
+        return (
+            self._speculator.reads_text
+            or not self._model.pipelined  # it waits in any case
+            or self._model.rolls_back  # the state is put right before it is used
+            or scheduler_output.has_structured_output_requests  # masks are made of known drafts
+            or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
+        )
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the scheduler's news: requests that came, went, resumed, or got on."""
@@ -133,13 +165,17 @@ class ModelRunner:
 
     def forward(self, scheduler_output: SchedulerOutput) -> None:
         """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
-        drafts = None
+        drafts = behind = None
         if self._speculator is not None:
             if not self._model.pipelined:
                 self.wait()  # draft passes scatter at once, after the step before has read all
             self._requests.roll_back()
+            unread = self._unread(scheduler_output)
+            behind = None if unread is None else unread.behind
             drafts = self._speculator.step_drafts(
-                scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.scheduled_spec_decode_tokens,
+                unread,
             )
             # vLLM's scheduler keeps this object, and reads its figures from it after the step.
             scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
@@ -148,12 +184,21 @@ class ModelRunner:
             scheduler_output.num_scheduled_tokens,
             self._last_token_ids,
             drafts,
+            behind,
         )
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables)
         logits = self._model.compute_logits(batch.of_logits(hidden_states))
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
         self._forwarded = _Forwarded(batch, logits, hidden_states if batch.prompt_rows else None)
+
+    def _unread(self, scheduler_output: SchedulerOutput) -> Unread | None:
+        """What the host has not read of the requests of the step that is being laid out."""
+        if self._newest is None:
+            return None
+        req_ids = scheduler_output.num_scheduled_tokens
+        req_indices = [self._requests[req_id].req_idx for req_id in req_ids]
+        return self._newest.unread(np.array(req_indices, np.int32))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
         """Samples from the forward pass just built and hands the step to the device."""
@@ -173,15 +218,19 @@ class ModelRunner:
                 batch.num_output_tokens_np,
                 mask,
                 batch.draft_spans,
+                batch.sample_behind,
             )
             req_indices = batch.req_indices_np[batch.sampling_np]
             # A new array: writing into this one would make the step before stand for this step.
             self._last_token_ids = mx.put_along_axis(
                 self._last_token_ids, mx.array(req_indices), sampled.last_token_ids, axis=0
             )
-            self._requests.note_sampled(req_indices)
+            spans = batch.draft_spans
+            self._requests.note_sampled(req_indices, 1 if spans is None else spans.lens_np)
         chunks, complete = self._prompt_logprobs(forwarded, sampled)
         output = StepOutput(batch, sampled, complete, self._requests)
+        if self._speculator is not None:
+            self._unlearnt.append(output)
         self._submit(output, chunks, logits)
         if self._draft_writer is not None:
             self._submit_drafts(self._draft_writer.write(forwarded.batch, self._last_token_ids))

@@ -54,19 +54,16 @@ class RecoveringRunner:
         make_runner: Callable[[], ModelRunner],
         hooks: StepHooks = NO_HOOKS,
         clock: StepClock | None = None,
-        learns: bool = False,
     ) -> None:
         """
         Args:
             make_runner: allocates a pool, and a runner on it.
             hooks: called around each step and each pool's life.
             clock: told of the waits for the step before; None: nobody asks.
-            learns: whether the runner reads a step's tokens before it lays out the next step.
         """
         self._make_runner = make_runner
         self._hooks = hooks
         self._clock = clock or StepClock()
-        self._learns = learns
         self.num_failures = 0  # steps that failed, ever
         self._runner: ModelRunner | None = None
         self._pool = -1
@@ -106,8 +103,8 @@ class RecoveringRunner:
             self._untold = False
             self._unreported_failure = FailedStep(self, step, reason=None, pool_lost=True)
         with self._clock.waiting():
-            self._attempt(lambda runner: runner.learn())
-        if self._learns:
+            waited = self._attempt(lambda runner: _learn(runner, scheduler_output))
+        if waited:
             self._clock.outcome_known()
         self._attempt(lambda runner: runner.settle_leaving(scheduler_output))
         sound = self._unreported_failure is None
@@ -246,6 +243,13 @@ class RecoveringRunner:
             self._hooks.before_pool_goes(lost)
         self._runner = None
         mlx_device.give_back()
+
+
+def _learn(runner: ModelRunner, scheduler_output: SchedulerOutput) -> bool:
+    """Whether it took a wait for the newest step."""
+    before = runner.num_waits
+    runner.learn(scheduler_output)
+    return runner.num_waits > before
 
 
 class _RecoverableOutput(AsyncOutput):

@@ -187,10 +187,8 @@ class MetalWorker(WorkerBase):
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
         self._transfers = self._open_transfers()
-        config, hooks = self.vllm_config, self._transfers or NO_HOOKS
-        learns = config.speculative_config is not None and not drafts_for_others(config)
-        self._clock = StepClock()
-        self.runner = RecoveringRunner(self._make_runner, hooks, self._clock, learns)
+        hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
+        self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
 

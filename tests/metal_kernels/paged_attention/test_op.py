@@ -11,7 +11,12 @@ from metal_interpreter import Checker, metal_kernel
 from metal_kernels import kernel, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape, reference
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
-from tests.metal_kernels.paged_attention.batches import Batch, expected, make_batch
+from tests.metal_kernels.paged_attention.batches import (
+    Batch,
+    expected,
+    make_batch,
+    overstated,
+)
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 CACHES = {"same": None, "fp8": mx.uint8, "int8": mx.int8}
@@ -20,8 +25,11 @@ FENCE = mx.zeros(8, mx.uint32)
 SCALE = 0.09
 
 
-def attend(batch, window=None, softcap=None, sinks=None):
-    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape, window)
+def attend(batch, window=None, softcap=None, sinks=None, most_behind=0):
+    seq_lens, tables, behind = batch.seq_lens, batch.tables, None
+    if most_behind:
+        seq_lens, tables, behind = overstated(batch, most_behind)
+    plan = paged_attention.plan(batch.starts, seq_lens, tables, batch.shape, window, behind=behind)
     out, fences = paged_attention.run(
         plan,
         batch.queries,
@@ -38,9 +46,9 @@ def attend(batch, window=None, softcap=None, sinks=None):
     return out
 
 
-def check(batch, compiler, window=None, softcap=None, sinks=None):
+def check(batch, compiler, window=None, softcap=None, sinks=None, most_behind=0):
     with kernel.using(compiler):
-        out = attend(batch, window, softcap, sinks)
+        out = attend(batch, window, softcap, sinks, most_behind)
     assert out.dtype == batch.queries.dtype
     found = np.array(out.astype(mx.float32))
     sinks = None if sinks is None else np.array(sinks.astype(mx.float32), np.float64)
@@ -131,6 +139,37 @@ def test_ragged_batches(requests, block_size, heads, window, softcap, with_sinks
     batch = make_batch(rng, requests, shape, mx.float16, None, block_size)
     sinks = mx.array(rng.normal(size=heads[0]).astype(np.float32)) if with_sinks else None
     check(batch, Checker(schedule).metal_kernel, window, softcap, sinks)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 40) | st.integers(480, 530), st.integers(1, 9)),
+        min_size=1,
+        max_size=4,
+    ),
+    most=st.integers(1, 8),
+    block_size=st.sampled_from([16, 32]),
+    heads=st.sampled_from([(1, 1), (2, 1), (9, 3)]),
+    window=st.sampled_from([None, 1, 5, 64]),
+    seed=st.integers(0, 2**16),
+)
+def test_requests_that_end_before_where_the_host_says(
+    requests, most, block_size, heads, window, seed
+):
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, requests, AttentionShape(*heads, 64, 64), mx.float16, None, block_size)
+    check(batch, Checker("forward").metal_kernel, window, most_behind=most)
+
+
+@pytest.mark.parametrize("num_rows", [1, 20], ids=["decode", "prefill"])
+def test_an_empty_part_of_a_context_counts_for_nothing(num_rows):
+    """The last part of the context begins where the request has ended."""
+    shape = AttentionShape(2, 1, 64, 64)
+    batch = make_batch(np.random.default_rng(1), [(512 - num_rows, num_rows)], shape, mx.float16)
+    checker = Checker("forward")
+    check(batch, checker.metal_kernel, most_behind=3)
+    assert checker.dispatches[-1].kernel == "reduce"
 
 
 def test_decode_and_prefill_in_any_order():

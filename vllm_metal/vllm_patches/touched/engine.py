@@ -88,7 +88,8 @@ _STEP = (
         fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
         "total_num_scheduled_tokens finished_req_ids "
         "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
-        "new_block_ids_to_zero kv_cache_block_copies kv_connector_metadata",
+        "new_block_ids_to_zero kv_cache_block_copies kv_connector_metadata "
+        "has_structured_output_requests",
     ),
     # Tells drafters of vLLM's own second model runner, which this plugin refuses, to skip a step;
     # with the first, the scheduler never sets it.

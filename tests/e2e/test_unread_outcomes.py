@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation on the kernels, interpreted: steps laid out before the last one's outcome is read."""
+
+from contextlib import contextmanager
+
+import pytest
+from e2e.drafting import (
+    FEW,
+    METHODS,
+    Toy,
+    draft_counts,
+    drafting_engine,
+    watching,
+    write_toys,
+)
+from e2e.harness import Dense, counters, run_out, text_tokens
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_metal.worker.model_runner import ModelRunner
+
+BY_DEFAULT = ("draft_model", "eagle", "windowed")
+BESIDE = [
+    pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.more)
+    for name in (*METHODS, "windowed")
+]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    return write_toys(tmp_path_factory.mktemp("toys"), for_kernels=True)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Starts an engine on the kernels; with `waits`, one whose steps wait for the one before.
+
+    Gives the engine, its runner, and what it drafts.
+    """
+
+    @contextmanager
+    def start(toy, waits=False, **options):
+        made, init = [], ModelRunner.__init__
+
+        def noting(self, *arguments, **keywords):
+            init(self, *arguments, **keywords)
+            made.append(self)
+
+        with monkeypatch.context() as patch, watching(patch) as drafted:
+            patch.setattr(ModelRunner, "__init__", noting)
+            patch.setenv("VLLM_METAL_KERNELS", "mlx" if waits else "interpret")
+            settings = {"async_scheduling": True, "max_model_len": 128} | options
+            with drafting_engine(toy, None, **settings) as llm:
+                yield llm, made[0], drafted
+
+    return start
+
+
+def prompts(*lengths, seed=0):
+    return [[(7 * i * i + 3 * n + i // 5 + seed) % FEW for i in range(n)] for n in lengths]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_no_step_waits_and_drafts_are_those_of_an_engine_that_waits(toys, serve, name):
+    asked, found = prompts(5, 33, 50), {}
+    for waits in (True, False):
+        with serve(toys[name], waits) as (llm, runner, drafted):
+            params = [sampled(None, temperature=0), sampled(1), sampled(2, top_k=3)]
+            found[waits] = (generated(llm, asked, params), draft_counts(llm), drafted.take())
+            assert (runner.num_waits > 20) if waits else (runner.num_waits == 0)
+    assert found[True] == found[False]
+    tokens, (num_drafts, num_accepted), _ = found[False]
+    assert 0 < num_accepted < num_drafts
+    Dense(toys[name].model).check(asked[0], tokens[0][0])
+
+
+def sampled(seed, **options):
+    settings = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "max_tokens": 24}
+    return SamplingParams(**(settings | {"seed": seed} | options))
+
+
+def generated(llm, asked, params):
+    """Tokens, and why generation stopped, of requests that are sent at once."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False
+    )
+    run_out(llm)
+    found = [output.outputs[0] for output in outputs]
+    return [(list(one.token_ids), one.finish_reason) for one in found]
+
+
+LOAD = [  # length of the prompt, what is asked
+    (70, sampled(None, temperature=0, max_tokens=100)),  # as many as the model has room for
+    (33, sampled(1, max_tokens=9)),
+    (34, sampled(2, repetition_penalty=1.3, presence_penalty=0.5)),
+    (5, sampled(3, min_tokens=11, stop_token_ids=[1, 2, 3], max_tokens=40)),
+    (50, sampled(None, temperature=0, max_tokens=17)),
+    (33, sampled(4, stop_token_ids=[5], max_tokens=30)),
+    (1, sampled(None, temperature=0, max_tokens=31)),
+    (70, sampled(5, logprobs=1, max_tokens=3)),
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "draft_model",
+        *(pytest.param(name, marks=pytest.mark.more) for name in (*METHODS[1:], "windowed")),
+    ],
+)
+def test_requests_that_come_and_go_under_load(toys, serve, name):
+    """Chunks of prompts, preemption, prefix hits, stops amid drafts, the model's longest text."""
+    asked, found = prompts(*(length for length, _ in LOAD)), {}
+    for waits in (True, False):
+        with serve(
+            toys[name],
+            waits,
+            max_model_len=96,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            num_gpu_blocks_override=15,
+        ) as (llm, runner, _):
+            found[waits] = [generated(llm, asked, [params for _, params in LOAD]) for _ in range(2)]
+            seen = counters(llm)
+            assert seen["vllm:num_preemptions"] > 0 and seen["vllm:prefix_cache_hits"] > 0
+            assert (runner.num_waits > 20) if waits else (runner.num_waits == 0)
+    assert found[True] == found[False]
+    (cold, warm), dense = found[False], Dense(toys[name].model)
+    assert cold == warm
+    for prompt, (_, params), (tokens, reason) in zip(asked, LOAD, cold, strict=True):
+        if params.temperature == 0:
+            dense.check(prompt, tokens)
+            assert reason == "length" and len(tokens) == min(params.max_tokens, 96 - len(prompt))
+    assert "stop" in {reason for _, reason in cold}
+
+
+def test_a_grammar_that_joins_and_leaves(short, serve):
+    """Only the steps with its request wait."""
+    text = text_tokens(short)
+    speculation = {"method": "draft_model", "model": short, "num_speculative_tokens": 2}
+    grammar = StructuredOutputsParams(regex="[a-f ]+")
+    params = [
+        sampled(1, max_tokens=30),
+        sampled(None, temperature=0, max_tokens=4),
+        sampled(2, max_tokens=6, structured_outputs=grammar),  # when the second is done
+    ]
+    asked, found, num_waits = [text[:20], text[50:60], text[90:105]], {}, {}
+    for waits in (True, False):
+        with serve(Toy(short, speculation), waits, max_num_seqs=2, skip_tokenizer_init=False) as (
+            llm,
+            runner,
+            _,
+        ):
+            found[waits] = generated(llm, asked, params), draft_counts(llm)
+            num_waits[waits] = runner.num_waits
+    assert found[True] == found[False]
+    assert 0 < num_waits[False] < num_waits[True] - 5
+    _, (num_drafts, num_accepted) = found[False]
+    assert 0 < num_accepted < num_drafts
