@@ -144,7 +144,7 @@ class Runner:
     def join_step(self, arrays):
         pass
 
-    def learn(self):
+    def learn(self, scheduler_output):
         pass
 
     def settle_leaving(self, step):

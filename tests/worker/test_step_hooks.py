@@ -54,7 +54,7 @@ class Runner:
             self._raising.clear()
             raise RuntimeError("out of memory")
 
-    def learn(self):
+    def learn(self, scheduler_output):
         self._call("learn")
 
     def settle_leaving(self, scheduler_output):
