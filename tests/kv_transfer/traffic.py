@@ -129,6 +129,8 @@ class Pool:
 class Runner:
     """A ModelRunner's calls. `engine` has the texts, and says how steps fare."""
 
+    num_waits = 0
+
     def __init__(self, engine, num_groups, num_blocks):
         self._engine, self._num_groups = engine, num_groups
         self.pool = Pool(num_blocks)
@@ -142,7 +144,7 @@ class Runner:
     def join_step(self, arrays):
         pass
 
-    def learn(self, scheduler_output=None):
+    def learn(self, scheduler_output):
         pass
 
     def settle_leaving(self, step):

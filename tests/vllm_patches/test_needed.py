@@ -147,6 +147,7 @@ MADE_AT_ONCE = (
     "shutdown.let_engines_end",
     "shutdown.tell_a_stop_from_a_failure",
     "speculation.allow_lookup_methods",
+    "stat_loggers.add_stat_logger",
     "step_budget.StepBudget",
     "torch_accelerator.answer_for_torch_accelerator",
 )

@@ -33,6 +33,7 @@ CHANGING = (
     "scheduler",
     "shutdown",
     "speculation",
+    "stat_loggers",
     "step_budget",
     "tokenizers",
     "torch_accelerator",
@@ -338,6 +339,32 @@ def end_slowly() -> None:
     print("ready", file=sys.stderr, flush=True)
     while True:
         time.sleep(60)
+
+
+@probe("stat_loggers.add_stat_logger")
+def stat_loggers(folder):
+    """A stat logger at vLLM's entry point has statistics collected that nobody asked for, and
+    vLLM's own loggers fail where a worker reports figures and has no connector."""
+    from vllm.v1.engine import async_llm
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from vllm_metal.metrics.figures import StepFigures
+
+    class Reached(Exception):
+        pass
+
+    def stop(*_):
+        raise Reached
+
+    async_llm.load_stat_logger_plugin_factories = lambda: [object]
+    async_llm.renderer_from_config = stop
+    config, server = folder_config(folder), object.__new__(async_llm.AsyncLLM)
+    stopped = raised(server.__init__, config, None, False)
+    payload = StepFigures(0.1, 0.1, 1, 1, 0).for_scheduler().ec_connector_stats.data
+    manager = StatLoggerManager(config)
+    failed = raised(manager.record, SchedulerStats(ec_connector_stats=payload), None)
+    return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 
 
 @probe("shutdown.let_engines_end")

@@ -42,6 +42,8 @@ class Connector(StepHooks):
 class Runner:
     """A runner's calls, of which one may raise."""
 
+    num_waits = 0
+
     def __init__(self, calls, number, raising):
         self.number = number
         self._calls, self._raising = calls, raising
@@ -52,7 +54,7 @@ class Runner:
             self._raising.clear()
             raise RuntimeError("out of memory")
 
-    def learn(self, scheduler_output=None):
+    def learn(self, scheduler_output):
         self._call("learn")
 
     def settle_leaving(self, scheduler_output):

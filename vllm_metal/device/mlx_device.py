@@ -68,6 +68,11 @@ def memory(device: Device) -> MemoryFigures:
     return MemoryFigures(total=total, available=available, active=active)
 
 
+def memory_held() -> int:
+    """Bytes that MLX has of the system: live arrays, and buffers it keeps to use again."""
+    return int(mx.get_active_memory() + mx.get_cache_memory())
+
+
 def give_back() -> None:
     """Frees memory that no object refers to any more, MLX's spare buffers included."""
     # vLLM freezes all objects after start-up: the collector skips models and their cycles.

@@ -113,6 +113,7 @@ class Memory:
         self._other_engines = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
+        self.limit: int | None = None  # bytes that MLX is held to, once the pool's size is known
 
     def pool_size(
         self,
@@ -175,6 +176,7 @@ class Memory:
 
     def _hold_to(self, nbytes: int) -> None:
         """Has MLX wait for the device, and give buffers back, rather than hold more than this."""
+        self.limit = nbytes
         before = mx.set_memory_limit(nbytes)
         if self._limit_before is None:
             self._limit_before = before

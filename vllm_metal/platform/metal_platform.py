@@ -35,6 +35,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     refusals,
     shutdown,
     speculation,
+    stat_loggers,
     torch_accelerator,
 )
 
@@ -138,6 +139,8 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        from vllm_metal.metrics.stat_logger import MetalStatLogger
+
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
@@ -149,6 +152,7 @@ class MetalPlatform(Platform):
         mlp_speculators.allow_mlp_speculators()
         refusals.allow_min_p_and_logit_bias()
         kv_transfer.recompute_by_default()
+        stat_loggers.add_stat_logger(MetalStatLogger)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

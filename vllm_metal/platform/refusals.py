@@ -48,6 +48,7 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--enable-lora": config.lora_config is not None,
+        "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
     }

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import mlx_device
+from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
@@ -48,14 +49,22 @@ class RecoveringRunner:
     of the failure. They are not computed: it drops their results.
     """
 
-    def __init__(self, make_runner: Callable[[], ModelRunner], hooks: StepHooks = NO_HOOKS) -> None:
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        hooks: StepHooks = NO_HOOKS,
+        clock: StepClock | None = None,
+    ) -> None:
         """
         Args:
             make_runner: allocates a pool, and a runner on it.
             hooks: called around each step and each pool's life.
+            clock: told of the waits for the step before; None: nobody asks.
         """
         self._make_runner = make_runner
         self._hooks = hooks
+        self._clock = clock or StepClock()
+        self.num_failures = 0  # steps that failed, ever
         self._runner: ModelRunner | None = None
         self._pool = -1
         self._current_step = _Step([], 0)
@@ -93,7 +102,10 @@ class RecoveringRunner:
         if self._untold:
             self._untold = False
             self._unreported_failure = FailedStep(self, step, reason=None, pool_lost=True)
-        self._attempt(lambda runner: runner.learn(scheduler_output))
+        with self._clock.waiting():
+            waited = self._attempt(lambda runner: _learn(runner, scheduler_output))
+        if waited:
+            self._clock.outcome_known()
         self._attempt(lambda runner: runner.settle_leaving(scheduler_output))
         sound = self._unreported_failure is None
         self._call_hook(lambda hooks: hooks.before_step(scheduler_output, sound))
@@ -110,7 +122,7 @@ class RecoveringRunner:
         self._attempt(lambda runner: runner.forward(scheduler_output))
         return None
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Samples from the forward pass just built, and hands the step to the device."""
         step, output = self._current_step, None
         if step.pool == self._pool and self._unreported_failure is None:
@@ -213,6 +225,7 @@ class RecoveringRunner:
     def _fail(self, step: _Step, error: Exception) -> FailedStep:
         """Replaces pool and runner after a step raised `error`, which is raised again after too
         many failures in a row."""
+        self.num_failures += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row > MAX_FAILURES_IN_A_ROW:
             raise error
@@ -230,6 +243,13 @@ class RecoveringRunner:
             self._hooks.before_pool_goes(lost)
         self._runner = None
         mlx_device.give_back()
+
+
+def _learn(runner: ModelRunner, scheduler_output: SchedulerOutput) -> bool:
+    """Whether it took a wait for the newest step."""
+    before = runner.num_waits
+    runner.learn(scheduler_output)
+    return runner.num_waits > before
 
 
 class _RecoverableOutput(AsyncOutput):

@@ -30,6 +30,8 @@ from vllm_metal.kv_transfer.peering import Peering
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step
+from vllm_metal.metrics.step_clock import StepClock
+from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
@@ -185,7 +187,10 @@ class MetalWorker(WorkerBase):
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
         self._transfers = self._open_transfers()
-        self.runner = RecoveringRunner(self._make_runner, self._transfers or NO_HOOKS)
+        hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
+        self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
+        budget = None if self._memory is None else self._memory.limit
+        self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
 
     def _open_transfers(self) -> TransferHooks | None:
         """What moves blocks out of the pool and back; None where the user asked for nothing."""
@@ -281,11 +286,14 @@ class MetalWorker(WorkerBase):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        self._pressure.poll()
-        return self.runner.execute_model(scheduler_output)
+        with self._clock.laying_out():
+            self._pressure.poll()
+            return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        return self.runner.sample_tokens(grammar_output)
+        with self._clock.handing_over() as step:
+            output = self.runner.sample_tokens(grammar_output)
+        return self._meter.measured(output, step)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()

@@ -116,7 +116,8 @@ _STEP = (
     ),
     Touched(
         "vllm.v1.outputs:ModelRunnerOutput",
-        by="vllm_patches/step_result.py batch/outputs.py worker/recovery.py",
+        by="vllm_patches/step_result.py batch/outputs.py worker/recovery.py metrics/step_meter.py",
+        fields="ec_connector_output",
         called="req_ids= req_id_to_index= sampled_token_ids= logprobs= prompt_logprobs_dict= "
         "kv_connector_output=",
     ),
@@ -124,13 +125,13 @@ _STEP = (
     Touched(
         "vllm.v1.outputs:KVConnectorOutput",
         by="vllm_patches/async_output.py worker/recovery.py worker/step_hooks.py "
-        "worker/transfer_hooks.py kv_transfer/connector.py",
+        "worker/transfer_hooks.py kv_transfer/connector.py metrics/step_meter.py",
         fields="failed_recving",
         called="finished_recving= failed_recving= kv_connector_worker_meta=",
     ),
     Touched(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
-        by="vllm_patches/async_output.py worker/worker.py worker/recovery.py",
+        by="vllm_patches/async_output.py worker/worker.py worker/recovery.py metrics/step_meter.py",
         methods={"get_output": ""},
     ),
     Touched(

@@ -9,20 +9,21 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:VllmConfig",
         by="platform settings/additional_config.py worker/worker.py memory/planner.py models "
-        "spec_decode kv_transfer sample/custom.py commands/fit",
+        "spec_decode kv_transfer sample/custom.py commands/fit metrics/stat_logger.py "
+        "vllm_patches/stat_loggers.py",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
-        "load_config lora_config kv_transfer_config compilation_config attention_config "
-        "additional_config "
+        "load_config lora_config kv_transfer_config ec_transfer_config compilation_config "
+        "attention_config additional_config "
         "use_v2_model_runner num_prefill_lookahead_tokens",
     ),
     Touched(
         "vllm.config:ModelConfig",
         by="platform/refusals.py worker/worker.py memory/planner.py models spec_decode "
-        "kv_transfer/fingerprint.py serving",
-        fields="model revision tokenizer trust_remote_code dtype seed max_model_len "
-        "original_max_model_len max_logprobs logprobs_mode logits_processors runner_type hf_config "
-        "multimodal_config enable_prompt_embeds is_encoder_decoder architectures hf_overrides "
-        "hf_config_path",
+        "kv_transfer/fingerprint.py serving metrics/stat_logger.py",
+        fields="model served_model_name revision tokenizer trust_remote_code dtype seed "
+        "max_model_len original_max_model_len max_logprobs logprobs_mode logits_processors "
+        "runner_type hf_config multimodal_config enable_prompt_embeds is_encoder_decoder "
+        "architectures hf_overrides hf_config_path",
         calls={"get_hidden_size": "", "get_diff_sampling_param": ""},
     ),
     Touched(

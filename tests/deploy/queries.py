@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What deploy/ has: its files, and the queries in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
+
+
+def groups() -> list[dict[str, Any]]:
+    """The groups of rules."""
+    return list(yaml.safe_load(RULES.read_text())["groups"])
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    """All rules that have a key: "record" or "alert"."""
+    return [rule for group in groups() for rule in group["rules"] if kind in rule]
+
+
+def dashboard() -> dict[str, Any]:
+    return dict(json.loads(DASHBOARD.read_text()))
+
+
+def panel_queries() -> Iterator[tuple[str, str]]:
+    """(title of the panel, query) of all panels, with Grafana's variables filled in."""
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            query = target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m")
+            assert "$" not in query, query
+            yield panel["title"], query
+
+
+def metrics_of(query: str) -> set[str]:
+    """Names of metrics in a query."""
+    return set(re.findall(r"\b(?:vllm:|vllm_spec_|llm_)\w+", query))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Prometheus of this repository's rules, in a hurry, on a free loopback port."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from deploy.queries import DEPLOY, groups
+from e2e.server import free_port
+
+PROGRAM = shutil.which("prometheus")
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """One that answers."""
+
+    url: str
+
+    def ask(self, path: str, **arguments: str) -> Any:
+        """The data of an answer of its API."""
+        query = urllib.parse.urlencode(arguments)
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30) as reply:
+            return json.load(reply)["data"]
+
+    def values(self, query: str) -> list[float]:
+        """What a query finds now; none that is not a number."""
+        result = self.ask("query", query=query)["result"]
+        found = [float(series["value"][1]) for series in result]
+        return [value for value in found if not math.isnan(value)]
+
+    def alerts(self) -> set[tuple[str, str]]:
+        """(name, state) of all alerts that are not inactive."""
+        alerts = self.ask("alerts")["alerts"]
+        return {(alert["labels"]["alertname"], alert["state"]) for alert in alerts}
+
+    def up(self) -> list[str]:
+        """States of all targets: "up", "down", "unknown"."""
+        return [target["health"] for target in self.ask("targets")["activeTargets"]]
+
+
+@contextmanager
+def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
+    """Runs one until the block ends.
+
+    Args:
+        targets: host and port of servers to scrape, each second.
+        folder: for its files. Alerts wait for a second there, whatever their `for` is.
+    """
+    hurried = groups()
+    for group in hurried:
+        group["interval"] = "1s"
+        for rule in group["rules"]:
+            if "for" in rule:
+                rule["for"] = "1s"
+    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": hurried}))
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    del config["alerting"]  # nobody listens
+    config["scrape_configs"][0]["static_configs"] = [{"targets": list(targets)}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    assert PROGRAM is not None
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        PROGRAM,
+        "--config.file=prometheus.yml",
+        "--storage.tsdb.path=data",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            found = Prometheus(f"http://{address}")
+            _wait_until_ready(process, found, folder / "log")
+            yield found
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], found: Prometheus, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if (states := found.up()) and set(states) == {"up"}:
+                return
+        except OSError:  # it does not listen yet
+            pass
+        time.sleep(0.25)
+    raise AssertionError(log.read_text()[-3000:])

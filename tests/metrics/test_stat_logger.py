@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as users see them: in /metrics, and in a line of the log."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.stat_logger import MetalStatLogger, logger
+
+GIB = 2**30
+CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
+
+
+@pytest.fixture
+def stat_logger():
+    unregister_vllm_metrics()
+    yield MetalStatLogger(CONFIG, [0])
+    unregister_vllm_metrics()
+
+
+@pytest.fixture
+def lines():
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger.addHandler(handler)
+    before, logger.level = logger.level, logging.INFO
+    yield found
+    logger.removeHandler(handler)
+    logger.level = before
+
+
+def stats(figures=None, drafted=None, hits=0):
+    """Of a step that looked up a prompt of 100 tokens, and verified 10 drafts or none."""
+    made = SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1, queries=100, hits=hits))
+    if figures is not None:
+        made.ec_connector_stats = figures.for_scheduler().ec_connector_stats.data
+    if drafted is not None:
+        made.spec_decoding_stats = SpecDecodingStats.new(10)
+        made.spec_decoding_stats.observe_draft(10, drafted)
+    return made
+
+
+def figures(host=0.25, device: float | None = 0.5, failed=0):
+    return StepFigures(host, device, 3 * GIB, 4 * GIB, failed)
+
+
+def metric(name, **labels):
+    return REGISTRY.get_sample_value(name, {"model_name": "a model", "engine": "0", **labels})
+
+
+def test_metrics(stat_logger):
+    stat_logger.record(stats(figures()), None)
+    stat_logger.record(stats(figures(host=0.75, device=None)), None)
+    assert metric("vllm:metal_device_memory_bytes") == 3 * GIB
+    assert metric("vllm:metal_memory_budget_bytes") == 4 * GIB
+    assert metric("vllm:metal_step_host_seconds_sum") == 1
+    assert metric("vllm:metal_step_host_seconds_count") == 2
+    assert metric("vllm:metal_step_host_seconds_bucket", le="0.5") == 1
+    assert metric("vllm:metal_step_device_seconds_sum") == 0.5
+    assert metric("vllm:metal_step_device_seconds_count") == 1
+
+
+def test_failed_steps_are_counted_once(stat_logger):
+    assert metric("vllm:metal_failed_steps_total") == 0  # there before the first fails
+    for failed in (0, 1, 1, 3):
+        stat_logger.record(stats(figures(failed=failed)), None)
+    assert metric("vllm:metal_failed_steps_total") == 3
+
+
+def test_one_line_has_memory_times_hits_and_acceptance(stat_logger, lines):
+    stat_logger.record(stats(figures(), drafted=7, hits=80), None)
+    stat_logger.record(stats(figures(host=0.75), drafted=2), None)
+    stat_logger.log()
+    assert lines == [
+        "Engine 000: Device memory: 3.00 of 4.00 GiB, Mean host time of a step: 500.0 ms, "
+        "Mean device time of a step: 500.0 ms, Failed steps: 0, Prefix cache hit rate: 40.0%, "
+        "Draft acceptance rate: 45.0%"
+    ]
+
+
+def test_the_line_leaves_out_what_there_is_not(stat_logger, lines):
+    made = SchedulerStats()
+    made.ec_connector_stats = (
+        StepFigures(0.25, None, 3 * GIB, None, 0).for_scheduler().ec_connector_stats.data
+    )
+    stat_logger.record(made, None)
+    stat_logger.log()
+    assert lines == [
+        "Engine 000: Device memory: 3.00 GiB, Mean host time of a step: 250.0 ms, Failed steps: 0"
+    ]
+
+
+def test_an_idle_engine_writes_no_line(stat_logger, lines):
+    stat_logger.log()
+    stat_logger.record(stats(figures()), None)
+    stat_logger.log()
+    stat_logger.record(None, None)
+    stat_logger.record(stats(), None)  # a step of which no figures came
+    stat_logger.log()
+    assert len(lines) == 1

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends a step's figures with its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from vllm_metal.device import mlx_device
+from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.step_clock import StepClock, StepTimes
+from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.vllm_patches.step_result import StepResult
+
+
+class StepMeter:
+    """Makes the figures of one engine's steps, whose results come in the order of the steps."""
+
+    def __init__(
+        self, clock: StepClock, budget: int | None, num_failures: Callable[[], int]
+    ) -> None:
+        """
+        Args:
+            clock: that times the steps.
+            budget: bytes that MLX is held to; None: nobody set a limit.
+            num_failures: steps that failed since the engine started.
+        """
+        self._clock = clock
+        self._budget = budget
+        self._num_failures = num_failures
+
+    def measured(self, output: AsyncOutput, step: StepTimes) -> AsyncOutput:
+        """The results of a step that was handed over, which will bring its figures."""
+        return _MeasuredOutput(self, output, step)
+
+    def figures(self, step: StepTimes, result: ModelRunnerOutput) -> StepFigures:
+        """Of a step whose results have come just now."""
+        if isinstance(result, StepResult) and result.pool_lost:
+            self._clock.drop()
+        return StepFigures(
+            host_seconds=step.host_seconds,
+            device_seconds=self._clock.end(step, any(result.sampled_token_ids)),
+            device_memory_bytes=mlx_device.memory_held(),
+            memory_budget_bytes=self._budget,
+            failed_steps=self._num_failures(),
+        )
+
+
+class _MeasuredOutput(AsyncOutput):
+    """Results that the device may still be computing."""
+
+    def __init__(self, meter: StepMeter, output: AsyncOutput, step: StepTimes) -> None:
+        self._meter, self._output, self._step = meter, output, step
+
+    def get_output(self) -> ModelRunnerOutput:
+        result = self._output.get_output()
+        result.ec_connector_output = self._meter.figures(self._step, result).for_scheduler()
+        return result
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return self._output.get_kv_connector_output()
