@@ -26,7 +26,7 @@ def test_a_derived_salt_is_made_of_hmacs(key):
     tenant = hmac_sha256(key, b"vllm-metal tenant\0acme")[:32]
     client = hmac_sha256(key, f"vllm-metal client\0{tenant}-mine".encode())[:32]
     signed = f"vm1-{tenant}-{client}"
-    mac = hmac_sha256(key, f"vllm-metal salt\0{signed}".encode())
+    mac = hmac_sha256(key, f"vllm-metal salt\0{signed}".encode())[:32]
     assert salts.derive(key, "acme", "mine") == f"{signed}-{mac}"
     assert salts.namespace(key, f"{signed}-{mac}") == f"tenant-{tenant}"
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from vllm_metal.kv_transfer import secret_file
 
 SHARED = "shared"  # the folder of requests without a salt
-#: Hex digits kept of the HMACs that name a tenant and a client's salt: half of SHA-256, which
-#: RFC 2104, section 5, names as the least to keep.
-_ID_DIGITS = 32
-_DERIVED = re.compile(r"(vm1-([0-9a-f]{32})-[0-9a-f]{32})-([0-9a-f]{64})")
+#: Hex digits kept of each HMAC: half of SHA-256, which RFC 2104, section 5, names as the least to
+#: keep. vLLM's servers refuse salts of more than 128 characters; these have 102.
+_DIGITS = 32
+_DERIVED = re.compile(r"(vm1-([0-9a-f]{32})-[0-9a-f]{32})-([0-9a-f]{32})")
 
 
 def derive(key: bytes, tenant: str, client_salt: str = "") -> str:
     """The `cache_salt` that a server's middleware writes into a request.
 
-    `vm1-<tenant>-<client>-<mac>`, each the hex digits of an HMAC-SHA256 (RFC 2104) under the key:
+    `vm1-<tenant>-<client>-<mac>`, each 32 hex digits of an HMAC-SHA256 (RFC 2104) under the key:
     of the tenant's name, of the client's salt within that tenant, and of the two before it. So two
     salts of one tenant's clients never share blocks, though they are kept in one folder; and nobody
     without the key can make a salt that `namespace` accepts.
@@ -35,8 +35,8 @@ def derive(key: bytes, tenant: str, client_salt: str = "") -> str:
         tenant: whom the request is served for; any text.
         client_salt: the salt that the client sent; "" for none.
     """
-    tenant_id = _hmac(key, "tenant", tenant)[:_ID_DIGITS]
-    client_id = _hmac(key, "client", f"{tenant_id}-{client_salt}")[:_ID_DIGITS]
+    tenant_id = _hmac(key, "tenant", tenant)
+    client_id = _hmac(key, "client", f"{tenant_id}-{client_salt}")
     signed = f"vm1-{tenant_id}-{client_id}"
     return f"{signed}-{_hmac(key, 'salt', signed)}"
 
@@ -72,6 +72,6 @@ def read_key(path: Path) -> bytes:
 
 
 def _hmac(key: bytes, purpose: str, text: str) -> str:
-    """HMAC-SHA256 in hex; `purpose` keeps the uses of the one key apart."""
+    """HMAC-SHA256, the first digits in hex; `purpose` keeps the uses of the one key apart."""
     message = f"vllm-metal {purpose}\0{text}".encode(errors="surrogatepass")
-    return hmac.new(key, message, "sha256").hexdigest()
+    return hmac.new(key, message, "sha256").hexdigest()[:_DIGITS]
