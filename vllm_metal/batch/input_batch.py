@@ -13,7 +13,7 @@ import numpy as np
 from metal_kernels.layout import Behind
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
-from vllm_metal.batch.rows import Rows
+from vllm_metal.batch.rows import Rows, device_positions
 from vllm_metal.sample import DraftSpans
 
 
@@ -89,9 +89,6 @@ def prepare(
         newest, places = beyond, positions - num_tokens_before[owner]
         beyond = partial(_newest_or_draft, newest, drafts, owner, places)
     input_ids = _input_ids(requests, row_req_indices, positions, beyond)
-    device_positions = mx.array(positions)
-    if behind is not None:
-        device_positions = device_positions - behind.counts[mx.array(owner)]
 
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
     span_lens = 1 + num_drafts[sampling]
@@ -102,12 +99,7 @@ def prepare(
     draft_spans = None
     if drafts is not None and num_drafts.any():
         verified = _draft_of(drafts, sampling[span], in_span)
-        last_of_span = mx.array(in_span == span_lens[span] - 1)
-        draft_spans = DraftSpans(
-            starts.astype(np.int32),
-            span_lens.astype(np.int32),
-            mx.where(last_of_span, -1, verified),
-        )
+        draft_spans = _draft_spans(starts, span_lens, in_span == span_lens[span] - 1, verified)
     sample_req_indices = req_indices[sampling][span]
     num_outputs = (num_tokens_before - requests.num_prompt_tokens_np[req_indices])[sampling][span]
     everything = len(sample_rows) == num_tokens
@@ -117,7 +109,7 @@ def prepare(
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
         positions_np=positions,
-        positions=device_positions,
+        positions=device_positions(positions, owner, behind),
         input_ids=input_ids,
         sampling_np=sampling,
         sample_req_indices_np=sample_req_indices,
@@ -130,6 +122,20 @@ def prepare(
         num_drafts_np=num_drafts if num_drafts.any() else None,
         behind=behind,
     )
+
+
+def _draft_spans(
+    starts: np.ndarray, lens: np.ndarray, last: np.ndarray, verified: mx.array
+) -> DraftSpans:
+    """
+    Args:
+        starts: [N] first row of each span.
+        lens: [N] rows of each.
+        last: [S] bool, the last rows, which verify nothing.
+        verified: [S] int32, the draft after each other row.
+    """
+    tokens = mx.where(mx.array(last), -1, verified)
+    return DraftSpans(starts.astype(np.int32), lens.astype(np.int32), tokens)
 
 
 def _input_ids(

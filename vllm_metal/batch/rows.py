@@ -35,6 +35,20 @@ class Rows:
         return hidden_states if self.logits_indices is None else hidden_states[self.logits_indices]
 
 
+def device_positions(
+    positions_np: np.ndarray, requests_np: np.ndarray, behind: Behind | None
+) -> mx.array:
+    """[T] int32, where rows lie.
+
+    Args:
+        positions_np: [T] int32, where the host has them.
+        requests_np: [T] int, which request of the batch each row belongs to.
+        behind: of these requests; None: the host's positions are exact.
+    """
+    positions = mx.array(positions_np)
+    return positions if behind is None else positions - behind.counts[mx.array(requests_np)]
+
+
 def step_layout(
     rows: Rows, block_table_np: np.ndarray, block_size: int, pace: Pace | None
 ) -> StepLayout:

@@ -15,7 +15,7 @@ import numpy as np
 from metal_kernels.layout import Behind
 from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables
-from vllm_metal.batch.rows import Rows
+from vllm_metal.batch.rows import Rows, device_positions
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
@@ -133,15 +133,12 @@ class Spans:
             logits_indices: [N] int32, rows to compute logits of; None: all.
             behind: how far before these positions the requests are; None: they are exact.
         """
-        positions = mx.array(self.positions_np)
-        if behind is not None:
-            positions = positions - behind.counts[mx.array(self.index_np)]
         return Rows(
             req_indices_np=self.req_indices_np,
             query_start_loc_np=self.query_start_loc_np,
             seq_lens_np=self.ends_np,
             positions_np=self.positions_np,
-            positions=positions,
+            positions=device_positions(self.positions_np, self.index_np, behind),
             input_ids=input_ids,
             logits_indices=logits_indices,
             behind=behind,
