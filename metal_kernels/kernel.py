@@ -74,6 +74,14 @@ def use(compiler: Compiler) -> None:
     _compiler = compiler
 
 
+def in_graphs() -> bool:
+    """Whether kernels are operations of MLX, which run when their results are computed.
+
+    Those of another compiler run when they are called, so that a graph of them cannot be traced.
+    """
+    return _compiler is mx.fast.metal_kernel
+
+
 @contextmanager
 def using(compiler: Compiler) -> Iterator[None]:
     """Makes every kernel run through `compiler` within a `with` block."""

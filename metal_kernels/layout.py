@@ -8,6 +8,18 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+#: Sizes from one power of two to the next, see `stable`.
+_SIZES = 8
+
+
+def stable(size: int) -> int:
+    """The size, rounded up so that it stays for many steps, by a seventh at most.
+
+    Arrays of a step then have the shapes of the step before, as a rule, and its graph serves again.
+    """
+    unit = max(1, (1 << (size - 1).bit_length()) // (2 * _SIZES))
+    return -(-size // unit) * unit
+
 
 @dataclass(frozen=True)
 class Behind:

@@ -98,6 +98,9 @@ inline void decode(
     uint lane) {
     constexpr int N = (D + 31) / 32;  // elements of a row that a lane holds
     const device Tile& tile = tiles[tile_index];
+    if (tile.packed_count == 0) {
+        return;  // the whole threadgroup: no tile, but room for one
+    }
     const device Request& request = requests[tile.request];
     const int num_heads = queries_shape[1];
     const int group = num_heads / pool_shape[0];

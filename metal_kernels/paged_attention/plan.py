@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.kernel import MIN_ELEMENTS
-from metal_kernels.layout import Behind
+from metal_kernels.layout import Behind, stable
 from metal_kernels.pace import MOST_WORK
 
 # Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
@@ -105,13 +105,14 @@ class Dispatch:
     decode: bool
     rows: int  # packed rows of a tile, a power of two
     num_rows: int  # output rows, n
-    num_tiles: int  # N
-    num_splits: int  # S, the most that any request's context is split into
+    num_tiles: int  # N; the last few may have no rows, so that N stays for many steps
+    num_splits: int  # S, a power of two; no request's context is split into more
     requests: mx.array  # [max(R, 2), 4] int32, Request
     tiles: mx.array  # [N, 8] int32, Tile
     bounds: mx.array  # [8] int32, Bounds
     splits: mx.array | None  # [max(n, 8)] int32, of each output row; None: none is split
-    work: int  # FLOPs; MOST_WORK at most, unless a single tile or query row takes more
+    #: FLOPs; MOST_WORK at most, unless a single tile or query row takes more.
+    work: int = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class AttentionPlan:
     shape: AttentionShape
     num_tokens: int  # T
     dispatches: tuple[Dispatch, ...]
-    block_tables: mx.array  # [R, at least 8] int32
+    block_tables: mx.array  # [R, a power of two, 8 at least] int32
     order: mx.array | None  # [T] int32, place of row t in the dispatches' outputs; None: t
 
     @property
@@ -180,7 +181,8 @@ def plan(
         for piece in batch.pieces(members, rows, most_work):
             dispatches.append(_dispatch(decode, rows, batch, piece, tiles.split))
             pieces.append(piece)
-    table = np.zeros((len(seq_lens), max(block_tables.shape[1], MIN_ELEMENTS)), np.int32)
+    width = _power_of_two(max(block_tables.shape[1], MIN_ELEMENTS))
+    table = np.zeros((len(seq_lens), width), np.int32)
     table[:, : block_tables.shape[1]] = block_tables
     return AttentionPlan(
         shape=shape,
@@ -345,19 +347,20 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
         length = int(seen.max())
     of_piece = np.zeros(len(packed), np.int64)
     np.maximum.at(of_piece, owner, -(-seen // length))
-    num_splits = int(of_piece.max())
+    num_splits = _power_of_two(int(of_piece.max()))
     tile = np.repeat(np.arange(len(owner)), of_piece[owner])
     split = np.arange(len(tile)) - _starts(of_piece[owner])[tile]
     split_begin = begin[tile] + split * length
-    tiles = np.zeros((len(tile), 8), np.int32)
-    tiles[:, 0] = pieces.request[owner[tile]]
-    tiles[:, 1] = begin_packed[tile]
-    tiles[:, 2] = count[tile]
-    tiles[:, 3] = split_begin
-    tiles[:, 4] = np.minimum(end[tile], split_begin + length)
-    tiles[:, 5] = split
+    tiles = np.zeros((stable(len(tile)), 8), np.int32)
+    made = tiles[: len(tile)]
+    made[:, 0] = pieces.request[owner[tile]]
+    made[:, 1] = begin_packed[tile]
+    made[:, 2] = count[tile]
+    made[:, 3] = split_begin
+    made[:, 4] = np.minimum(end[tile], split_begin + length)
+    made[:, 5] = split
     # The longest first, so that no long one is left for the end.
-    tiles = tiles[np.argsort(tiles[:, 3] - tiles[:, 4], kind="stable")]
+    made[:] = made[np.argsort(made[:, 3] - made[:, 4], kind="stable")]
 
     requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
     requests[pieces.request, 0] = batch.query_start_loc[pieces.request]

@@ -97,6 +97,9 @@ inline void prefill(
     constexpr int OM = DV / SPLIT / 8;               // likewise of an output row
     constexpr int SM = KEYS / 8;
     const device Tile& tile = tiles[tile_index];
+    if (tile.packed_count == 0) {
+        return;  // the whole threadgroup: no tile, but room for one
+    }
     const device Request& request = requests[tile.request];
     const int num_heads = queries_shape[1];
     const int group = num_heads / pool_shape[0];

@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from metal_kernels.paged_attention import AttentionShape
 
-#: In the order they are checked. All others read what kv_write wrote.
-KERNELS = ("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce")
+#: In the order they are checked. All others read what kv_write wrote. `graph` is no kernel: writes
+#: and attention of a step's layers, in a graph that MLX traced and builds again by itself.
+KERNELS = ("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph")
 _DTYPES = ("dtype", "cache_dtype")
 
 

@@ -46,7 +46,8 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
     """The first check without an outcome; None: all that can be checked is.
 
     Where kv_write failed, nothing else is checked, as it would fail for that reason. `reduce` joins
-    the results of decode or prefill, so it is checked only if one of their tiles passed.
+    the results of decode or prefill, and `graph` has them in a graph, so both are checked only if
+    one of their tiles passed.
     """
     ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
     if ours.get(Check("kv_write"), True) is False:
@@ -55,7 +56,7 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
         if check in ours:
             continue
         tiles = usable(case, outcomes)
-        if check.kernel != "reduce" or tiles.decode or tiles.prefill:
+        if check.kernel not in ("reduce", "graph") or tiles.decode or tiles.prefill:
             return check
     return None
 
@@ -80,7 +81,7 @@ def check_kernel(
         case: of the layer.
         check: of checks(case).
         num_steps: steps to play.
-        tiles: that passed, for `reduce` to use; None: all.
+        tiles: that passed, for `reduce` and `graph` to use; None: all.
     """
     start = time.perf_counter()
     every = Tiles.of(case.shape, case.window)

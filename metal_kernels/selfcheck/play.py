@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
-from metal_kernels.paged_attention import Tiles
+from metal_kernels.op_common import merged
+from metal_kernels.paged_attention import AttentionPlan, Tiles
+from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.steps import Step, contents
 
@@ -32,9 +35,21 @@ class _Pool:
         self.arrays = contents(case, num_blocks)
         self.fences: Sequence[mx.array] = ()
 
-    def write(self, step: Step) -> mx.array:
+    def plan(self, step: Step) -> AttentionPlan:
+        layout = step.layout
+        return paged_attention.plan(
+            layout.query_start_loc_np,
+            layout.seq_lens_np,
+            layout.block_tables_np,
+            self.case.shape,
+            self.case.window,
+            next(self.tiles),
+        )
+
+    def write(self, step: Step, slots: mx.array | None = None) -> mx.array:
         keys, values, key_scales, value_scales = self.arrays
-        slots = mx.array(step.layout.slot_mapping_np)
+        if slots is None:
+            slots = mx.array(step.layout.slot_mapping_np)
         fence = kv_write.write(
             step.keys,
             step.values,
@@ -80,17 +95,11 @@ def moves(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:
-    written = pool.write(step)
+    return [_attend_by(pool.plan(step), pool, step, pool.write(step))]
+
+
+def _attend_by(plan: AttentionPlan, pool: _Pool, step: Step, written: mx.array) -> mx.array:
     keys, values, key_scales, value_scales = pool.arrays
-    layout = step.layout
-    plan = paged_attention.plan(
-        layout.query_start_loc_np,
-        layout.seq_lens_np,
-        layout.block_tables_np,
-        pool.case.shape,
-        pool.case.window,
-        next(pool.tiles),
-    )
     out, pool.fences = paged_attention.run(
         plan,
         step.queries,
@@ -103,7 +112,34 @@ def _attend(pool: _Pool, step: Step) -> list[mx.array]:
         key_scales=key_scales,
         value_scales=key_scales if values is None else value_scales,
     )
-    return [out]
+    return out
+
+
+def _attend_in_graph(pool: _Pool, layers: Sequence[Step]) -> list[list[mx.array]]:
+    """What the layers of a step read. MLX traces what they compute, and builds it from the trace.
+
+    Kernels that cannot be traced are called.
+    """
+    slots = [mx.array(step.layout.slot_mapping_np) for step in layers]
+    parts = tuple(zip(layers, map(pool.plan, layers), slots, strict=True)), pool.arrays
+    given = [merged(pool.fences)]
+    all_else(parts, given)
+
+    def forward(arrays: list[mx.array]) -> list[mx.array]:
+        left = iter(arrays)
+        traced = copy.copy(pool)
+        traced.fences = [next(left)]
+        described, held = with_arrays(parts, left)
+        traced.arrays = Pools._make(held)
+        outputs = [
+            _attend_by(plan, traced, step, traced.write(step, places))
+            for step, plan, places in described
+        ]
+        return [*outputs, *traced.fences]
+
+    found = (mx.compile(forward) if kernel.in_graphs() else forward)(given)
+    pool.fences = found[len(layers) :]
+    return [[output] for output in found[: len(layers)]]
 
 
 def score_scale(case: Case) -> float:
@@ -123,8 +159,11 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
     """For each attention, tiles of one size: the one checked, or for `reduce` each size in turn.
 
-    Contexts are split for `reduce` alone: where it fails, no other check does.
+    Contexts are split for `reduce`, and for `graph` where `reduce` passed: where it fails, no other
+    check does. `graph` has all sizes to choose from, as the layers of a model have.
     """
+    if check.kernel == "graph":
+        yield from itertools.repeat(tiles)
     if check.kernel == "reduce":
         sizes = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
     else:
@@ -143,7 +182,11 @@ def play(
     results: list[list[mx.array]] = []
     waiting: list[mx.array] = []
     for first in range(0, len(played), LAYERS):
-        reads = [_USES[check.kernel](pool, step) for step in played[first : first + LAYERS]]
+        layers = played[first : first + LAYERS]
+        if check.kernel == "graph":
+            reads = _attend_in_graph(pool, layers)
+        else:
+            reads = [_USES[check.kernel](pool, step) for step in layers]
         load = load @ load  # keeps the device busy, so that dispatches overlap
         queued = [load, *pool.fences, *(array for read in reads for array in read)]
         mx.async_eval(queued)

@@ -110,18 +110,19 @@ def test_what_was_not_checked_is_not_used(monkeypatch):
 
 
 WHOLE = Tiles.of(SHAPE)
-FALLBACKS = {
-    "one tile": (Check("prefill", 64), Tiles(WHOLE.decode, WHOLE.prefill[:-1], True), True),
-    "decode": (Check("decode"), Tiles((), WHOLE.prefill, True), True),
-    "prefill": (Check("prefill"), Tiles(WHOLE.decode, (), True), True),
-    "reduce": (Check("reduce"), Tiles(WHOLE.decode, WHOLE.prefill, False), True),
-    "kv_blocks": (Check("kv_blocks"), WHOLE, False),
+FALLBACKS = {  # what fails: tiles that are left, whether blocks are moved, and graphs repeated
+    "one tile": (Check("prefill", 64), Tiles(WHOLE.decode, WHOLE.prefill[:-1], True), True, True),
+    "decode": (Check("decode"), Tiles((), WHOLE.prefill, True), True, True),
+    "prefill": (Check("prefill"), Tiles(WHOLE.decode, (), True), True, True),
+    "reduce": (Check("reduce"), Tiles(WHOLE.decode, WHOLE.prefill, False), True, True),
+    "kv_blocks": (Check("kv_blocks"), WHOLE, False, True),
+    "graph": (Check("graph"), WHOLE, True, False),
 }
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_what_fails_costs_itself_only(monkeypatch, warned, name):
-    failing, tiles, moves_blocks = FALLBACKS[name]
+    failing, tiles, moves_blocks, repeatable = FALLBACKS[name]
 
     def fails(case: Case, one: Check) -> bool:
         return one.kernel == failing.kernel and failing.rows in (None, one.rows)
@@ -131,7 +132,7 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     assert issubclass(chosen, KernelKVCache)
     assert set(chosen.tiles.values()) == {tiles}
     assert set(chosen.tiles) == {(SHAPE, None), (SHAPE, 512)}
-    assert chosen.moves_blocks == moves_blocks
+    assert (chosen.moves_blocks, chosen.repeatable) == (moves_blocks, repeatable)
     (line,) = warned
     assert failing.kernel in line and REASON in line and "vllm-metal doctor" in line
     with kernel.using(metal_interpreter.metal_kernel):

@@ -26,6 +26,8 @@ ATTENTION = [
     (128, F16, F16, [(600, 1)], 1),  # four; in parts
     (64, F16, FP8, [(3, 20)], 2),  # tiles
     (192, F16, None, [(600, 5)], 4),  # a head between two simdgroups; in parts
+    (64, F32, None, [(3, 1)] * 17, 1),  # room for one tile more
+    (64, F32, None, [(0, 9)] * 17, 1),
 ]
 
 

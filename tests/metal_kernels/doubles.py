@@ -45,6 +45,37 @@ class Recorder:
         return call
 
 
+class Digesting:
+    """Computes nothing of use: what a kernel returns depends on each element of each input.
+
+    By MLX's operations, so that it can be traced as Metal's kernels can. Of integers, fences among
+    them, it is exact.
+    """
+
+    def metal_kernel(self, name: str, **text: Any) -> Callable[..., list[mx.array]]:
+        def call(**call: Any) -> list[mx.array]:
+            whole, real = mx.array(len(name), mx.uint32), mx.array(0.0)
+            for place, array in enumerate(call["inputs"]):
+                weights = mx.arange(1, array.size + 1).astype(mx.uint32)
+                if mx.issubdtype(array.dtype, mx.integer):
+                    elements = array.reshape(-1).astype(mx.uint32)
+                    whole = whole * 31 + place + (elements * weights).sum()
+                else:
+                    elements = mx.clip(array.reshape(-1).astype(mx.float32), -10, 10)
+                    real = real + (elements * mx.cos(weights)).mean() * (place + 1)
+            real = real + (whole % 1000) / 1000
+            kinds = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+            return [self._spread(whole, real, shape, dtype) for shape, dtype in kinds]
+
+        return call
+
+    def _spread(self, whole: mx.array, real: mx.array, shape: Any, dtype: mx.Dtype) -> mx.array:
+        ramp = mx.arange(math.prod(shape)).reshape(shape)
+        if mx.issubdtype(dtype, mx.integer):
+            return (ramp + whole).astype(dtype)
+        return mx.sin(real + ramp).astype(dtype)
+
+
 class Refusing:
     """Pipelines that take no more than `most` threads a threadgroup.
 

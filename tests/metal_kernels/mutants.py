@@ -135,6 +135,12 @@ _FAULTS: _Faults = {
         ("block table rows of the wrong width", "uint(tables_shape[1])", "uint(tables_shape[0])"),
         ("fence not written", "fence[i] = after[0];", ""),
     ],
+    (DECODE, "decode, many", BOUNDS): [
+        ("rows of a tile that has none", "packed_count == 0", "packed_count < 0"),
+    ],
+    (PREFILL, "prefill, many", BOUNDS): [
+        ("rows of a tile that has none", "packed_count == 0", "packed_count < 0"),
+    ],
     (DECODE, "decode, behind", WRONG): [
         ("past the end of the request", "metal::min(tile.end, request.length)", "tile.end"),
     ],

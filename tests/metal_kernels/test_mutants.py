@@ -189,6 +189,8 @@ PROBES: dict[str, Probe] = {
     "decode, fp8": Attention(((37, 1), (17, 2)), cache=mx.uint8),
     "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
     "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),
+    "decode, many": Attention(((3, 1),) * 17),  # and room for one tile more
+    "prefill, many": Attention(((0, 5),) * 17),
     "decode, behind": Attention(DECODES, most_behind=3),
     "prefill": Attention(PREFILLS),
     "prefill, behind": Attention(PREFILLS, most_behind=3),

@@ -117,7 +117,7 @@ WRONG_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("wrong", KERNELS)
+@pytest.mark.parametrize("wrong", [name for name in KERNELS if name != "graph"])
 def test_a_kernel_that_is_wrong_is_named(wrong):
     def around(name, run, call):
         if name != wrong:
@@ -135,6 +135,25 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
     assert "expected" in failed[0].detail
     if wrong in ("decode", "prefill", "reduce"):
         assert "head 1, element 63" in failed[0].detail
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        (lambda forward: forward, None),
+        (lambda forward: lambda given: [array + 0.01 for array in forward(given)], "expected"),
+        (lambda forward: lambda given: forward([*given[:1], *given[2:], given[1]]), "Error"),
+        (mx.compile, "Error"),  # the interpreter's kernels want to see values
+    ],
+)
+def test_a_graph_that_is_wrong_costs_graphs_alone(spoilt, said, monkeypatch):
+    monkeypatch.setattr(kernel, "in_graphs", lambda: True)
+    monkeypatch.setattr(mx, "compile", spoilt)
+    with kernel.using(metal_interpreter.metal_kernel):
+        found = check(PLAIN, STEPS)
+    failed = [outcome for outcome in found if not outcome.ok]
+    assert [outcome.kernel for outcome in failed] == ([] if said is None else ["graph"])
+    assert all(said in outcome.detail for outcome in failed)
 
 
 def test_a_tile_that_is_wrong_costs_itself():

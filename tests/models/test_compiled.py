@@ -7,9 +7,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from models.test_executor import COMMON, FAMILIES, NewRequest, build, executor
 
+from metal_kernels import kernel
+from tests.metal_kernels.doubles import Digesting
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.models.parts import HiddenStates
 
 NUM_STEPS = 20
@@ -112,6 +115,24 @@ def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
         texts = Texts(executor(build("llama"), "llama", 40, elements), tokens)
         texts.step(10)
         found.append(np.stack([texts.step(3) for _ in range(10)]))
+    np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("elements", [mx.float32, mx.uint8])
+def test_steps_over_kernels_are_those_built_in_python(elements, monkeypatch):
+    """What kernels return here depends on all that they are given, fences of the past included."""
+    monkeypatch.setitem(COMMON, "head_dim", 64)
+    monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
+    model = build("llama")
+    tokens = np.random.default_rng(8).integers(0, 128, (3, 70)).tolist()
+    found, made = [], calls(model, monkeypatch)
+    with kernel.using(mx.fast.metal_kernel):
+        for kv_cache_type in (KernelKVCache, KernelKVCache.limited({}, True, repeatable=False)):
+            texts = Texts(executor(model, "llama", 40, elements, kv_cache_type), tokens)
+            made.clear()
+            found.append(np.stack([texts.step(1) for _ in range(40)] + [texts.step(2)]))
+            found_calls = len(made) - len(found[-1])  # logits take one a step
+            assert found_calls <= 4 if kv_cache_type is KernelKVCache else found_calls == 41
     np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
 
 

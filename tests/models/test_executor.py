@@ -78,10 +78,12 @@ def build(model_type: str):
     return model
 
 
-def executor(model, model_type: str, num_blocks: int, elements=mx.float32):
+def executor(
+    model, model_type: str, num_blocks: int, elements=mx.float32, kv_cache_type=ScatterKVCache
+):
     layers = attention_layers(model, model_type)
     kv_caches = {
-        layer.name: ScatterKVCache(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, elements)
+        layer.name: kv_cache_type(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, elements)
         for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}

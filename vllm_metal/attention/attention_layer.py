@@ -26,7 +26,7 @@ from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers.
-_KERNELS = ("kv_write", "kv_blocks", "decode", "prefill", "reduce")
+_KERNELS = ("kv_write", "kv_blocks", "decode", "prefill", "reduce", "graph")
 _TRIAL_BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
 
 

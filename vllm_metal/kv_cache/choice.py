@@ -103,7 +103,8 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     """A KernelKVCache that uses only what passed its check.
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
-    contexts are not split, and without `kv_blocks` MLX moves blocks.
+    contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
+    Python builds each forward.
 
     Returns:
         None where the K/V of some layer cannot be written, or not attended to.
@@ -115,6 +116,8 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
         return None
     moves_blocks = all((case, "kv_blocks") in passed for case in cases)
-    if moves_blocks and all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items()):
+    repeatable = all((case, "graph") in passed for case in cases)
+    every_size = all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items())
+    if moves_blocks and repeatable and every_size:
         return KernelKVCache
-    return KernelKVCache.limited(tiles, moves_blocks)
+    return KernelKVCache.limited(tiles, moves_blocks, repeatable)

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kv_blocks, kv_write, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_write, op_common, paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Tiles
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.layer_state import StepLayout, Written
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,16 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
     tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
     #: Whether whole blocks are moved by the kernel; else by MLX's operations.
     moves_blocks: ClassVar[bool] = True
+    #: Whether graphs that hold the kernels give the same when MLX builds them again.
+    repeatable: ClassVar[bool] = True
 
     @classmethod
     def limited(
-        cls, tiles: Mapping[AttentionKind, Tiles], moves_blocks: bool
+        cls, tiles: Mapping[AttentionKind, Tiles], moves_blocks: bool, repeatable: bool = True
     ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine."""
-        return type(cls.__name__, (cls,), {"tiles": tiles, "moves_blocks": moves_blocks})
+        works = {"tiles": tiles, "moves_blocks": moves_blocks, "repeatable": repeatable}
+        return type(cls.__name__, (cls,), works)
 
     def __init__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
@@ -66,6 +70,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
         self._written: mx.array | None = None  # fence of the last write
         self._since: list[mx.array] = []  # fences of what the next write must come after
+        self._newest_plan: KernelPlan | None = None  # of the forward that is being built
         self._row_dtype = dtype  # of the rows last written
 
     @classmethod
@@ -123,7 +128,39 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         super().clear_blocks(blocks_np)
         mx.eval(self.arrays)
 
+    @property
+    def traceable(self) -> bool:
+        return self.repeatable and kernel.in_graphs()
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """The pool, and a fence for the forward's first write."""
+        return [*self.arrays, op_common.merged(self._since)]
+
+    @contextmanager
+    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
+        arrays, since = self.arrays, self._since
+        *self.arrays, fence = inputs
+        self._since, self._newest_plan = [fence], None
+        try:
+            yield
+        finally:
+            self.arrays, self._since, self._written = arrays, since, None
+
+    @property
+    def outputs(self) -> list[Written[KernelPlan]]:
+        """The fences that the next write must come after."""
+        if self._newest_plan is None:
+            return []
+        return [Written(self._newest_plan, list(self._since))]
+
+    @outputs.setter
+    def outputs(self, outputs: Sequence[Written[KernelPlan]]) -> None:
+        for left in outputs:
+            self._since = left.arrays
+
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
+        self._newest_plan = plan
         self._row_dtype = values.dtype
         self._written = kv_write.write(
             keys,

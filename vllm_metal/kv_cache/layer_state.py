@@ -142,8 +142,10 @@ class LayerState(ABC):
         write. MLX may then write the arrays in place, without a copy of the pool.
         """
 
-    #: Whether a forward over the storage can be traced: it has the four members that follow.
-    traceable: ClassVar[bool] = False
+    @property
+    def traceable(self) -> bool:
+        """Whether a forward over the storage can be traced: it has the four members that follow."""
+        return False
 
     @property
     def inputs(self) -> list[mx.array]:

@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention import AttentionShape, Tiles, plan, trials
 from metal_kernels.paged_attention.op import HEAD_SIZES
+from metal_kernels.plan_arrays import all_else
 
 shapes = st.builds(
     lambda group, heads, size: AttentionShape(group * heads, heads, size, size),
@@ -61,7 +63,10 @@ def test_every_row_sees_its_context_once(requests, shape, window, share):
         described = np.array(dispatch.requests)
         splits = None if dispatch.splits is None else np.array(dispatch.splits)
         of_output = np.full(dispatch.num_rows, -1)
-        for owner, begin, count, first_key, end, split, *_ in np.array(dispatch.tiles):
+        tiles = np.array(dispatch.tiles)
+        num_made = np.count_nonzero(tiles[:, 2])
+        assert not tiles[num_made:].any()  # room for more is behind them, and has no rows
+        for owner, begin, count, first_key, end, split, *_ in tiles[:num_made]:
             assert first_key % 4 == 0 and 0 < count <= dispatch.rows
             first_row, first_out, first_position, _ = described[owner]
             for packed in range(begin, begin + count):
@@ -103,6 +108,21 @@ def test_a_long_context_alone_is_split_and_a_full_batch_is_not():
 
     assert num_splits(1) == 16  # 128 threadgroups of 512 keys
     assert num_splits(32) == 1  # 256 threadgroups already
+
+
+def test_decode_steps_keep_their_shapes_while_contexts_grow():
+    """So that the graph of one step serves for the next: block tables, tiles and parts."""
+
+    def shapes(seq_lens):
+        starts = np.arange(len(seq_lens) + 1, dtype=np.int32)
+        table = np.zeros((len(seq_lens), -(-int(seq_lens.max()) // 16)), np.int32)
+        found: list[mx.array] = []
+        made = plan(starts, seq_lens, table, AttentionShape(8, 2, 64, 64))
+        return all_else(made, found)
+
+    seq_lens = np.array([900, 350, 1200, 40, 700, 2000], np.int32)
+    kinds = [shapes(seq_lens + step) for step in range(1000)]
+    assert sum(before != after for before, after in pairwise(kinds)) <= 12
 
 
 def test_verify_windows_of_any_length_share_one_dispatch():
