@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Prometheus on a server: all queries of deploy/ find something, and every alert fires.
 
-The server has drafts that are mostly wrong, prompts that are all different, and more requests than
-it can compute, and one of its steps fails. What only a server with tenants and a response cache
-exports comes from an exporter beside it.
+The server has tenants and a response cache, drafts that are mostly wrong, prompts that are all
+different, and more requests than it can compute; and one of its steps fails.
 """
 
 import json
@@ -11,7 +10,6 @@ import os
 import threading
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,8 @@ from deploy.running import PROGRAM, prometheus
 from e2e.fuzz.models import VOCAB, write_models
 from e2e.server import serve
 from openai import InternalServerError
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from vllm_metal.serving import tenants_file
 
 pytestmark = [
     pytest.mark.more,
@@ -35,13 +34,23 @@ PROMPT, NUM_TOKENS, BLOCKS = 226, 12, 17
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 OPTIONS = (
     *("--served-model-name", "tiny"),
+    *("--middleware", "vllm_metal.serving.Tenants"),
     *("--max-model-len", "256"),
     *("--max-num-seqs", "4"),
     *("--num-gpu-blocks-override", str(BLOCKS)),
     *("--speculative-config", json.dumps(SPECULATION)),
     *("--additional-config", '{"fixed_draft_length": true}'),
 )
+SETTINGS = """
+[tenants]
+keys = "tenants.json"
+secret = "secret"
+metrics = "open"
+[response_cache]
+path = "answers"
+"""
 AT_ONCE, CALLERS = 40, 5
+MISSES = 300  # three times what the alert waits for: some may come before the first scrape
 DEADLINE = 120.0
 
 
@@ -52,13 +61,27 @@ def failing_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, failing_file):
-    folder = tmp_path_factory.mktemp("server")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def key(folder):
+    """Of the only tenant."""
+    (folder / "serving.toml").write_text(SETTINGS)
+    (folder / "secret").write_text("a secret of a server in a test")
+    (folder / "secret").chmod(0o600)
+    return tenants_file.add(folder / "tenants.json", "acme")[1]
+
+
+@pytest.fixture(scope="module")
+def server(folder, key, failing_file):
     write_models(folder)
     first = str(Path(__file__).parent / "failing")
     environment = {
         "PYTHONPATH": os.pathsep.join([first, os.environ.get("PYTHONPATH", "")]),
         "VLLM_METAL_TEST_FAIL": str(failing_file),
+        "VLLM_METAL_SERVING_CONFIG": str(folder / "serving.toml"),
         "VLLM_LOG_STATS_INTERVAL": "1",
     }
     with serve(str(folder / "full"), OPTIONS, folder / "log", environment=environment) as started:
@@ -66,49 +89,23 @@ def server(tmp_path_factory, failing_file):
 
 
 @pytest.fixture(scope="module")
-def response_cache():
-    """Counts requests as a server with tenants and a response cache does: none is a hit."""
-    registry = CollectorRegistry()
-    requests = Counter("vllm:response_cache_requests", "…", ["result"], registry=registry)
-    Gauge("vllm:response_cache_bytes", "…", registry=registry).set(1 << 20)
-    by_tenant = Counter("vllm:tenant_requests", "…", ["tenant", "status"], registry=registry)
-    tokens = Counter("vllm:tenant_tokens", "…", ["tenant", "kind"], registry=registry)
-    Counter("vllm:request_timeouts", "…", registry=registry)
-    by_tenant.labels("a", "200")
-    tokens.labels("a", "prompt")
-
-    class Handler(BaseHTTPRequestHandler):
-        """Answers in the text format, as vLLM does: the newer one has no colons in names."""
-
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.end_headers()
-            self.wfile.write(generate_latest(registry))
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as exporter:
-        threading.Thread(target=exporter.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{exporter.server_port}", requests.labels("miss")
-        exporter.shutdown()
-
-
-@pytest.fixture(scope="module")
-def watched(server, response_cache, tmp_path_factory):
-    targets = [server.url.removeprefix("http://"), response_cache[0]]
+def watched(server, tmp_path_factory):
+    targets = [server.url.removeprefix("http://")]
     with prometheus(targets, tmp_path_factory.mktemp("prometheus")) as started:
         yield started
 
 
-def send(server, seed, stop):
+def client(server, key):
+    return server.client().with_options(api_key=key)
+
+
+def send(server, key, seed, stop):
     """Requests without end, each with a prompt of its own and tokens nobody can guess."""
     random = np.random.default_rng(seed)
-    with server.client() as client:
+    with client(server, key) as asking:
         while not stop.is_set():
             with suppress(InternalServerError):  # of the requests whose step fails
-                client.completions.create(
+                asking.completions.create(
                     model="tiny",
                     prompt=random.integers(2, VOCAB, (AT_ONCE, PROMPT)).tolist(),
                     temperature=2,
@@ -130,11 +127,21 @@ def test_nothing_fires_before_there_is_traffic(watched):
     assert watched.alerts() == set()
 
 
-def test_every_alert_fires(watched, server, response_cache, failing_file):
+def miss(server, key):
+    """Asks for what the response cache could answer, if it had been asked before."""
+    with client(server, key) as asking:
+        for number in range(MISSES):
+            asking.completions.create(
+                model="tiny", prompt=[2, 3 + number], temperature=0, max_tokens=1
+            )
+
+
+def test_every_alert_fires(watched, server, key, failing_file):
     expected = {(rule["alert"], "firing") for rule in rules("alert")}
-    stop, fired, (_, misses) = threading.Event(), set(), response_cache
+    stop, fired = threading.Event(), set()
+    miss(server, key)
     senders = [
-        threading.Thread(target=send, args=(server, seed, stop), daemon=True)
+        threading.Thread(target=send, args=(server, key, seed, stop), daemon=True)
         for seed in range(CALLERS)
     ]
     for sender in senders:
@@ -144,7 +151,6 @@ def test_every_alert_fires(watched, server, response_cache, failing_file):
         failing_file.touch()
         while_it_lasts = time.monotonic() + DEADLINE
         while fired < expected and time.monotonic() < while_it_lasts:
-            misses.inc(50)
             time.sleep(0.5)
             fired |= watched.alerts() & expected
     finally:
@@ -170,6 +176,8 @@ def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server):
         assert server.metric(f"vllm:{of}_total") > 0
     assert server.metric("vllm:prefix_cache_queries_total") > 0
     assert server.metric("vllm:metal_failed_steps_total") == 1
+    assert server.metric("vllm:response_cache_requests_total", result="miss") == MISSES
+    assert server.metric("vllm:tenant_requests_total", tenant="acme", status="200") >= MISSES
     assert any(
         "Prefix cache hit rate: " in line and "Draft acceptance rate: " in line
         for line in server.log.read_text().splitlines()
