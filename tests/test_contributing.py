@@ -52,6 +52,7 @@ EXAMPLES = {
             "tests/vllm_patches/": "likewise",
             "tests/spec_decode/test_registry.py": "a few rows of several",
             "tests/e2e/tenants.py": "a server whose tenants must not share past outputs",
+            "docs/monitoring.md": "what to do where few drafts are accepted",
         },
     ),
     "a kind of layer": Example(

@@ -50,6 +50,7 @@ def without_changes(folder, names, *first):
         "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]),
         "VLLM_METAL_DEVICE": "cpu",
         "VLLM_METAL_ALLOW_UNTESTED": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",  # vLLM's, whatever tests before this one have set
     }
     done = subprocess.run(
         [sys.executable, str(PROGRAM), folder, *names],
