@@ -132,7 +132,10 @@ def miss(server, key):
     with client(server, key) as asking:
         for number in range(MISSES):
             asking.completions.create(
-                model="tiny", prompt=[2, 3 + number], temperature=0, max_tokens=1
+                model="tiny",
+                prompt=[2 + digit for digit in divmod(number, VOCAB - 2)],
+                temperature=0,
+                max_tokens=1,
             )
 
 
