@@ -28,7 +28,7 @@ def pytest_configure() -> None:
 
 
 def _admit_connectors() -> None:
-    """Has the platform check configurations of a K/V connector without it and its block size.
+    """Has the platform check configurations of a connector without it and its block size.
 
     vLLM's tests drive its scheduler with small blocks and with connectors that move nothing. What
     the platform asks of both concerns the worker, and none of these tests has this platform's.
@@ -36,16 +36,21 @@ def _admit_connectors() -> None:
     check = MetalPlatform.check_and_update_config
 
     def check_the_rest(config: VllmConfig) -> None:
-        connector, cache = config.kv_transfer_config, config.cache_config
-        if connector is None:
+        connectors, cache = (
+            (config.kv_transfer_config, config.ec_transfer_config),
+            config.cache_config,
+        )
+        if connectors == (None, None):
             check(config)
             return
         block_size = cache.block_size
-        config.kv_transfer_config, cache.block_size = None, BLOCK_SIZES[0]
+        config.kv_transfer_config = config.ec_transfer_config = None
+        cache.block_size = BLOCK_SIZES[0]
         try:
             check(config)
         finally:
-            config.kv_transfer_config, cache.block_size = connector, block_size
+            config.kv_transfer_config, config.ec_transfer_config = connectors
+            cache.block_size = block_size
 
     MetalPlatform.check_and_update_config = staticmethod(check_the_rest)
 
