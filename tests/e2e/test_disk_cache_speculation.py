@@ -78,7 +78,7 @@ def test_prompt_lookup(tiny, tmp_path, prompts):
 
 @pytest.mark.more
 @pytest.mark.heavy
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_a_head_with_a_cache(smollm2, fitted, tmp_path, method):
     text = text_tokens(smollm2)
     prompts = [text[start : start + 130] for start in (0, 300, 600, 900)]

@@ -56,7 +56,11 @@ def test_without_prefix_caching(smollm2, dense, load):
 
 @pytest.mark.parametrize(
     "load",
-    ["async, few", *(pytest.param(load, marks=pytest.mark.more) for load in ("async", "sync"))],
+    [
+        "async, few",
+        pytest.param("async", marks=pytest.mark.slow),
+        pytest.param("sync", marks=pytest.mark.more),
+    ],
 )
 def test_with_prefix_caching_cold_and_warm(smollm2, dense, load):
     async_scheduling, num_prompts, num_blocks = LOADS[load]
