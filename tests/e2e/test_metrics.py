@@ -76,7 +76,8 @@ def test_acceptance_and_hit_rate_stand_in_one_line(tiny, tiny_text):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
-    before, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # which forgets what the level before allowed
     try:
         with engine(
             tiny,
@@ -94,7 +95,7 @@ def test_acceptance_and_hit_rate_stand_in_one_line(tiny, tiny_text):
             counted = {metric.name: metric for metric in llm.get_metrics()}
     finally:
         logger.removeHandler(handler)
-        logger.level = before
+        logger.setLevel(level)
     found = re.search(
         r"Prefix cache hit rate: ([\d.]+)%, Draft acceptance rate: ([\d.]+)%$", lines[-1]
     )

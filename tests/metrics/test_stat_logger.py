@@ -30,10 +30,11 @@ def lines():
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())
     logger.addHandler(handler)
-    before, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # which forgets what the level before allowed
     yield found
     logger.removeHandler(handler)
-    logger.level = before
+    logger.setLevel(level)
 
 
 def stats(figures=None, drafted=None, hits=0):
