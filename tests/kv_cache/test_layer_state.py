@@ -4,15 +4,16 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from kv_cache.recurrent import RECURRENT_PROBES, HybridModel, RecurrentLayer
+from kv_cache.recurrent import HybridModel
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from vllm_metal.attention import seam
-from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.pages import BlockPages, page_rows
+from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory import profile
@@ -35,7 +36,7 @@ class Server:
 
     def __init__(self, model, config, memory=MEMORY):
         self.model = model
-        self.layers = attention_layers(model, "hybrid", RECURRENT_PROBES)
+        self.layers = attention_layers(model, "hybrid")
         self.specs = kv_cache_specs(self.layers, BLOCK, mx.float32)
         (self.placed,) = get_kv_cache_configs(config, [dict(self.specs)], [memory])
         self.states = allocate_kv_caches(
@@ -51,18 +52,18 @@ class Server:
 
     def begin(self, req_idx):
         """Gives it blocks of every group; a block belongs to one group."""
-        counts = [
-            1 if type(group.kv_cache_spec).__name__ == "MambaSpec" else MAX_BLOCKS
-            for group in self.placed.kv_cache_groups
-        ]
-        self.blocks[req_idx] = [[self.free.pop() for _ in range(count)] for count in counts]
+        groups = self.placed.kv_cache_groups
+        self.blocks[req_idx] = [[self.free.pop() for _ in range(MAX_BLOCKS)] for _ in groups]
         self.tables.replace(req_idx, self.blocks[req_idx])
 
     def all_blocks(self, req_idx):
         return np.concatenate(self.blocks[req_idx]).astype(np.int32)
 
-    def step(self, chunks):
-        """[n, V] logits of each request's rows, for (req_idx, position, tokens)."""
+    def step(self, chunks, drafts=None):
+        """[n, V] logits of each request's rows, for (req_idx, position, tokens).
+
+        `drafts` says how many of each one's last tokens are drafts.
+        """
         counts = np.array([len(tokens) for _, _, tokens in chunks], np.int32)
         starts = np.array([start for _, start, _ in chunks], np.int32)
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -75,6 +76,7 @@ class Server:
             positions=mx.array(positions.astype(np.int32)),
             input_ids=mx.array(np.concatenate([tokens for _, _, tokens in chunks])),
             logits_indices=None,
+            num_drafts_np=None if drafts is None else np.array(drafts, np.int32),
         )
         with self.paged.step(rows, self.tables) as caches:
             logits = self.model(rows.input_ids[:, None], cache=caches)[:, 0]
@@ -95,11 +97,12 @@ def close(found, expected):
 
 
 def test_layers_of_each_kind_are_read_off_the_model(model):
-    assert attention_layers(model, "hybrid", RECURRENT_PROBES) == [
+    form = StateFormat(((32,),), (mx.float32,))
+    assert attention_layers(model, "hybrid") == [
         AttentionLayer("layers.0", 4, 2, 16, None),
-        RecurrentLayer("layers.1", 32, mx.float32),
+        RecurrentLayer("layers.1", form),
         AttentionLayer("layers.2", 4, 2, 16, 24),
-        RecurrentLayer("layers.3", 32, mx.float32),
+        RecurrentLayer("layers.3", form),
     ]
 
 
@@ -144,7 +147,7 @@ def test_a_state_goes_back_to_the_last_accepted_token(model, config, accepted):
     drafts = truth[21:24].copy()
     drafts[accepted:] = (drafts[accepted:] + 1) % VOCAB
     rows = np.concatenate([truth[20:21], drafts])
-    server.step([(0, 20, rows), (1, 20, other[20:21])])
+    server.step([(0, 20, rows), (1, 20, other[20:21])], drafts=(3, 0))
     server.paged.restore(np.array([accepted, 4], np.int32))
     ends = 21 + accepted
     found = server.step([(0, ends, truth[ends:]), (1, 21, other[21:])])
@@ -190,7 +193,7 @@ def test_a_request_goes_on_in_another_engine_from_pages(model, config):
 
 
 def test_the_largest_step_runs_layers_of_every_kind(model, config):
-    layers = attention_layers(model, "hybrid", RECURRENT_PROBES)
+    layers = attention_layers(model, "hybrid")
     largest = profile.LargestStep.of(layers, config, ScatterKVCache)
     with largest.caches() as caches:
         logits = model(largest.rows.input_ids[:, None], cache=caches)
@@ -217,9 +220,9 @@ def test_no_layer_has_a_step_once_its_forward_is_built(model, config):
     for cache in kept[::2]:
         with pytest.raises(RuntimeError, match="outside a step"):
             cache.update_and_fetch(mx.zeros((1, 2, 1, 16)), mx.zeros((1, 2, 1, 16)))
-    for cache in kept[1::2]:
+    for layer, cache in zip(model.layers[1::2], kept[1::2], strict=True):
         with pytest.raises(RuntimeError, match="outside a step"):
-            cache.recur(mx.zeros((1, 1, 32)), mx.ones(32))
+            layer(mx.zeros((1, 1, 32)), None, cache)
 
 
 def test_a_layout_tells_every_row_its_position():

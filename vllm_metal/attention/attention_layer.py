@@ -21,7 +21,13 @@ from metal_kernels.paged_attention import AttentionShape, reference
 from metal_kernels.selfcheck import Case
 from vllm_metal.attention.paged_cache import PagedCache
 from vllm_metal.kv_cache import formats
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache, TrialPlan, row_bytes
+from vllm_metal.kv_cache.layer_cache import (
+    AttentionKind,
+    LayerKVCache,
+    TrialPlan,
+    parts_of,
+    row_bytes,
+)
 from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
@@ -82,21 +88,23 @@ class AttentionLayer(StatefulLayer):
     ) -> LayerKVCache:
         return kv_cache_type(num_blocks, block_size, *self.memory, elements)
 
+    def room(self, block_size: int, elements: mx.Dtype) -> int:
+        return 2 * block_size * self.num_kv_heads * self.head_size * elements.size
+
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
-        return StepScope(partial(type(state).plan, kind=self.kind))
+        return StepScope(lambda layout: type(state).plan(layout.split(state.split), self.kind))
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
         return PagedCache(state, scope)
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
-        return paged_attention.unsupported(self.shape, dtype, block_size)
+        return paged_attention.unsupported(self.shape, dtype, block_size // parts_of(block_size))
 
     def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
-        return [
-            Case(self.shape, dtype, elements, block_size, self.window, sinks=True, kernels=_KERNELS)
-        ]
+        size = block_size // parts_of(block_size)
+        return [Case(self.shape, dtype, elements, size, self.window, sinks=True, kernels=_KERNELS)]
 
     def trials(
         self,
@@ -109,7 +117,8 @@ class AttentionLayer(StatefulLayer):
         for trial in kv_cache_type.trials(self.kind):
             first = kv_cache is None
             if kv_cache is None:
-                kv_cache = self.allocate(_TRIAL_BLOCKS, block_size, elements, kv_cache_type)
+                size = block_size // parts_of(block_size)
+                kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
             pipeline = (self.shape, self.sinks, trial.pipeline)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
 
@@ -153,7 +162,7 @@ class AttentionLayer(StatefulLayer):
             layout = _layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
             num_blocks = int(layout.block_tables_np.max()) + 1
             kv_cache = self.allocate(num_blocks, bounds.block_size, elements, kv_cache_type)
-            plan = kv_cache.plan(layout, self.kind)
+            plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
             kv_cache.write(plan, *[mx.zeros((num_reqs * num_rows, *self.memory), dtype)] * 2)
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
             mx.eval(kv_cache.attend(plan, queries, 1.0, None))

@@ -3,19 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
+from vllm_metal.attention import recurrent_calls
 from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.probe import Probe
+from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
-__all__ = ["PROBES", "AttentionLayer", "attention_layers"]
+__all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers"]
 
 
 class _AttentionProbe(AttendingCache, Probe):
@@ -78,6 +86,7 @@ def _rotating(cache: RotatingKVCache) -> Probe:
 PROBES: Mapping[type, Callable[[Any], Probe]] = {
     KVCache: lambda cache: _AttentionProbe(None),
     RotatingKVCache: _rotating,
+    ArraysCache: RecurrentProbe,
 }
 
 
@@ -95,7 +104,7 @@ def attention_layers(
         NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
     """
     try:
-        placed = [_probe(cache, probes) for cache in make_prompt_cache(model)]
+        placed = [_probes(cache, probes) for cache in make_prompt_cache(model)]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
     if len(placed) != len(model.layers):
@@ -103,16 +112,37 @@ def attention_layers(
             f"model_type {model_type!r} has {len(model.layers)} layers that share the K/V of "
             f"{len(placed)}, which the paged path does not serve"
         )
+    caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
     try:
-        model(mx.zeros((1, 1), mx.int32), cache=placed)
+        with recurrent_calls.noted(model):
+            model(mx.zeros((1, 1), mx.int32), cache=caches)
     except Exception as error:
         raise NotImplementedError(
             f"model_type {model_type!r} does not run on the paged cache: {error}"
         ) from error
     try:
-        return [probe.layer(f"layers.{index}") for index, probe in enumerate(placed)]
+        return [
+            probe.layer(name)
+            for index, of_layer in enumerate(placed)
+            for name, probe in _named(index, of_layer)
+        ]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+
+
+def _probes(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe | list[Probe]:
+    """Of one layer of mlx-lm's: a list where it has several caches."""
+    if isinstance(cache, CacheList):
+        return [_probe(each, probes) for each in cache.caches]
+    return _probe(cache, probes)
+
+
+def _named(index: int, of_layer: Probe | list[Probe]) -> Iterator[tuple[str, Probe]]:
+    if isinstance(of_layer, Probe):
+        yield f"layers.{index}", of_layer
+        return
+    for number, probe in enumerate(of_layer):
+        yield f"layers.{index}.{number}", probe
 
 
 def _probe(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe:

@@ -115,6 +115,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
         if self.moves_blocks:
+            sources_np, targets_np = map(self.rows_of_blocks, (sources_np, targets_np))
             self._since = [kv_blocks.copy(self.arrays, sources_np, targets_np, after=self._since)]
             return
         super().copy_blocks(sources_np, targets_np)
@@ -122,7 +123,8 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     def clear_blocks(self, blocks_np: np.ndarray) -> None:
         if self.moves_blocks:
-            self._since = [kv_blocks.zero(self.arrays, blocks_np, after=self._since)]
+            rows_np = self.rows_of_blocks(blocks_np)
+            self._since = [kv_blocks.zero(self.arrays, rows_np, after=self._since)]
             return
         self.settle()
         super().clear_blocks(blocks_np)

@@ -15,6 +15,9 @@ from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.layer_state import LayerState, PlanT, StepLayout
 
+#: Tokens of a block that the attention kernels are written for.
+BLOCK_SIZES = (16, 32)
+
 
 class AttentionKind(NamedTuple):
     """What a plan of attention depends on, beside the step."""
@@ -61,6 +64,15 @@ class KVArray:
         self.scales = others[0] if others else None
 
 
+def parts_of(block_size: int) -> int:
+    """How many blocks attention makes of one of the pool: it works on 16 or 32 tokens at a time.
+
+    Blocks are larger where layers with a recurrent state share the pool's memory: one has room for
+    a state.
+    """
+    return 1 if block_size in BLOCK_SIZES else block_size // BLOCK_SIZES[0]
+
+
 def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
     """What one position's K, or V, takes in one head of a pool with elements of `dtype`."""
     return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
@@ -81,7 +93,8 @@ class LayerKVCache(LayerState, Generic[PlanT]):
             num_blocks, block_size, num_kv_heads, head_size: of K and of V.
             dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for codes.
         """
-        shape = (num_kv_heads, num_blocks, block_size, head_size)
+        self.split = parts_of(block_size)
+        shape = (num_kv_heads, num_blocks * self.split, block_size // self.split, head_size)
         self.keys = KVArray.empty(shape, dtype)
         self.values = KVArray.empty(shape, dtype)
         self.dtype = dtype
@@ -95,6 +108,16 @@ class LayerKVCache(LayerState, Generic[PlanT]):
     def arrays(self, arrays: Sequence[mx.array]) -> None:
         count = len(self.keys.arrays)
         self.keys.arrays, self.values.arrays = arrays[:count], arrays[count:]
+
+    @property
+    def element_bytes(self) -> int:
+        """Of K and V of a block, scales aside."""
+        num_heads, _, rows, size = self.keys.elements.shape
+        return 2 * self.split * num_heads * rows * size * self.dtype.size
+
+    def elements_of(self, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+        """Those of K and of V, each [Hkv, B * split, rows, D], among such `arrays`."""
+        return arrays[0], arrays[len(arrays) // 2]
 
     @classmethod
     @abstractmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
@@ -34,6 +34,16 @@ class StepLayout(RaggedLayout):
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.
     behind: Behind | None = None
     slot_mapping: mx.array | None = None  # [T] int32
+
+    def split(self, parts: int) -> StepLayout:
+        """The same of a pool whose blocks are each cut into so many."""
+        if parts == 1:
+            return self
+        tables_np = self.block_tables_np[:, :, None] * parts + np.arange(parts, dtype=np.int32)
+        block_size = self.block_size // parts
+        width = -(-int(self.seq_lens_np.max()) // block_size)
+        tables_np = tables_np.reshape(len(tables_np), -1)[:, :width]
+        return replace(self, block_tables_np=tables_np, block_size=block_size)
 
     @property
     def positions_np(self) -> np.ndarray:
@@ -112,8 +122,10 @@ class LayerState(ABC):
     pipelined: ClassVar[bool]
     #: Whether `restore` has anything to do.
     rolls_back: ClassVar[bool] = False
-    #: Axis of `arrays` that counts blocks.
+    #: Axis of `arrays` that counts blocks, or their parts.
     block_axis: ClassVar[int] = 0
+    #: Of how many parts a block consists, one after another on that axis.
+    split: int = 1
     #: Whether MLX sees no order of writes and reads, and fences make it.
     fenced: ClassVar[bool] = False
 
@@ -193,13 +205,22 @@ class LayerState(ABC):
             targets_np: [n] int32, where each goes; none of them a source, none twice.
         """
         self.settle()
-        copied = [mx.take(array, mx.array(sources_np), self.block_axis) for array in self.arrays]
+        sources = mx.array(self.rows_of_blocks(sources_np))
+        copied = [mx.take(array, sources, self.block_axis) for array in self.arrays]
         mx.eval(copied)  # a queued read would have the whole pool copied
-        self._put(targets_np, copied)
+        self._put(self.rows_of_blocks(targets_np), copied)
+
+    def rows_of_blocks(self, blocks_np: np.ndarray) -> np.ndarray:
+        """[n * split] int32, where the parts of [n] blocks are on the axis of blocks."""
+        if self.split == 1:
+            return blocks_np
+        parts_np = np.arange(self.split, dtype=np.int32)
+        return (blocks_np[:, None].astype(np.int32) * self.split + parts_np).ravel()
 
     def clear_blocks(self, blocks_np: np.ndarray) -> None:
         """Sets [n] int32 blocks to zero, between steps."""
-        self._put(blocks_np, [mx.zeros((), array.dtype) for array in self.arrays])
+        rows_np = self.rows_of_blocks(blocks_np)
+        self._put(rows_np, [mx.zeros((), array.dtype) for array in self.arrays])
 
     def restore(self, last_rows_np: np.ndarray) -> None:
         """Takes the state back to the last accepted token, where drafts after it were rejected.
@@ -213,8 +234,8 @@ class LayerState(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no state of rejected drafts")
 
-    def _put(self, blocks_np: np.ndarray, contents: Sequence[mx.array]) -> None:
+    def _put(self, rows_np: np.ndarray, contents: Sequence[mx.array]) -> None:
         """Writes in place; [..., n, ...] contents, or one value for all."""
-        where = (slice(None),) * self.block_axis + (mx.array(blocks_np),)
+        where = (slice(None),) * self.block_axis + (mx.array(rows_np),)
         for array, content in zip(self.arrays, contents, strict=True):
             array[where] = content

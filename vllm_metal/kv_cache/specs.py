@@ -10,12 +10,37 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_STEP = BLOCK_SIZES[0]  # larger blocks are multiples of it
+#: Tokens of a block where there are states only: one state of this many is kept of a text.
+_STATES_ONLY = 256
+
+
+def block_size_for(layers: Sequence[StatefulLayer], asked: int, dtype: mx.Dtype) -> int:
+    """Tokens of a block: as many as were asked for, or more where states lie in the pool.
+
+    All pages of a pool have one size, so a block of K and V is made large enough for a state. That
+    is also how often a state is kept while a request runs: prefix-cache hits end at whole blocks.
+
+    Args:
+        layers: of all networks.
+        asked: by the user, or the default.
+        dtype: of the pool's elements.
+    """
+    states = [layer.state_bytes for layer in layers if layer.state_bytes]
+    if not states:
+        return asked
+    room = max((layer.room(_STEP, dtype) for layer in layers), default=0)
+    if not room:
+        return max(asked, _STATES_ONLY)
+    needed = _STEP * -(-max(states) // room)
+    return asked if needed <= asked else needed
 
 
 def kv_cache_specs(
@@ -26,35 +51,35 @@ def kv_cache_specs(
     Layers that keep the same of their context form one group, whatever their shapes. Groups share
     memory, which takes layers of one shape. Where some differ, as those of a draft model do from
     the target's, windows are not made use of: then all layers of attention form one group that
-    keeps the whole context. Layers that keep other state than K/V stay in groups of their own, and
-    a page has room for either.
+    keeps the whole context. Layers with states form groups of their own, in the same memory.
 
     Args:
         layers: of all networks over the pool.
-        block_size: tokens of a block.
+        block_size: tokens of a block, see `block_size_for`.
         dtype: of the pool's elements.
     """
-    memories = {layer.memory for layer in layers}
-    contexts = {layer.context for layer in layers}
+    attending = [layer for layer in layers if not layer.state_bytes]
+    memories = {layer.memory for layer in attending}
+    contexts = {layer.context for layer in attending}
     one_group = len(memories) > 1 and len(contexts) > 1
     specs = {layer.name: layer.spec(block_size, dtype, one_group) for layer in layers}
-    families = {layer.name: type(layer) for layer in layers}
-    return _padded(specs, families) if len(set(families.values())) > 1 else specs
+    if len(attending) < len(layers):
+        return _padded(specs, layers)
+    return specs
 
 
 def _padded(
-    specs: Mapping[str, KVCacheSpec], families: Mapping[str, Hashable]
+    specs: Mapping[str, KVCacheSpec], layers: Sequence[StatefulLayer]
 ) -> dict[str, KVCacheSpec]:
-    """Pages of one size, with room for the largest page of every family of layers.
-
-    Layers of different families that vLLM places at one offset get a storage each.
-    """
-    largest: dict[Hashable, int] = {}
-    for name, spec in specs.items():
-        family = families[name]
-        largest[family] = max(largest.get(family, 0), spec.page_size_bytes)
-    page = sum(largest.values())
-    # Both of vLLM's specs that are in use have the field; their base class lacks it.
+    """Pages of one size: with room for K and V of every shape there is, or for a state."""
+    attended: dict[Hashable, int] = {}
+    states: dict[Hashable, int] = {}
+    for layer in layers:
+        sizes = states if layer.state_bytes else attended
+        sizes[layer.memory] = max(sizes.get(layer.memory, 0), specs[layer.name].page_size_bytes)
+    page = max(sum(attended.values()), sum(states.values()) if not attended else 0)
+    page = max(page, *states.values())
+    # All of vLLM's specs that are in use have the field; their base class lacks it.
     return {name: replace(cast(Any, spec), page_size_padded=page) for name, spec in specs.items()}
 
 
@@ -68,25 +93,48 @@ def allocate_kv_caches(
     """The pool: a storage for each layer name, the same one for layers that vLLM overlays.
 
     vLLM places each layer at a byte offset; layers of different groups at one offset share memory,
-    since a block belongs to one group at a time.
+    since a block belongs to one group at a time. States lie in the memory of K and V where there
+    are any at their offset.
 
     Raises:
-        NotImplementedError: layers of one family that share memory differ in shape.
+        NotImplementedError: layers of K and V that share memory differ in shape.
     """
     by_name = {layer.name: layer for layer in layers}
-    shared: dict[tuple[int, type[StatefulLayer]], tuple[Hashable, LayerState]] = {}
+    offset_of = {
+        name: tensor.offset + index * tensor.layer_stride
+        for tensor in config.kv_cache_tensors
+        for index, name in enumerate(tensor.layers)
+    }
+    attending = [name for name in offset_of if not by_name[name].state_bytes]
+    with_states = [name for name in offset_of if by_name[name].state_bytes]
+    shared: dict[tuple[int, Hashable], LayerState] = {}
     placed: dict[str, LayerState] = {}
-    for tensor in config.kv_cache_tensors:
-        for index, name in enumerate(tensor.layers):
-            layer = by_name[name]
-            place = (tensor.offset + index * tensor.layer_stride, type(layer))
-            if place not in shared:
-                state = layer.allocate(config.num_blocks, block_size, dtype, kv_cache_type)
-                shared[place] = (layer.memory, state)
-            memory, placed[name] = shared[place]
-            if memory != layer.memory:
-                raise NotImplementedError(
-                    f"{name} has K/V of {layer.memory} (heads, head size) where another layer of "
-                    f"its memory has {memory}; use --disable-hybrid-kv-cache-manager"
-                )
+
+    def storage(layer: StatefulLayer, key: tuple[int, Hashable]) -> LayerState:
+        if key not in shared:
+            shared[key] = layer.allocate(config.num_blocks, block_size, dtype, kv_cache_type)
+        return shared[key]
+
+    memories: dict[int, Hashable] = {}
+    for name in attending:
+        layer, offset = by_name[name], offset_of[name]
+        memory = memories.setdefault(offset, layer.memory)
+        if memory != layer.memory and not with_states:
+            raise NotImplementedError(
+                f"{name} has K/V of {layer.memory} (heads, head size) where another layer of "
+                f"its memory has {memory}; use --disable-hybrid-kv-cache-manager"
+            )
+        placed[name] = storage(layer, (offset, layer.memory))
+    roomy = max(
+        (by_name[name] for name in attending),
+        key=lambda layer: layer.room(block_size, dtype),
+        default=None,
+    )
+    for name in with_states:
+        layer, offset = by_name[name], offset_of[name]
+        key = offset, layer.memory
+        beside = None if roomy is None else shared.get((offset, roomy.memory))
+        if key not in shared and beside is not None:
+            shared[key] = layer.share(beside)
+        placed[name] = storage(layer, key)
     return placed

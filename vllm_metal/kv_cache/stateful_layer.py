@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 class StatefulLayer(ABC):
     """A layer that keeps something between steps, as it was read off a model."""
 
-    name: str  # "layers.N", as vLLM's KV cache groups list it
+    #: "layers.N", as vLLM's KV cache groups list it; "layers.N.M" of a layer with several caches.
+    name: str
+
+    @property
+    def place(self) -> str:
+        """The name without the number of the cache: what layers of one tuple of caches share."""
+        head, _, rest = self.name.rpartition("layers.")
+        return f"{head}layers.{rest.partition('.')[0]}"
 
     @property
     @abstractmethod
@@ -63,6 +70,22 @@ class StatefulLayer(ABC):
         kv_cache_type: type[LayerKVCache],
     ) -> LayerState:
         """The storage, of zeros; only layers of K/V make it a `kv_cache_type`."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what the layer keeps of a request, however long; 0: it keeps rows of every token.
+
+        A state lies in the memory of such rows where the pool has any (`share`).
+        """
+        return 0
+
+    def share(self, state: LayerState) -> LayerState:
+        """The storage in the memory of another layer's, whose `room` is at least `state_bytes`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no state that shares memory")
+
+    def room(self, block_size: int, elements: mx.Dtype) -> int:
+        """Bytes that a block of the layer has for a state of another layer; see `spec`."""
+        return 0
 
     @abstractmethod
     def scope(self, state: LayerState) -> StepScope:

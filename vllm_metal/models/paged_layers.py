@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -54,11 +55,14 @@ class PagedLayers:
         # Layers that share a block table and a kind share a step's plan.
         scopes: dict[tuple[int, Hashable], StepScope] = {}
         self._caches: list[Any] = []
-        for layer in layers:
-            state, key = layer_states[layer.name], (group_of[layer.name], layer.kind)
-            if key not in scopes:
-                scopes[key] = layer.scope(state)
-            self._caches.append(layer.cache(state, scopes[key]))
+        for place, of_place in groupby(layers, lambda layer: layer.place):
+            caches = []
+            for layer in of_place:
+                state, key = layer_states[layer.name], (group_of[layer.name], layer.kind)
+                if key not in scopes:
+                    scopes[key] = layer.scope(state)
+                caches.append(layer.cache(state, scopes[key]))
+            self._caches.append(caches[0] if layer.name == place else tuple(caches))
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
         #: Of this network's own layers.
         self._own_states = list(dict.fromkeys(layer_states[layer.name] for layer in layers))
@@ -72,6 +76,7 @@ class PagedLayers:
         """
         for state in self.layer_states:
             state.begin_step()
+        for state in self.layer_states:
             if zeroed:
                 state.clear_blocks(np.array(zeroed, np.int32))
             if copied:

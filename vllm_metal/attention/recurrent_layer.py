@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer that goes from token to token: its state, and the module that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from vllm_metal.attention import recurrent_calls
+from vllm_metal.attention.probe import Probe
+from vllm_metal.attention.recurrent_calls import SequenceCache
+from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import LayerState, StepScope
+from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
+from vllm_metal.kv_cache.recurrent_state import (
+    RecurrentState,
+    SharedBlocks,
+    StateBlocks,
+    StateFormat,
+)
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+
+_CONTEXT = "the state at its newest token"
+
+
+@dataclass(frozen=True)
+class RecurrentLayer(StatefulLayer):
+    """One layer's share of the KV cache: a state a request."""
+
+    form: StateFormat
+
+    @property
+    def kind(self) -> Hashable:
+        """Of all such layers in a group: a plan knows nothing of the states' form."""
+        return type(self)
+
+    @property
+    def memory(self) -> StateFormat:
+        return self.form
+
+    @property
+    def context(self) -> Hashable:
+        return _CONTEXT
+
+    def spec(self, block_size: int, elements: mx.Dtype, whole_context: bool = False) -> KVCacheSpec:
+        """vLLM's "align" mode, also without prefix caching: where a state lies is the same then."""
+        return MambaSpec(
+            block_size=block_size,
+            shapes=((self.form.nbytes,),),
+            dtypes=(formats.pool_format(mx.uint8).torch_dtype,),
+            mamba_cache_mode="align",
+        )
+
+    def allocate(
+        self,
+        num_blocks: int,
+        block_size: int,
+        elements: mx.Dtype,
+        kv_cache_type: type[LayerKVCache],
+    ) -> RecurrentState:
+        return RecurrentState(StateBlocks(num_blocks, self.form))
+
+    @property
+    def state_bytes(self) -> int:
+        return self.form.nbytes
+
+    def share(self, state: LayerState) -> RecurrentState:
+        assert isinstance(state, LayerKVCache)
+        return RecurrentState(SharedBlocks(state, self.form))
+
+    def scope(self, state: LayerState) -> StepScope:
+        return StepScope(RecurrentPlan.of)
+
+    def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
+        assert isinstance(state, RecurrentState)
+        return RecurrentCache(state, scope)
+
+    def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
+        return "the states of recurrent layers are written by MLX's operations only"
+
+
+class RecurrentCache(SequenceCache):
+    """Stands where a model expects the ArraysCache of such a layer."""
+
+    def __init__(self, state: RecurrentState, scope: StepScope[RecurrentPlan]) -> None:
+        """
+        Args:
+            state: the layer's storage.
+            scope: the step at hand; outside one, a call raises RuntimeError.
+        """
+        self._state = state
+        self._scope = scope
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        num_rows = self._scope.positions.size
+        rebuilt: Any = None
+
+        def compute(
+            rows: mx.array, states: list[mx.array]
+        ) -> tuple[list[mx.array], list[mx.array]]:
+            nonlocal rebuilt
+            cache: Any = ArraysCache(len(states))
+            cache.cache = states
+            swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
+            new_args, new_kwargs = recurrent_calls.sequences_of(swapped, rows, num_rows)
+            found, rebuilt = recurrent_calls.results_of(module(*new_args, **new_kwargs))
+            return found, cache.cache
+
+        return rebuilt(found) if (found := self._state.run(self._scope.plan, compute)) else None
+
+
+class RecurrentProbe(ArraysCache, Probe):
+    """Notes what a layer keeps, and which module computes it."""
+
+    def __init__(self, cache: ArraysCache) -> None:
+        """
+        Args:
+            cache: as mlx-lm makes it for the layer.
+        """
+        super().__init__(len(cache.cache))
+        self._common: list[nn.Module] | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        self._note()
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._note()
+        super().__setitem__(index, value)
+
+    def _note(self) -> None:
+        """The modules that all uses have in common."""
+        calls = recurrent_calls.under_way()
+        if self._common is None:
+            self._common = calls
+        both = zip(self._common, calls, strict=False)
+        same = [one is other for one, other in both]
+        self._common = self._common[: ([*same, False]).index(False)]
+
+    def layer(self, name: str) -> RecurrentLayer:
+        parts: list[Any] = self.cache
+        if self._common is None or any(part is None for part in parts):
+            raise NotImplementedError(
+                f"leaves a part of the state of {name} empty, which the paged path does not serve"
+            )
+        recurrent_calls.install(type(self._common[-1]))
+        form = StateFormat(
+            tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
+        )
+        return RecurrentLayer(name, form)
