@@ -108,7 +108,7 @@ class RecurrentCache(SequenceCache):
         ) -> tuple[list[mx.array], list[mx.array]]:
             nonlocal rebuilt
             cache: Any = ArraysCache(len(states))
-            cache.cache = states
+            cache.cache = list(states)  # which the module writes into
             swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
             new_args, new_kwargs = recurrent_calls.sequences_of(swapped, rows, num_rows)
             found, rebuilt = recurrent_calls.results_of(module(*new_args, **new_kwargs))

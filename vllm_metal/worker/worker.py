@@ -17,7 +17,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
+from vllm_metal.kv_cache.specs import allocate_kv_caches, block_size_for, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import PrefixCacheConfig, TransferConfig
@@ -114,6 +114,7 @@ class MetalWorker(WorkerBase):
         self._weights = self._digests()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
+        self._settle_block_size()
         self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
             self.networks.all_layers,
@@ -127,6 +128,20 @@ class MetalWorker(WorkerBase):
             time.perf_counter() - started,
             mx.get_active_memory() / 2**30,
             self.current_platform.get_device_name(),
+        )
+
+    def _settle_block_size(self) -> None:
+        """Makes blocks large enough for a state, before vLLM lays out the pool."""
+        cache, asked = self.cache_config, self.cache_config.block_size
+        cache.block_size = block_size_for(self.networks.all_layers, asked, self._pool_dtype)
+        if cache.block_size == asked:
+            return
+        if cache.enable_prefix_caching:
+            cache.mamba_block_size = cache.block_size
+        logger.info(
+            "Blocks hold %d tokens, so that one has room for a layer's state; prefix-cache hits end "
+            "at whole blocks",
+            cache.block_size,
         )
 
     def _digests(self) -> Mapping[str, str] | None:
