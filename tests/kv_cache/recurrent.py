@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model of attention layers, full and windowed, and layers with a recurrent state.
 
-h_t = a * h_{t-1} + x_t, with a decay `a` of each channel. The dense reference is the same recurrence
+h_t = a * h_{t-1} + x_t, with a decay `a` of each channel. The dense reference is the same
+recurrence
 over a whole text, one token at a time.
 """
 

@@ -109,12 +109,6 @@ class LayerKVCache(LayerState, Generic[PlanT]):
         count = len(self.keys.arrays)
         self.keys.arrays, self.values.arrays = arrays[:count], arrays[count:]
 
-    @property
-    def element_bytes(self) -> int:
-        """Of K and V of a block, scales aside."""
-        num_heads, _, rows, size = self.keys.elements.shape
-        return 2 * self.split * num_heads * rows * size * self.dtype.size
-
     def elements_of(self, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
         """Those of K and of V, each [Hkv, B * split, rows, D], among such `arrays`."""
         return arrays[0], arrays[len(arrays) // 2]

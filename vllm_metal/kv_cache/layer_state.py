@@ -138,6 +138,16 @@ class LayerState(ABC):
     @abstractmethod
     def arrays(self, arrays: Sequence[mx.array]) -> None: ...
 
+    @property
+    def page_arrays(self) -> list[mx.array]:
+        """Those whose blocks hold all that the storage keeps (pages.py)."""
+        return self.arrays
+
+    @property
+    def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
+        """Of each of them what a block's bytes are numbers of; empty: of the array's dtype."""
+        return [()] * len(self.page_arrays)
+
     def begin_step(self) -> None:
         """Puts what the step before left for later into the arrays.
 

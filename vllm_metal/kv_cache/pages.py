@@ -34,11 +34,17 @@ class PagePart:
     shape: tuple[int, ...]  # of one block: the array's, without the axis that counts blocks
     dtype: mx.Dtype  # of the array
     nbytes: int
+    #: What the bytes are numbers of, one after another, where they are not of `dtype`: bytes of
+    #: each dtype. Bytes after the last are nothing.
+    numbers: tuple[tuple[mx.Dtype, int], ...] = ()
 
-    @staticmethod
-    def of(array: mx.array, block_axis: int) -> PagePart:
-        shape = array.shape[:block_axis] + array.shape[block_axis + 1 :]
-        return PagePart(shape, array.dtype, math.prod(shape) * array.dtype.size)
+    @property
+    def spans(self) -> tuple[tuple[mx.Dtype, int], ...]:
+        """Bytes of each dtype, one after another."""
+        if not self.numbers:
+            return ((self.dtype, self.nbytes),)
+        rest = self.nbytes - sum(nbytes for _, nbytes in self.numbers)
+        return (*self.numbers, (mx.int8, rest)) if rest else self.numbers
 
     @property
     def carrier(self) -> mx.Dtype:
@@ -64,20 +70,18 @@ class BlockPages:
             groups: layer names of each KV cache group, in the order of a page's parts.
         """
         self._states = [[layer_states[name] for name in names] for names in groups]
-        self._num_blocks = min(
-            state.arrays[0].shape[state.block_axis] for states in self._states for state in states
-        )
+        reads = [[_reads_of(state) for state in states] for states in self._states]
+        self._reads = [[read for of_state in group for read in of_state] for group in reads]
+        self._num_blocks = min(read.outer[-1] for group in self._reads for read in group)
         self._parts = [
             tuple(
-                PagePart.of(array, state.block_axis) for state in states for array in state.arrays
+                part
+                for state, of_state in zip(states, group, strict=True)
+                for part in _parts_of(state, of_state)
             )
-            for states in self._states
+            for states, group in zip(self._states, reads, strict=True)
         ]
         self._page_bytes = [sum(part.nbytes for part in parts) for parts in self._parts]
-        self._reads = [
-            [_Read.of(array, state.block_axis) for state in states for array in state.arrays]
-            for states in self._states
-        ]
 
     def parts(self, group: int) -> tuple[PagePart, ...]:
         """What a page of the group consists of, in order."""
@@ -167,13 +171,13 @@ class BlockPages:
             raise ValueError(f"rows: expected {expected}, or more rows, found {rows.shape}")
         for state in states:
             state.settle()
-        arrays = [(array, state.block_axis) for state in states for array in state.arrays]
+        arrays = (array for state in states for array in state.page_arrays)
         # Views of the same memory, under dtypes that numpy has.
-        views = [array.view(part.carrier) for (array, _), part in zip(arrays, parts, strict=True)]
+        views = [array.view(part.carrier) for array, part in zip(arrays, parts, strict=True)]
         mx.eval(views)
         start = 0
-        for view, (_, block_axis), part in zip(views, arrays, parts, strict=True):
-            _write(view, block_axis, blocks_np, rows[:count, start : start + part.nbytes])
+        for view, read, part in zip(views, self._reads[group], parts, strict=True):
+            _write(view, read, blocks_np, rows[:count, start : start + part.nbytes])
             start += part.nbytes
 
     def _check(self, blocks_np: np.ndarray) -> None:
@@ -198,7 +202,7 @@ class BlockPages:
             if read.outer not in rows:
                 indices = mx.array(_rows(blocks_np, read.outer))
                 rows[read.outer] = indices if nothing is None else indices + nothing
-        arrays = (array for state in self._states[group] for array in state.arrays)
+        arrays = (array for state in self._states[group] for array in state.page_arrays)
         for read, array in zip(self._reads[group], arrays, strict=True):
             copy = mx.take(array.reshape(read.flat), rows[read.outer], 0)
             yield copy if read.carrier is None else copy.view(read.carrier)
@@ -208,14 +212,37 @@ class BlockPages:
 class _Read:
     """How blocks of one array are read, found out once: a step's export reads every array."""
 
+    dtype: mx.Dtype  # its own
     outer: tuple[int, ...]  # its shape up to its blocks
-    flat: tuple[int, ...]  # its shape, the outer axes as one
-    carrier: mx.Dtype | None  # None: its own dtype
+    inner: tuple[int, ...]  # its shape from there on, a block's parts first where it has several
 
-    @staticmethod
-    def of(array: mx.array, block_axis: int) -> _Read:
-        outer, inner = array.shape[: block_axis + 1], array.shape[block_axis + 1 :]
-        return _Read(outer, (math.prod(outer), *inner), _CARRIERS.get(array.dtype))
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Its shape, the outer axes as one."""
+        return math.prod(self.outer), *self.inner
+
+    @property
+    def carrier(self) -> mx.Dtype | None:
+        """Of a copy; None: its own dtype."""
+        return _CARRIERS.get(self.dtype)
+
+
+def _reads_of(state: LayerState) -> list[_Read]:
+    """Of each of the storage's arrays."""
+    found, axis, split = [], state.block_axis, state.split
+    for array in state.page_arrays:
+        lead, num_parts, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
+        if split > 1:
+            inner = (split, *inner)
+        found.append(_Read(array.dtype, (*lead, num_parts // split), inner))
+    return found
+
+
+def _parts_of(state: LayerState, reads: Sequence[_Read]) -> Iterator[PagePart]:
+    """Of a page, the storage's."""
+    for read, numbers in zip(reads, state.page_numbers, strict=True):
+        shape = (*read.outer[:-1], *read.inner)
+        yield PagePart(shape, read.dtype, math.prod(shape) * read.dtype.size, numbers)
 
 
 def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
@@ -225,7 +252,7 @@ def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
     return (blocks_np.reshape(-1, *[1] * len(lead)) + starts).astype(np.uint32)
 
 
-def _write(array: mx.array, block_axis: int, blocks_np: np.ndarray, columns: np.ndarray) -> None:
+def _write(array: mx.array, read: _Read, blocks_np: np.ndarray, columns: np.ndarray) -> None:
     """Writes parts of pages into the blocks of a settled array, in place, by the host.
 
     The device reads the same memory. MLX's scatter takes element by element on a CPU, a tenth as
@@ -233,9 +260,11 @@ def _write(array: mx.array, block_axis: int, blocks_np: np.ndarray, columns: np.
 
     Args:
         array: of a dtype that numpy has.
+        read: how its blocks are read.
         columns: [n, bytes of the part] uint8.
     """
-    pool_np = np.moveaxis(np.asarray(array), block_axis, 0)
+    pool_np = np.asarray(array).reshape(*read.outer, *read.inner)
+    pool_np = np.moveaxis(pool_np, len(read.outer) - 1, 0)
     parts_np = columns.view(pool_np.dtype).reshape(-1, *pool_np.shape[1:])
     for block, part_np in zip(blocks_np.tolist(), parts_np, strict=True):
         pool_np[block] = part_np  # block by block numpy moves runs of memory, not elements
@@ -290,8 +319,9 @@ def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
     """
     spans: dict[mx.Dtype, list[np.ndarray]] = {}  # of consecutive parts; a look at each costs 10 µs
     start = 0
-    for dtype, of_dtype in groupby(parts, lambda part: part.dtype):
-        stop = start + sum(part.nbytes for part in of_dtype)
+    numbers = (span for part in parts for span in part.spans)
+    for dtype, of_dtype in groupby(numbers, lambda span: span[0]):
+        stop = start + sum(nbytes for _, nbytes in of_dtype)
         if dtype in _NOT_FINITE:
             spans.setdefault(dtype, []).append(rows[:, start:stop])
         start = stop

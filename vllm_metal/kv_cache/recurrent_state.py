@@ -38,6 +38,16 @@ class StateFormat:
         sizes = (math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes, strict=True))
         return tuple(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
+    def numbers(self, start: int, size: int) -> tuple[tuple[mx.Dtype, int], ...]:
+        """What `size` bytes of a state from `start` on are numbers of: bytes of each dtype."""
+        found, at, stop = [], 0, start + size
+        for dtype, nbytes in zip(self.dtypes, self.part_bytes, strict=True):
+            inside = min(at + nbytes, stop) - max(at, start)
+            if inside > 0:
+                found.append((dtype, inside))
+            at += nbytes
+        return tuple(found)
+
     def to_bits(self, parts: Sequence[mx.array], size: int) -> mx.array:
         """[n, nbytes / size] integers of `size` bytes: [n, *shape] parts one after another."""
         rows = []
@@ -61,6 +71,9 @@ class StateFormat:
 class StateBlocks:
     """States in arrays of their own: one for each part, block by block."""
 
+    block_axis = 0
+    split = 1
+
     def __init__(self, num_blocks: int, form: StateFormat) -> None:
         self.form = form
         self.arrays = [
@@ -68,8 +81,21 @@ class StateBlocks:
             for shape, dtype in zip(form.shapes, form.dtypes, strict=True)
         ]
 
+    @property
+    def used(self) -> list[mx.array]:
+        """The arrays whose blocks hold states."""
+        return self.arrays
+
+    @property
+    def numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
+        """See LayerState.page_numbers."""
+        return [()] * len(self.arrays)
+
+    def settle(self) -> None:
+        """Nobody else writes these arrays."""
+
     def read(self, arrays: Sequence[mx.array], blocks: mx.array) -> list[mx.array]:
-        """[n, *shape] parts of [n] blocks."""
+        """[n, *shape] parts of [n] blocks; `arrays` stand for the storage's."""
         return [array[blocks] for array in arrays]
 
     def write(self, blocks_np: np.ndarray, parts: Sequence[mx.array]) -> None:
@@ -96,49 +122,59 @@ class SharedBlocks:
             ValueError: a block has no room for a state.
         """
         self._kv_cache, self.form = kv_cache, form
-        if form.nbytes > kv_cache.element_bytes:
+        self.block_axis, self.split = kv_cache.block_axis, kv_cache.split
+        elements = kv_cache.elements_of(kv_cache.arrays)
+        sizes = [array.nbytes // array.shape[1] * self.split for array in elements]
+        if form.nbytes > sum(sizes):
             raise ValueError(
-                f"a block of {kv_cache.element_bytes} bytes has no room for a state of "
-                f"{form.nbytes} bytes"
+                f"a block of {sum(sizes)} bytes has no room for a state of {form.nbytes} bytes"
             )
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._num_used = sum(start < form.nbytes for start in starts)
+        self.numbers = [form.numbers(*span) for span in zip(starts, sizes, strict=True)]
+        self.numbers = self.numbers[: self._num_used]
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The arrays of K and V."""
+        """All of K and V."""
         return self._kv_cache.arrays
 
+    @property
+    def used(self) -> list[mx.array]:
+        """The arrays whose blocks hold states."""
+        return self._used(self.arrays)
+
+    def _used(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        return list(self._kv_cache.elements_of(arrays)[: self._num_used])
+
+    def settle(self) -> None:
+        """Has K and V that wait to be written in the arrays."""
+        self._kv_cache.settle()
+
     def read(self, arrays: Sequence[mx.array], blocks: mx.array) -> list[mx.array]:
-        """[n, *shape] parts of [n] blocks."""
-        found, missing = [], self.form.nbytes
-        split = self._kv_cache.split
+        """[n, *shape] parts of [n] blocks; `arrays` stand for the storage's."""
+        found, split = [], self.split
         if split > 1:
             blocks = (blocks[:, None] * split + mx.arange(split, dtype=blocks.dtype)).flatten()
-        for array in self._kv_cache.elements_of(arrays):
-            if missing > 0:
-                taken = mx.take(array.view(_BITS[array.dtype.size]), blocks, axis=1)
-                heads, _, *row = taken.shape
-                rows = taken.reshape(heads, -1, split * math.prod(row)).swapaxes(0, 1)
-                found.append(rows.flatten(1))
-                missing -= found[-1].shape[1] * array.dtype.size
+        for array in self._used(arrays):
+            taken = mx.take(array.view(_BITS[array.dtype.size]), blocks, axis=1)
+            heads, num_rows, *row = taken.shape
+            rows = taken.reshape(heads, num_rows // split, split * math.prod(row))
+            found.append(rows.swapaxes(0, 1).flatten(1))
         return self.form.from_bits(found[0] if len(found) == 1 else mx.concatenate(found, axis=1))
 
     def write(self, blocks_np: np.ndarray, parts: Sequence[mx.array]) -> None:
         """Puts [n, *shape] parts into [n] blocks, none of them twice, in place."""
-        rows_np = self._kv_cache.rows_of_blocks(blocks_np)
-        rows = mx.array(rows_np)
-        bits, start = None, 0
-        for array in self._kv_cache.elements_of(self.arrays):
-            size, (heads, _, *row) = array.dtype.size, array.shape
-            if bits is None:
-                bits = self.form.to_bits(parts, size)
-            if start >= bits.shape[1]:
-                return
-            per_block = heads * self._kv_cache.split * math.prod(row)
+        rows = mx.array(self._kv_cache.rows_of_blocks(blocks_np))
+        used, start = self.used, 0
+        bits = self.form.to_bits(parts, used[0].dtype.size)
+        for array in used:
+            heads, _, *row = array.shape
+            per_block = heads * self.split * math.prod(row)
             content = bits[:, start : start + per_block]
             content = mx.pad(content, [(0, 0), (0, per_block - content.shape[1])])
-            content = content.reshape(len(blocks_np), heads, self._kv_cache.split, *row)
-            content = content.swapaxes(0, 1).reshape(heads, len(rows_np), *row)
-            array[:, rows] = content.view(array.dtype)
+            content = content.reshape(len(blocks_np), heads, self.split, *row)
+            array[:, rows] = content.swapaxes(0, 1).flatten(1, 2).view(array.dtype)
             start += per_block
 
 
@@ -169,6 +205,24 @@ class RecurrentState(LayerState):
         if isinstance(self._blocks, StateBlocks):
             self._blocks.arrays = list(arrays)
 
+    @property
+    def block_axis(self) -> int:  # type: ignore[override]
+        """See LayerState."""
+        return self._blocks.block_axis
+
+    @property
+    def split(self) -> int:  # type: ignore[override]
+        """See LayerState."""
+        return self._blocks.split
+
+    @property
+    def page_arrays(self) -> list[mx.array]:
+        return self._blocks.used
+
+    @property
+    def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
+        return self._blocks.numbers
+
     def begin_step(self) -> None:
         if not self._pending:
             return
@@ -190,6 +244,7 @@ class RecurrentState(LayerState):
 
     def settle(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
+        self._blocks.settle()
         self.begin_step()
         mx.eval(self._blocks.arrays)
 

@@ -89,11 +89,13 @@ class ModelRunner:
         self._joining += arrays
 
     def settle_drafts(self, ends: Mapping[str, int]) -> None:
-        """Completes the drafts' share of blocks, also of requests that will not draft again.
+        """Completes what blocks hold, also of requests that will not draft again.
 
         Args:
             ends: by request id, how many of its tokens must have their K/V.
         """
+        if self._model.rolls_back:
+            self.learn()  # a state is in its block once it is known which drafts were kept
         if self._speculator is not None:
             self._speculator.settle(ends)
 

@@ -99,6 +99,8 @@ class TransferHooks(StepHooks):
     def before_pool_goes(self, lost: bool) -> None:
         try:
             if not lost:
+                if self._runner is not None:
+                    self._runner.settle_drafts({})
                 self._stores.drain(DRAIN_SECONDS)
         except Exception:
             logger.exception("Blocks could not be copied out of the KV pool before it goes")

@@ -139,7 +139,7 @@ class MetalWorker(WorkerBase):
         if cache.enable_prefix_caching:
             cache.mamba_block_size = cache.block_size
         logger.info(
-            "Blocks hold %d tokens, so that one has room for a layer's state; prefix-cache hits end "
+            "Blocks hold %d tokens, so that one has room for a state; prefix-cache hits end "
             "at whole blocks",
             cache.block_size,
         )
