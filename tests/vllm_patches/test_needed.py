@@ -143,6 +143,7 @@ MADE_AT_ONCE = (
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
     "mlp_speculators.allow_mlp_speculators",
+    "prefill_chunks.end_chunks_within_blocks",
     "refusals.allow_min_p_and_logit_bias",
     "scheduler.end_failed_requests",
     "shutdown.let_engines_end",

@@ -28,6 +28,7 @@ CHANGING = (
     "kv_transfer",
     "logs",
     "mlp_speculators",
+    "prefill_chunks",
     "processes",
     "refusals",
     "scheduler",
@@ -245,6 +246,29 @@ def engine_process(folder):
     llm_engine.EngineCoreClient.make_client = make_client
     found = raised(llm_engine.LLMEngine.from_engine_args, arguments(folder))
     return asked == [True], f"{asked} {found}"
+
+
+@probe("prefill_chunks.end_chunks_within_blocks")
+def no_chunk_at_all(folder):
+    """A prompt gets no token where a step has room for a block, but not beside what decodes."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=480),
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        block_size=480,
+        hash_block_size=480,
+        max_num_scheduled_tokens=512,
+        use_eagle_block_drop=False,
+        mamba_partial_cache_hit=False,
+        mamba_has_prefill_checkpoint_blocks=False,
+        mamba_shared_prefix_checkpoint=False,
+    )
+    request = SimpleNamespace(
+        num_computed_tokens=0, num_prompt_tokens=900, num_tokens=900, shared_prefix_boundary=0
+    )
+    chunk = Scheduler._mamba_block_aligned_split(scheduler, request, 470)
+    return chunk == 0, chunk
 
 
 @probe("refusals.allow_min_p_and_logit_bias")
@@ -584,10 +608,12 @@ def apply_changes() -> None:
     """Those that the platform makes, and the scheduler's, which the worker makes."""
     from vllm.platforms import current_platform
 
+    from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
     from vllm_metal.vllm_patches.scheduler import end_failed_requests
 
     current_platform.pre_register_and_update()
     end_failed_requests()
+    end_chunks_within_blocks()
 
 
 if __name__ == "__main__":

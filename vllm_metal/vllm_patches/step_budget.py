@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
+_SHORTEST = 16  # tokens of a chunk, whatever they cost: a prompt goes on
 _IN_FLIGHT = 8  # steps that are remembered until their results come; vLLM has two at most
 
 
@@ -46,9 +47,8 @@ class StepBudget:
 
     def __init__(self, scheduler: Any, max_step_ms: float) -> None:
         self._scheduler = scheduler
-        # vLLM never schedules less than a block of a recurrent layer, nor less than all drafts of
-        # a request that starts with its last token.
-        shortest = max(scheduler.block_size, 1 + scheduler.num_spec_tokens)
+        # vLLM never schedules less than all drafts of a request that starts with its last token.
+        shortest = max(_SHORTEST, 1 + scheduler.num_spec_tokens)
         self._lengths = ChunkLengths(max_step_ms / 1e3, shortest)
         self._in_flight: deque[_Step] = deque(maxlen=_IN_FLIGHT)
         self._unseen = StepWork()  # of steps since the last whose end was seen

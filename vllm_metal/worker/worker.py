@@ -39,6 +39,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.spec_decode.registry import drafts_for_others, load_network, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
+from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
@@ -201,6 +202,7 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
+        end_chunks_within_blocks()
         self._transfers = self._open_transfers()
         hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
         self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)

@@ -162,8 +162,8 @@ _STEP = (
 _SCHEDULER = (
     Touched(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        by="vllm_patches/scheduler.py vllm_patches/step_budget.py",
-        fields="vllm_config scheduler_config block_size num_spec_tokens max_num_scheduled_tokens "
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py vllm_patches/prefill_chunks.py",
+        fields="vllm_config cache_config scheduler_config block_size num_spec_tokens max_num_scheduled_tokens "
         "requests kv_cache_manager kv_cache_config grammar_compile_error_reqs "
         "finished_req_ids connector waiting kv_holding_waiting failed_recving_kv_req_ids "
         "_inflight_prefills deferred_frees defer_block_free running finished_recving_kv_req_ids "
@@ -174,6 +174,8 @@ _SCHEDULER = (
             "update_from_output": "scheduler_output model_runner_output",
             "_get_new_block_ids_to_zero": "",
             "reset_prefix_cache": "reset_running_requests reset_connector",
+            "_mamba_block_aligned_split": "request num_new_tokens num_new_local_computed_tokens "
+            "num_external_computed_tokens",
         },
     ),
     Touched(
@@ -261,6 +263,12 @@ _KV_CACHE = (
             ("FullAttentionSpec", "", "page_size_padded"),
             ("SlidingWindowSpec", " sliding_window=", "extra_retained_tokens page_size_padded"),
         )
+    ),
+    Touched(
+        "vllm.v1.kv_cache_interface:MambaSpec",
+        by="attention/recurrent_layer.py",
+        called="block_size shapes dtypes mamba_cache_mode",
+        fields="page_size_padded",
     ),
     Touched(
         "vllm.v1.kv_cache_interface:KVCacheSpec",

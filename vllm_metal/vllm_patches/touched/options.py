@@ -23,7 +23,7 @@ _CONFIGURATION = (
         fields="model served_model_name revision tokenizer trust_remote_code dtype seed "
         "max_model_len original_max_model_len max_logprobs logprobs_mode logits_processors "
         "runner_type hf_config multimodal_config enable_prompt_embeds is_encoder_decoder "
-        "architectures hf_overrides hf_config_path",
+        "architectures hf_overrides hf_config_path is_hybrid",
         calls={"get_hidden_size": "", "get_diff_sampling_param": ""},
     ),
     Touched(
@@ -33,7 +33,8 @@ _CONFIGURATION = (
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
         "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout "
-        "enable_prefix_caching prefix_caching_hash_algo kv_offloading_size",
+        "enable_prefix_caching prefix_caching_hash_algo kv_offloading_size mamba_cache_mode "
+        "mamba_block_size",
     ),
     Touched(
         "vllm.config:KVTransferConfig",
