@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States in blocks: random steps equal a recurrence that is played one token at a time."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
+from vllm_metal.kv_cache.recurrent_state import (
+    RecurrentState,
+    SharedBlocks,
+    StateBlocks,
+    StateFormat,
+)
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+
+BLOCK, NUM_BLOCKS, NUM_REQS = 8, 64, 5
+MODULUS = 8191.0  # so that float32 has all numbers
+FORM = StateFormat(((3, 5), (2,)), (mx.float32, mx.bfloat16))
+HOSTS = {
+    "own arrays": lambda: StateBlocks(NUM_BLOCKS, FORM),
+    "float32": lambda: SharedBlocks(ScatterKVCache(NUM_BLOCKS, 16, 2, 8, mx.float32), FORM),
+    "bfloat16": lambda: SharedBlocks(ScatterKVCache(NUM_BLOCKS, 48, 1, 16, mx.bfloat16), FORM),
+    "float16, in K and V": lambda: SharedBlocks(
+        ScatterKVCache(NUM_BLOCKS, 16, 1, 2, mx.float16), FORM
+    ),
+    "codes": lambda: SharedBlocks(ScatterKVCache(NUM_BLOCKS, 16, 2, 16, mx.int8), FORM),
+}
+
+
+def following(states, x):
+    """The parts after [n] numbers."""
+    number, count = states
+    return [(number * 3 + x[:, None, None]) % MODULUS, (count + 1) % 128]
+
+
+def compute_on(values):
+    """A layer that goes from token to token over [T] numbers; its result is the state after."""
+
+    def compute(rows, states):
+        out = []
+        for column in range(rows.shape[1]):
+            states = following(states, values[rows[:, column]])
+            out.append(states[0][:, 0, 0])
+        return [mx.stack(out, axis=1)[..., None]], states
+
+    return compute
+
+
+class Text:
+    """A request, and what a recurrence makes of it one token at a time."""
+
+    def __init__(self, rng):
+        self.rng, self.tokens, self.computed = rng, rng.integers(0, 100, 3000).tolist(), 0
+
+    def expected(self, start, values):
+        state = [mx.zeros((1, 3, 5)), mx.zeros((1, 2), mx.bfloat16)]
+        out = []
+        for value in [*self.tokens[:start], *values]:
+            state = following(state, mx.array([float(value)]))
+            out.append(state[0][0, 0, 0].item())
+        return out[start:]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_random_steps_with_drafts_equal_the_recurrence(host):
+    rng = np.random.default_rng(3)
+    state = RecurrentState(HOSTS[host]())
+    texts = [Text(rng) for _ in range(NUM_REQS)]
+    tables = np.zeros((NUM_REQS, 40), np.int32)
+    free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
+    for step in range(30):
+        who = np.flatnonzero(rng.integers(0, 2, NUM_REQS))
+        if not len(who):
+            continue
+        drafts = rng.integers(0, 4, len(who)) if step % 2 else np.zeros(len(who), int)
+        counts = 1 + drafts + rng.integers(0, 9, len(who)) * rng.integers(0, 2, len(who))
+        begins = np.array([texts[index].computed for index in who])
+        if (begins + counts).max() > 40 * BLOCK:
+            break
+        right = [int(rng.integers(0, n + 1)) for n in drafts]
+        values = []
+        for index, begin, count, n, accepted in zip(
+            who, begins, counts, drafts, right, strict=True
+        ):
+            text = texts[index]
+            of_request = text.tokens[begin : begin + count]
+            of_request[count - n + accepted :] = [
+                value + 1 for value in of_request[count - n + accepted :]
+            ]
+            values.append(of_request)
+            for block in range(begin // BLOCK, (begin + count - 1) // BLOCK + 1):
+                if not tables[index, block]:
+                    tables[index, block] = free.pop()
+            for block in range(max(begin - 1, 0) // BLOCK):  # no longer needed: for others
+                if tables[index, block]:
+                    free.insert(0, int(tables[index, block]))
+                    tables[index, block] = 0
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        layout = StepLayout(
+            bounds,
+            (begins + counts).astype(np.int32),
+            tables[who],
+            np.zeros(bounds[-1], np.int32),
+            BLOCK,
+            num_drafts_np=drafts.astype(np.int32),
+        )
+        state.begin_step()
+        rows = mx.array(np.concatenate(values).astype(np.float32))
+        (found,) = state.run(RecurrentPlan.of(layout), compute_on(rows))
+        found = np.array(found)[:, 0, 0]
+        for place, (index, begin) in enumerate(zip(who, begins, strict=True)):
+            expected = texts[index].expected(begin, values[place])
+            assert found[bounds[place] : bounds[place + 1]].tolist() == expected
+            texts[index].computed += counts[place] - drafts[place] + right[place]
+        state.restore(bounds[1:] - 1 - drafts + right)
+    assert max(text.computed for text in texts) > 4 * BLOCK
+
+
+def test_bits_come_back_whatever_they_stand_for():
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 2**32, (4, 15), np.uint32)
+    parts = [
+        mx.array(codes).view(mx.float32).reshape(4, 3, 5),  # NaN among them
+        mx.array(rng.integers(0, 2**16, (4, 2), np.uint16)).view(mx.bfloat16),
+    ]
+    for size in (1, 2, 4):
+        number, count = FORM.from_bits(FORM.to_bits(parts, size))
+        assert number.reshape(4, -1).view(mx.uint32).tolist() == codes.tolist()
+        assert count.view(mx.uint16).tolist() == parts[1].view(mx.uint16).tolist()
+
+
+def test_numbers_of_a_span():
+    assert FORM.nbytes == 64
+    assert FORM.numbers(0, 64) == ((mx.float32, 60), (mx.bfloat16, 4))
+    assert FORM.numbers(0, 32) == ((mx.float32, 32),)
+    assert FORM.numbers(32, 64) == ((mx.float32, 28), (mx.bfloat16, 4))
+
+
+def test_a_block_without_room_is_refused():
+    with pytest.raises(ValueError, match="32 bytes has no room for a state of 64"):
+        SharedBlocks(ScatterKVCache(4, 16, 1, 1, mx.int8), FORM)
+
+
+def test_a_block_of_states_is_a_page_of_their_numbers():
+    host = ScatterKVCache(NUM_BLOCKS, 16, 1, 4, mx.float16)  # 128 bytes of K: V is not used
+    state = RecurrentState(SharedBlocks(host, FORM))
+    assert [array is host.keys.elements for array in state.page_arrays] == [True]
+    assert state.page_numbers == [((mx.float32, 60), (mx.bfloat16, 4))]
+    assert state.arrays == []  # which are looked after with K and V
