@@ -70,6 +70,7 @@ class BlockPages:
             groups: layer names of each KV cache group, in the order of a page's parts.
         """
         self._states = [[layer_states[name] for name in names] for names in groups]
+        self._all_states = list(dict.fromkeys(layer_states.values()))
         reads = [[_reads_of(state) for state in states] for states in self._states]
         self._reads = [[read for of_state in group for read in of_state] for group in reads]
         self._num_blocks = min(read.outer[-1] for group in self._reads for read in group)
@@ -169,6 +170,9 @@ class BlockPages:
         if rows.ndim != 2 or rows.shape[1] != self._page_bytes[group] or len(rows) < count:
             expected = (count, self._page_bytes[group])
             raise ValueError(f"rows: expected {expected}, or more rows, found {rows.shape}")
+        # What an ended request left for later may go into the same memory, by another group.
+        for state in self._all_states:
+            state.begin_step()
         for state in states:
             state.settle()
         arrays = (array for state in states for array in state.page_arrays)

@@ -22,25 +22,27 @@ _STEP = BLOCK_SIZES[0]  # larger blocks are multiples of it
 _STATES_ONLY = 256
 
 
-def block_size_for(layers: Sequence[StatefulLayer], asked: int, dtype: mx.Dtype) -> int:
-    """Tokens of a block: as many as were asked for, or more where states lie in the pool.
+def block_size_for(
+    layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype, asked: bool = False
+) -> int:
+    """Tokens of a block: as many as were wanted, or more where states lie in the pool.
 
     All pages of a pool have one size, so a block of K and V is made large enough for a state. That
     is also how often a state is kept while a request runs: prefix-cache hits end at whole blocks.
 
     Args:
         layers: of all networks.
-        asked: by the user, or the default.
+        block_size: the user's, or the default.
         dtype: of the pool's elements.
+        asked: whether the user asked for it; else it is larger where there are states only.
     """
     states = [layer.state_bytes for layer in layers if layer.state_bytes]
     if not states:
-        return asked
+        return block_size
     room = max((layer.room(_STEP, dtype) for layer in layers), default=0)
     if not room:
-        return max(asked, _STATES_ONLY)
-    needed = _STEP * -(-max(states) // room)
-    return asked if needed <= asked else needed
+        return block_size if asked else max(block_size, _STATES_ONLY)
+    return max(block_size, _STEP * -(-max(states) // room))
 
 
 def kv_cache_specs(

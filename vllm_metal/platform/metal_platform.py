@@ -182,7 +182,8 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-        if vllm_config.model_config is not None and vllm_config.model_config.is_hybrid:
+        model = vllm_config.model_config
+        if model is not None and (model.is_hybrid or model.is_attention_free):
             # vLLM has "none" without prefix caching; where a state lies is the same in both here.
             cache.mamba_cache_mode = "align"
         settle_kv_transfer(vllm_config)

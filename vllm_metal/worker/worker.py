@@ -133,9 +133,11 @@ class MetalWorker(WorkerBase):
 
     def _settle_block_size(self) -> None:
         """Makes blocks large enough for a state, before vLLM lays out the pool."""
-        cache, asked = self.cache_config, self.cache_config.block_size
-        cache.block_size = block_size_for(self.networks.all_layers, asked, self._pool_dtype)
-        if cache.block_size == asked:
+        cache, before = self.cache_config, self.cache_config.block_size
+        cache.block_size = block_size_for(
+            self.networks.all_layers, before, self._pool_dtype, cache.user_specified_block_size
+        )
+        if cache.block_size == before:
             return
         if cache.enable_prefix_caching:
             cache.mamba_block_size = cache.block_size

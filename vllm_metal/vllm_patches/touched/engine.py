@@ -164,8 +164,9 @@ _SCHEDULER = (
         "vllm.v1.core.sched.scheduler:Scheduler",
         by="vllm_patches/scheduler.py vllm_patches/step_budget.py vllm_patches/prefill_chunks.py",
         fields="vllm_config cache_config scheduler_config block_size num_spec_tokens "
-        "max_num_scheduled_tokens requests kv_cache_manager kv_cache_config grammar_compile_error_reqs "
-        "finished_req_ids connector waiting kv_holding_waiting failed_recving_kv_req_ids "
+        "max_num_scheduled_tokens requests kv_cache_manager kv_cache_config "
+        "grammar_compile_error_reqs finished_req_ids connector waiting kv_holding_waiting "
+        "failed_recving_kv_req_ids "
         "_inflight_prefills deferred_frees defer_block_free running finished_recving_kv_req_ids "
         "_pause_state",
         calls={"_handle_blocked_waiting_request": "request"},

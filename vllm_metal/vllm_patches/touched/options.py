@@ -23,7 +23,8 @@ _CONFIGURATION = (
         fields="model served_model_name revision tokenizer trust_remote_code dtype seed "
         "max_model_len original_max_model_len max_logprobs logprobs_mode logits_processors "
         "runner_type hf_config multimodal_config enable_prompt_embeds is_encoder_decoder "
-        "architectures hf_overrides hf_config_path is_hybrid",
+        "architectures hf_overrides hf_config_path is_hybrid "
+        "is_attention_free",
         calls={"get_hidden_size": "", "get_diff_sampling_param": ""},
     ),
     Touched(

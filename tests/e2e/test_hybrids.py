@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose layers keep a state: text under load equals mlx-lm's dense forward."""
+
+import numpy as np
+import pytest
+from e2e.disk import HITS
+from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
+from e2e.peers import consumer, decode, free_port, prefill, producer
+from models.recurrent import FAMILIES, VOCAB, write_model
+
+MAX_TOKENS = 40
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
+#: One of each kind of layer stands in the quick tests.
+QUICK = ("qwen3_next", "falcon_h1", "lfm2")
+SLOWER = [pytest.param(name, marks=pytest.mark.more) for name in FAMILIES if name not in QUICK]
+#: Of prompts that begin alike in this many tokens; blocks hold 256 of them where there are only
+#: states, unless the user asks for less.
+SHARED = 100
+#: Of a pool in which not all requests that run at once have room; 60 but for those.
+BLOCKS = {"qwen3_next, large states": 26, "recurrent_gemma": 30}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrids")
+    return {name: write_model(family, folder / name) for name, family in FAMILIES.items()}
+
+
+def prompts_of(count, seed=0):
+    """Of 4 to 105 tokens; half begin alike, and some repeat themselves."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(3, VOCAB, SHARED).tolist()
+    lengths = rng.permutation(np.linspace(1, SHARED, count).astype(int)).tolist()
+    found = []
+    for index, length in enumerate(lengths):
+        begin = shared[:length] if index % 2 else rng.integers(3, VOCAB, length).tolist()
+        if index % 4 == 3:
+            begin = (begin[: length // 2] * 2)[:length]
+        found.append([*begin, *rng.integers(3, VOCAB, 4).tolist()])
+    return found
+
+
+def hybrid_engine(model, **options):
+    settings = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "additional_config": {"fixed_draft_length": True},
+    }
+    if "mamba2" in model:
+        settings["block_size"] = 32
+    return engine(model, **(settings | options))
+
+
+def greedy_ids():
+    return greedy(MAX_TOKENS, detokenize=False)
+
+
+def check_passes(model, passes=2, count=16, **options):
+    """Serves the prompts `passes` times, checks every text; counters after each pass."""
+    dense, seen, prompts = Dense(model), [], prompts_of(count)
+    with hybrid_engine(model, **options) as llm:
+        free = free_blocks(llm)
+        for _ in range(passes):
+            for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
+                assert len(tokens) == MAX_TOKENS
+                dense.check(prompt, tokens)
+            seen.append(counters(llm))
+        run_out(llm)
+        assert free_blocks(llm) == free, "blocks were never freed"
+    return seen
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
+def test_hits_drafts_and_preemptions(folders, name):
+    """With blocks for few of the requests that run at once, and drafts of which few are right."""
+    first, second = check_passes(
+        folders[name], num_gpu_blocks_override=BLOCKS.get(name, 60), speculative_config=NGRAM
+    )
+    assert first["vllm:prefix_cache_hits"] > 0
+    assert second["vllm:prefix_cache_hits"] > first["vllm:prefix_cache_hits"]
+    drafted, accepted = (
+        second[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")
+    )
+    assert 0 < accepted < drafted
+    if name != "mamba2":  # whose requests need two blocks each
+        assert second["vllm:num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize(
+    "name", [QUICK[0], *(pytest.param(name, marks=pytest.mark.more) for name in QUICK[1:]), *SLOWER]
+)
+def test_chunks(folders, name, chunk):
+    """Steps overlap, as is the default; prompts come in chunks that end anywhere, or as one."""
+    (after,) = check_passes(
+        folders[name], passes=1, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 32), count=12
+    )
+    assert after["vllm:prefix_cache_hits"] > 0 or chunk == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_of_single_tokens(folders, name):
+    check_passes(folders[name], passes=1, max_num_batched_tokens=1, max_num_seqs=1, count=3)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", pytest.param("jamba", marks=pytest.mark.more)])
+def test_without_prefix_caching(folders, name):
+    (after,) = check_passes(folders[name], passes=1, enable_prefix_caching=False)
+    assert after["vllm:prefix_cache_hits"] == 0
+
+
+@pytest.mark.parametrize("elements", ["int8", pytest.param("fp8", marks=pytest.mark.more)])
+def test_states_are_whole_in_a_pool_of_codes(folders, elements):
+    """Codes change K and V a little, and states not at all: chunks of any length say the same."""
+    prompts, texts = prompts_of(8), []
+    for chunk in (16, 512):
+        with hybrid_engine(
+            folders["falcon_h1"],
+            kv_cache_dtype=elements,
+            max_num_batched_tokens=chunk,
+        ) as llm:
+            texts.append(generate(llm, prompts, greedy_ids()))
+            again = generate(llm, prompts, greedy_ids())
+            assert counters(llm)["vllm:prefix_cache_hits"] > 0
+        assert again == texts[-1]
+    same = sum(one == other for one, other in zip(*texts, strict=True))
+    assert same >= len(prompts) - 1
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next, large states", pytest.param("lfm2", marks=pytest.mark.more)]
+)
+def test_sleep_gives_states_back(folders, name):
+    dense, prompts = Dense(folders[name]), prompts_of(4)
+    with hybrid_engine(folders[name], enable_sleep_mode=True) as llm:
+        for _ in range(2):
+            for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
+                dense.check(prompt, tokens)
+            llm.sleep()
+            llm.wake_up()
+
+
+def disk_options(folder):
+    return {"additional_config": {"prefix_cache_dir": str(folder), "fixed_draft_length": True}}
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
+def test_a_restart_finds_states_on_disk(folders, name, tmp_path):
+    dense, prompts = Dense(folders[name]), prompts_of(8)
+    for start in range(2):
+        with hybrid_engine(
+            folders[name], speculative_config=NGRAM, **disk_options(tmp_path / "disk")
+        ) as llm:
+            for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
+                dense.check(prompt, tokens)
+            run_out(llm)
+            assert (counters(llm).get(HITS, 0) > 0) == (start == 1)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
+def test_one_engine_prefills_and_another_decodes(folders, name):
+    dense, prompts = Dense(folders[name]), prompts_of(6)
+    port, pulled = free_port(), 0
+    options = {
+        "skip_tokenizer_init": True,
+        "speculative_config": NGRAM,
+        "additional_config": {"fixed_draft_length": True},
+    }
+    if name == "mamba2":
+        options["block_size"] = 32
+    with (
+        producer(folders[name], port, **options) as p,
+        consumer(folders[name], port, **options) as d,
+    ):
+        for prompt in prompts:
+            found = decode(d, prompt, prefill(p, prompt))
+            dense.check(prompt, found.tokens)
+            pulled += found.pulled
+    assert pulled > 0
