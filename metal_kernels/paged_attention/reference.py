@@ -53,7 +53,7 @@ def run(
         keys: [T, Hkv, D], of this step; None: the pool holds them already.
         values: [T, Hkv, DV], likewise.
         key_pool: [Hkv, B, block_size, D], of the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: [Hkv, B, block_size, DV], likewise.
+        value_pool: [Hkv, B, block_size, DV], likewise; of latents `key_pool` itself.
         scale: factor on the scores.
         sinks: [H], a learned logit per head that takes part in the softmax only.
         softcap: scores become softcap * tanh(score / softcap).
@@ -76,7 +76,10 @@ def run(
             pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
         k = _context(bucket, keys, key_pool, key_scales, queries.dtype)
-        v = _context(bucket, values, value_pool, value_scales, queries.dtype)
+        if value_pool is key_pool:  # latents, of which the caller takes what are values
+            v = k
+        else:
+            v = _context(bucket, values, value_pool, value_scales, queries.dtype)
         if fused and softcap is None and not plan.shared:
             out = _attend_fused(picked, k, v, bucket, scale, sinks)
         else:

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from metal_kernels import paged_attention
 from metal_kernels.paged_attention import AttentionShape, reference
 from metal_kernels.selfcheck import Case
-from vllm_metal.attention.paged_cache import PagedCache
+from vllm_metal.attention.paged_cache import LatentCache, PagedCache
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
@@ -45,19 +45,28 @@ class AttentionLayer(StatefulLayer):
     head_size: int
     window: int | None  # positions a query sees, itself included; None: all before it
     sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
+    value_size: int | None = None  # where V's heads have another size than K's
+    latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
 
     @property
     def shape(self) -> AttentionShape:
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_size, self.head_size)
+        sizes = self.head_size, self.value_size or self.head_size
+        return AttentionShape(self.num_heads, self.num_kv_heads, *sizes)
 
     @cached_property
     def kind(self) -> AttentionKind:
         return AttentionKind(self.shape, self.window)
 
     @property
-    def memory(self) -> tuple[int, int]:
-        """K/V heads and their size."""
-        return self.num_kv_heads, self.head_size
+    def memory(self) -> tuple[int, int, int, bool]:
+        """K/V heads, the sizes of K's and of V's, and whether V is part of K."""
+        return self.num_kv_heads, self.head_size, self.shape.value_size, self.latent
+
+    def _rows_of(self, num_tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """K and V of so many tokens, of zeros."""
+        heads, key_size, value_size, _ = self.memory
+        rows = (mx.zeros((num_tokens, heads, size), dtype) for size in (key_size, value_size))
+        return next(rows), next(rows)
 
     @property
     def context(self) -> Hashable:
@@ -76,8 +85,13 @@ class AttentionLayer(StatefulLayer):
             dtype=pool.torch_dtype,
             kv_quant_mode=KVQuantMode[pool.quant_mode],
             # K and V, with their scales.
-            state_content_bytes=2 * row_bytes(self.head_size, elements),
+            state_content_bytes=sum(row_bytes(size, elements) for size in self._row_sizes),
         )
+
+    @property
+    def _row_sizes(self) -> tuple[int, ...]:
+        """Elements of what is kept of a token in one K/V head."""
+        return (self.head_size,) if self.latent else (self.head_size, self.shape.value_size)
 
     def allocate(
         self,
@@ -86,10 +100,11 @@ class AttentionLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> LayerKVCache:
-        return kv_cache_type(num_blocks, block_size, *self.memory, elements)
+        heads, key_size, value_size, latent = self.memory
+        return kv_cache_type(num_blocks, block_size, heads, key_size, elements, value_size, latent)
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
-        return 2 * block_size * self.num_kv_heads * self.head_size * elements.size
+        return block_size * self.num_kv_heads * sum(self._row_sizes) * elements.size
 
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
@@ -97,7 +112,7 @@ class AttentionLayer(StatefulLayer):
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
-        return PagedCache(state, scope)
+        return (LatentCache if self.latent else PagedCache)(state, scope)
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
         return paged_attention.unsupported(self.shape, dtype, block_size // parts_of(block_size))
@@ -132,7 +147,7 @@ class AttentionLayer(StatefulLayer):
         if moving_blocks:
             kv_cache.clear_blocks(np.array([1], np.int32))
             kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
-        kv_cache.write(trial, *[mx.zeros((trial.num_tokens, *self.memory), dtype)] * 2)
+        kv_cache.write(trial, *self._rows_of(trial.num_tokens, dtype))
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
         return kv_cache.attend(trial, queries, 1.0, sinks)
@@ -163,7 +178,7 @@ class AttentionLayer(StatefulLayer):
             num_blocks = int(layout.block_tables_np.max()) + 1
             kv_cache = self.allocate(num_blocks, bounds.block_size, elements, kv_cache_type)
             plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
-            kv_cache.write(plan, *[mx.zeros((num_reqs * num_rows, *self.memory), dtype)] * 2)
+            kv_cache.write(plan, *self._rows_of(num_reqs * num_rows, dtype))
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
             mx.eval(kv_cache.attend(plan, queries, 1.0, None))
 

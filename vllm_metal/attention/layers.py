@@ -35,6 +35,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self._value_shape: tuple[int, ...] | None = None
         self._num_heads: int | None = None
         self._sinks: mx.Dtype | None = None
+        self._latent = False
 
     @property
     def offset(self) -> mx.array:
@@ -51,9 +52,20 @@ class _AttentionProbe(AttendingCache, Probe):
         values: mx.array,
         scale: float,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         self._num_heads = queries.shape[1]
         self._sinks = None if sinks is None else sinks.dtype
+        assert self._value_shape is not None  # a layer writes before it attends
+        return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
+
+    def attend_latent(
+        self, queries: mx.array, position_queries: mx.array, scale: float
+    ) -> mx.array | None:
+        # mlx-lm's modules of latent attention have this projection, and no others do.
+        if "embed_q" not in recurrent_calls.under_way()[-1]:
+            return None
+        self._num_heads, self._latent = queries.shape[1], True
         return queries
 
     def layer(self, name: str) -> AttentionLayer:
@@ -61,14 +73,20 @@ class _AttentionProbe(AttendingCache, Probe):
             raise NotImplementedError(
                 f"computes attention in {name} by itself, so the paged path cannot serve it"
             )
-        if self._key_shape != self._value_shape:
-            raise NotImplementedError(
-                f"writes keys {self._key_shape} and values {self._value_shape} in {name}, which "
-                "differ in shape; the paged path does not serve that"
-            )
+        assert self._value_shape is not None
         _, num_kv_heads, _, head_size = self._key_shape
+        value_size = self._value_shape[-1]
+        if self._latent:
+            head_size, value_size = head_size + value_size, head_size
         return AttentionLayer(
-            name, self._num_heads, num_kv_heads, head_size, self._window, self._sinks
+            name,
+            self._num_heads,
+            num_kv_heads,
+            head_size,
+            self._window,
+            self._sinks,
+            None if value_size == head_size else value_size,
+            self._latent,
         )
 
 

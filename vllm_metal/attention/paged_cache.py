@@ -45,6 +45,45 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         values: mx.array,
         scale: float,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
-        """[T, H, 1, D] queries over the request's whole context; same shape back."""
-        return self._kv_cache.attend(self._scope.plan, queries[:, :, 0], scale, sinks)[:, :, None]
+        """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
+        plan = self._scope.plan
+        return self._kv_cache.attend(plan, queries[:, :, 0], scale, sinks, softcap)[:, :, None]
+
+
+class LatentCache(PagedCache[PlanT]):
+    """The same for a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    Of a token such a layer keeps one row: a latent, which every head's K and V are made of, and the
+    rotated part of the keys, which all heads have in common. A row of length 1 attends to latents
+    themselves (the paper's "absorbed" form): the queries are brought into the latents' space, and
+    the values come out in it.
+
+    mlx-lm's modules compute the scores of positions apart, as (q_pe * scale) @ k_pe^T, and hand
+    them to attention as a mask. They get the identity as `k_pe` here, so that attention gets
+    q_pe * scale itself, and can multiply it with the rows of the pool.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes this step's latents and rotated keys.
+
+        Args:
+            keys: [T, 1, 1, rank] latents.
+            values: [T, 1, 1, n] rotated keys.
+
+        Returns:
+            The latents, and the identity, [1, 1, n, n].
+        """
+        rows = mx.concatenate([keys, values], axis=-1)[:, :, 0]
+        self._kv_cache.write(self._scope.plan, rows, rows)
+        return keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+
+    def attend_latent(
+        self, queries: mx.array, position_queries: mx.array, scale: float
+    ) -> mx.array | None:
+        """See AttendingCache."""
+        # The scale applies to the whole product, so it leaves the queries of positions again.
+        rotated = (position_queries.astype(mx.float32) / scale).astype(queries.dtype)
+        joined = mx.concatenate([queries, rotated], axis=-1)
+        return self.attend(joined, joined, joined, scale, None)

@@ -42,8 +42,28 @@ class AttendingCache(ABC):
         values: mx.array,
         scale: float,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
-        """[T, H, 1, D] queries over each row's context; same shape back."""
+        """[T, H, 1, D] queries over each row's context; [T, H, 1, DV] back.
+
+        Scores become softcap * tanh(score / softcap), where there is one.
+        """
+
+    def attend_latent(
+        self, queries: mx.array, position_queries: mx.array, scale: float
+    ) -> mx.array | None:
+        """Attention over latents, of layers with multi-head latent attention (MLA).
+
+        Args:
+            queries: [T, H, 1, rank], to be multiplied with latents.
+            position_queries: [T, H, 1, n], what the layer would add to the scores. Of a cache of
+                latents it is the rotated part of the queries, times `scale`: see `LatentCache`.
+            scale: factor on the scores of `queries`.
+
+        Returns:
+            [T, H, 1, rank]; None: the layer keeps no latents.
+        """
+        return None
 
 
 @functools.wraps(_dense)
@@ -58,13 +78,16 @@ def _dispatch(
 ) -> mx.array:
     if isinstance(cache, AttendingCache):
         if isinstance(mask, mx.array):
-            raise NotImplementedError(_refusal(mask))
+            out = cache.attend_latent(queries, mask, scale)
+            if out is None:
+                raise NotImplementedError(_refusal(mask))
+            return out
         return cache.attend(queries, keys, values, scale, sinks)
     return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def _refusal(mask: mx.array) -> str:
-    """Why the caller's caller is not served: families of MLA add scores of positions that way."""
+    """Why the caller's caller is not served."""
     call = sys._getframe(2)
     return (
         f"{call.f_globals.get('__name__')}.{call.f_code.co_qualname} gives attention a mask of its "

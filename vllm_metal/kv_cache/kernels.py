@@ -65,9 +65,16 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         return type(cls.__name__, (cls,), works)
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: mx.Dtype,
+        value_size: int | None = None,
+        latent: bool = False,
     ) -> None:
-        super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
+        super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype, value_size, latent)
         self._written: mx.array | None = None  # fence of the last write
         self._since: list[mx.array] = []  # fences of what the next write must come after
         self._newest_plan: KernelPlan | None = None  # of the forward that is being built
@@ -164,20 +171,26 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
         self._newest_plan = plan
         self._row_dtype = values.dtype
+        held = self.values
         self._written = kv_write.write(
             keys,
-            values,
+            None if held is None else values,
             plan.slot_mapping,
             self.keys.elements,
-            self.values.elements,
+            None if held is None else held.elements,
             after=self._since,
             key_scales=self.keys.scales,
-            value_scales=self.values.scales,
+            value_scales=None if held is None else held.scales,
         )
         self._since = [self._written]
 
     def attend(
-        self, plan: KernelPlan, queries: mx.array, scale: float, sinks: mx.array | None
+        self,
+        plan: KernelPlan,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         written = self._written
         assert written is not None  # a layer writes its K/V before it attends
@@ -188,12 +201,13 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             # Some models hand queries over in float32, lest products overflow: the kernels' do not.
             queries.astype(self._row_dtype),
             self.keys.elements,
-            self.values.elements,
+            self.held_values.elements,
             written,
             scale,
+            softcap,
             sinks=sinks,
             key_scales=self.keys.scales,
-            value_scales=self.values.scales,
+            value_scales=self.held_values.scales,
             pace=plan.pace,
         )
         # A reader comes after the write, and stands for it; several readers stand side by side.

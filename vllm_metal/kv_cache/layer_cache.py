@@ -86,32 +86,49 @@ class LayerKVCache(LayerState, Generic[PlanT]):
     block_axis = 1
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: mx.Dtype,
+        value_size: int | None = None,
+        latent: bool = False,
     ) -> None:
         """
         Args:
             num_blocks, block_size, num_kv_heads, head_size: of K and of V.
             dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for codes.
+            value_size: of V where its heads have another size than K's.
+            latent: whether values are the first `value_size` elements of keys, and kept as such.
         """
         self.split = parts_of(block_size)
-        shape = (num_kv_heads, num_blocks * self.split, block_size // self.split, head_size)
-        self.keys = KVArray.empty(shape, dtype)
-        self.values = KVArray.empty(shape, dtype)
+        self.value_size = value_size or head_size
+        shape = (num_kv_heads, num_blocks * self.split, block_size // self.split)
+        self.keys = KVArray.empty((*shape, head_size), dtype)
+        self.values = None if latent else KVArray.empty((*shape, self.value_size), dtype)
         self.dtype = dtype
 
     @property
     def arrays(self) -> list[mx.array]:
         """Of keys, then of values: elements, and scales where the elements are codes."""
-        return [*self.keys.arrays, *self.values.arrays]
+        return [*self.keys.arrays, *(() if self.values is None else self.values.arrays)]
 
     @arrays.setter
     def arrays(self, arrays: Sequence[mx.array]) -> None:
         count = len(self.keys.arrays)
-        self.keys.arrays, self.values.arrays = arrays[:count], arrays[count:]
+        self.keys.arrays = arrays[:count]
+        if self.values is not None:
+            self.values.arrays = arrays[count:]
 
-    def elements_of(self, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    @property
+    def held_values(self) -> KVArray:
+        """What values are read from: of latents, the keys."""
+        return self.keys if self.values is None else self.values
+
+    def elements_of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         """Those of K and of V, each [Hkv, B * split, rows, D], among such `arrays`."""
-        return arrays[0], arrays[len(arrays) // 2]
+        return list(arrays[:: len(self.keys.arrays)])
 
     @classmethod
     @abstractmethod
@@ -139,10 +156,16 @@ class LayerKVCache(LayerState, Generic[PlanT]):
 
     @abstractmethod
     def attend(
-        self, plan: PlanT, queries: mx.array, scale: float, sinks: mx.array | None
+        self,
+        plan: PlanT,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
-        """[T, H, D] queries over each row's context, K/V just written included; same shape back.
+        """[T, H, D] queries over each row's context, K/V just written included; [T, H, DV] back.
 
-        The latter count as the pool will hold them. So a row that is found in the cache later on
+        Scores become softcap * tanh(score / softcap), where there is one. The rows just written
+        count as the pool will hold them. So a row that is found in the cache later on
         answers as it did in the step that computed it.
         """

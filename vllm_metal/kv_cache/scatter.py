@@ -59,9 +59,16 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     traceable = True
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: mx.Dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: mx.Dtype,
+        value_size: int | None = None,
+        latent: bool = False,
     ) -> None:
-        super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype)
+        super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype, value_size, latent)
         # What goes to the slots of a plan, in the arrays of keys, then of values.
         self._pending: list[Written[ScatterPlan]] = []
         self._row_dtype = dtype  # of the rows before they are encoded
@@ -102,7 +109,8 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     def write(self, plan: ScatterPlan, keys: mx.array, values: mx.array) -> None:
         self._row_dtype = keys.dtype
-        encoded = [part for rows in (keys, values) for part in encode(rows, self.dtype)]
+        both = (keys,) if self.values is None else (keys, values)
+        encoded = [part for rows in both for part in encode(rows, self.dtype)]
         self._pending.append(Written(plan, [part for part in encoded if part is not None]))
 
     @contextmanager
@@ -123,27 +131,36 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         self._pending += outputs
 
     def attend(
-        self, plan: ScatterPlan, queries: mx.array, scale: float, sinks: mx.array | None
+        self,
+        plan: ScatterPlan,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         newest = self._pending[-1]
         assert newest.plan is plan  # a layer attends right after it has written its K/V
-        half = len(newest.arrays) // 2
-        keys, values = map(self._as_held, (newest.arrays[:half], newest.arrays[half:]))
+        count = len(self.keys.arrays)
+        keys = self._as_held(newest.arrays[:count])
+        values = keys if self.values is None else self._as_held(newest.arrays[count:])
         if plan.pace is not None:
             plan.pace.end(queries)  # the layers before
-        return reference.run(
+        held = self.held_values
+        out = reference.run(
             plan.attention,
             queries,
             keys,
             values,
             self.keys.elements,
-            self.values.elements,
+            held.elements,
             scale,
             sinks,
+            softcap,
             key_scales=self.keys.scales,
-            value_scales=self.values.scales,
+            value_scales=held.scales,
             pace=plan.pace,
         )
+        return out[..., : self.value_size]
 
     def _as_held(self, encoded: list[mx.array]) -> mx.array:
         """[T, Hkv, D] rows as the pool will hold them."""

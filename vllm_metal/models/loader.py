@@ -18,7 +18,7 @@ from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 
-from vllm_metal.attention import seam
+from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
@@ -117,6 +117,7 @@ def lazy_model(
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     seam.install()  # again: mlx-lm has just imported the family's module
+    soft_caps.install()
     floating = (mx.float16, mx.bfloat16, mx.float32)
     # Some families keep the dtype of a few parameters, such as the biases that choose experts.
     may_cast = getattr(model, "cast_predicate", lambda name: True)

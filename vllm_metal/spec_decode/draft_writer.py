@@ -158,5 +158,6 @@ class _LastCache(AttendingCache):
         values: mx.array,
         scale: float,
         sinks: mx.array | None,
+        softcap: float | None = None,
     ) -> mx.array:
         raise RuntimeError("K/V were not written before attention")
