@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from metal_kernels import paged_attention
 from metal_kernels.paged_attention import AttentionShape, reference
 from metal_kernels.selfcheck import Case
-from vllm_metal.attention.paged_cache import LatentCache, PagedCache
+from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
@@ -46,6 +46,7 @@ class AttentionLayer(StatefulLayer):
     window: int | None  # positions a query sees, itself included; None: all before it
     sinks: mx.Dtype | None = None  # of the logits that take part in its softmax only; None: none
     value_size: int | None = None  # where V's heads have another size than K's
+    readers: int = 0  # other layers that attend to its K/V, and keep none
     latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
 
     @property
@@ -112,6 +113,8 @@ class AttentionLayer(StatefulLayer):
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
+        if self.readers:
+            return SharedCache(state, scope)
         return (LatentCache if self.latent else PagedCache)(state, scope)
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:

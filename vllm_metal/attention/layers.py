@@ -31,6 +31,8 @@ class _AttentionProbe(AttendingCache, Probe):
 
     def __init__(self, window: int | None) -> None:
         self._window = window
+        self.shared = False  # whether layers that keep no K/V read those of others
+        self.num_calls = 0  # of attention
         self._key_shape: tuple[int, ...] | None = None
         self._value_shape: tuple[int, ...] | None = None
         self._num_heads: int | None = None
@@ -43,7 +45,11 @@ class _AttentionProbe(AttendingCache, Probe):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._key_shape, self._value_shape = keys.shape, values.shape
-        return keys, values
+        return self.keys_and_values() if self.shared else (keys, values)
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """See SharedCache."""
+        return self, self
 
     def attend(
         self,
@@ -54,6 +60,7 @@ class _AttentionProbe(AttendingCache, Probe):
         sinks: mx.array | None,
         softcap: float | None = None,
     ) -> mx.array:
+        self.num_calls += 1
         self._num_heads = queries.shape[1]
         self._sinks = None if sinks is None else sinks.dtype
         assert self._value_shape is not None  # a layer writes before it attends
@@ -86,6 +93,7 @@ class _AttentionProbe(AttendingCache, Probe):
             self._window,
             self._sinks,
             None if value_size == head_size else value_size,
+            self.num_calls - 1 if self.shared else 0,
             self._latent,
         )
 
@@ -125,11 +133,10 @@ def attention_layers(
         placed = [_probes(cache, probes) for cache in make_prompt_cache(model)]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
-    if len(placed) != len(model.layers):
-        raise NotImplementedError(
-            f"model_type {model_type!r} has {len(model.layers)} layers that share the K/V of "
-            f"{len(placed)}, which the paged path does not serve"
-        )
+    sharing = len(placed) < len(model.layers)
+    for probe in placed:
+        if sharing and isinstance(probe, _AttentionProbe):
+            probe.shared = True
     caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
     try:
         with recurrent_calls.noted(model):
@@ -138,6 +145,12 @@ def attention_layers(
         raise NotImplementedError(
             f"model_type {model_type!r} does not run on the paged cache: {error}"
         ) from error
+    num_calls = sum(getattr(probe, "num_calls", 0) for probe in placed)
+    if sharing and num_calls != len(model.layers):
+        raise NotImplementedError(
+            f"model_type {model_type!r} has {len(model.layers)} layers over {len(placed)} caches, "
+            f"of which {num_calls} attend through the paged cache"
+        )
     try:
         return [
             probe.layer(name)

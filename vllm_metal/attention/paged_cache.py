@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Generic
+from typing import Any, Generic
 
 import mlx.core as mx
 
@@ -50,6 +50,22 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
         plan = self._scope.plan
         return self._kv_cache.attend(plan, queries[:, :, 0], scale, sinks, softcap)[:, :, None]
+
+
+class SharedCache(PagedCache[PlanT]):
+    """The same for a layer whose K/V other layers read, which keep none themselves.
+
+    Gemma 3n hands such a layer this cache, Gemma 4 what `update_and_fetch` returned.
+    """
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Takes this step's K/V, each [T, Hkv, 1, D], and returns itself: the seam asks it."""
+        super().update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What stands for K and V of the whole context."""
+        return self, self
 
 
 class LatentCache(PagedCache[PlanT]):

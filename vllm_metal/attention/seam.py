@@ -76,6 +76,8 @@ def _dispatch(
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
+    if cache is None and isinstance(keys, AttendingCache):
+        cache = keys  # a layer that reads the K/V of another gets that layer's cache in their place
     if isinstance(cache, AttendingCache):
         if isinstance(mask, mx.array):
             out = cache.attend_latent(queries, mask, scale)

@@ -138,8 +138,8 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         sinks: mx.array | None,
         softcap: float | None = None,
     ) -> mx.array:
-        newest = self._pending[-1]
-        assert newest.plan is plan  # a layer attends right after it has written its K/V
+        # A layer attends after it has written its K/V; layers of other groups may have, too.
+        newest = next(each for each in reversed(self._pending) if each.plan is plan)
         count = len(self.keys.arrays)
         keys = self._as_held(newest.arrays[:count])
         values = keys if self.values is None else self._as_held(newest.arrays[count:])
