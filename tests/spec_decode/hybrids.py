@@ -137,7 +137,9 @@ def write_hybrid(folder: Path, family: str, converted: bool = False, **changes: 
     def varied(name: str, array: mx.array) -> mx.array:
         if "norm" in name:
             return array * (1 + 0.3 * mx.random.normal(array.shape))
-        return 2 * array if "attn" in name and array.ndim == 2 else array
+        # Large weights, so that logits differ and depend on all the tokens before.
+        large = array.ndim == 2 and ("attn" in name or "lm_head" in name)
+        return 2 * array if large else array
 
     weights = dict(tree_flatten(tree_map_with_path(varied, model.parameters())))
     mtp = {name: mx.array(a.numpy()) for name, a in random_arrays(mtp_shapes(family)).items()}
