@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -119,13 +120,21 @@ def mtp_shapes(family: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_hybrid(folder: Path, family: str, converted: bool = False, **changes: int) -> Path:
+def write_hybrid(
+    folder: Path,
+    family: str,
+    converted: bool = False,
+    guessable: bool = False,
+    **changes: Any,
+) -> Path:
     """A hybrid of random weights, its MTP layer beside it.
 
     Args:
         folder: gets it.
         family: one of FAMILIES.
         converted: as mlx-lm converts it, its MTP layer in a file that mlx-lm does not read.
+        guessable: the next token follows from the newest one more often than not, and the MTP layer
+            goes by that one alone.
         changes: of the text model's configuration.
     """
     module, config = FAMILIES[family]
@@ -139,10 +148,18 @@ def write_hybrid(folder: Path, family: str, converted: bool = False, **changes: 
             return array * (1 + 0.3 * mx.random.normal(array.shape))
         # Large weights, so that logits differ and depend on all the tokens before.
         large = array.ndim == 2 and ("attn" in name or "lm_head" in name)
-        return 2 * array if large else array
+        array = 2 * array if large else array
+        return 0.02 * array if guessable and _adds(name) else array
 
     weights = dict(tree_flatten(tree_map_with_path(varied, model.parameters())))
     mtp = {name: mx.array(a.numpy()) for name, a in random_arrays(mtp_shapes(family)).items()}
+    if guessable:
+        mtp = {name: mx.zeros_like(a) if _adds(name) else a for name, a in mtp.items()}
+        mtp["mtp.fc.weight"] = mx.concatenate([mx.eye(64), mx.zeros((64, 64))], axis=1)
+        mtp["mtp.pre_fc_norm_embedding.weight"] = mx.ones(64)
+        mtp["mtp.norm.weight"] = next(
+            a for n, a in weights.items() if n.endswith("model.norm.weight")
+        )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     if converted:
@@ -153,6 +170,11 @@ def write_hybrid(folder: Path, family: str, converted: bool = False, **changes: 
     for name, arrays in files.items():
         mx.save_safetensors(str(folder / f"{name}.safetensors"), arrays, {"format": "mlx"})
     return folder
+
+
+def _adds(name: str) -> bool:
+    """Whether a layer adds what this array gives to the hidden states."""
+    return any(part in name for part in ("o_proj", "out_proj", "down_proj"))
 
 
 def _converted(family: str, mtp: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -5,6 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from e2e.harness import Dense, counters, engine, generate, greedy
 from mlx.utils import tree_flatten
 from spec_decode.heads import BLOCK, Bench, K, engine_config, serve_and_check
 from spec_decode.hybrids import FAMILIES, NaiveMTP, write_hybrid
@@ -12,6 +13,8 @@ from vllm.model_executor.models import registry
 
 from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.registry import load_network
+
+LENGTHS = (1, 17, 40, 100)  # of prompts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,3 +82,30 @@ def test_served(tmp_path, monkeypatch, family):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = write_hybrid(tmp_path / "target", family, vocab_size=32)
     serve_and_check(folder, {"method": "mtp", "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize("lengths", ["fixed", "adaptive"])
+def test_drafts_that_are_mostly_right(tmp_path, monkeypatch, lengths):
+    """Text is mlx-lm's, from drafts that are kept and drafts that are not, also after a hit."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = str(write_hybrid(tmp_path / "target", "qwen3_next", guessable=True))
+    prompts = [
+        np.random.default_rng(length).integers(0, 128, length).tolist() for length in LENGTHS
+    ]
+    dense = Dense(folder)
+    with engine(
+        folder,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+        additional_config={"fixed_draft_length": lengths == "fixed"},
+    ) as llm:
+        for _ in range(2):
+            outputs = generate(llm, prompts, greedy(80, detokenize=False))
+            for prompt, tokens in zip(prompts, outputs, strict=True):
+                dense.check(prompt, tokens)
+        seen = counters(llm)
+    drafted = seen["vllm:spec_decode_num_draft_tokens"]
+    accepted = seen["vllm:spec_decode_num_accepted_tokens"]
+    assert drafted / 2 < accepted < drafted
+    assert seen["vllm:prefix_cache_hits"] > 0
