@@ -4,6 +4,7 @@
 import importlib
 import json
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -176,7 +177,8 @@ class DenseTarget:
 def serve_and_check(target: Path, speculative_config, **options) -> None:
     """Random prompts, twice: greedily, and at random so that random drafts are right at times."""
     rng = np.random.default_rng(4)
-    vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
+    config = json.loads((target / "config.json").read_text())
+    vocab_size = config.get("text_config", config)["vocab_size"]
     prompts = [rng.integers(0, vocab_size, length).tolist() for length in (1, 17, 40, 64)]
     dense = Dense(str(target))
     with engine(
@@ -212,9 +214,7 @@ class Bench:
         network = load_network(config, target)
         everything = [*layers, *network.layers]
         kv_caches = {
-            layer.name: ScatterKVCache(
-                NUM_BLOCKS, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32
-            )
+            layer.name: layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, ScatterKVCache)
             for layer in everything
         }
         group_of = dict.fromkeys(kv_caches, 0)
@@ -254,12 +254,17 @@ class Bench:
             text[req_idx, self.known[req_idx] : self.known[req_idx] + len(of_request)] = of_request
         spans = Spans(req_indices, self.computed[req_indices], ends + counts)
         ids = mx.array(text[spans.req_indices_np[spans.index_np], spans.positions_np])
-        rows = spans.rows(ids, mx.array([0]))
+        num_drafts_np = counts.astype(np.int32) if counts.any() else None
+        rows = replace(spans.rows(ids, mx.array([0])), num_drafts_np=num_drafts_np)
         logits = self.executor.forward(rows, self.tables)
         self.proposer.take_hidden(rows)
         mx.eval(logits)
-        for req_idx, end, of_request in zip(req_indices, ends, drafts, strict=True):
+        accepted = [
             self.learn(req_idx, end, of_request.tolist())
+            for req_idx, end, of_request in zip(req_indices, ends, drafts, strict=True)
+        ]
+        if self.executor.rolls_back:
+            self.executor.restore(spans.query_start_loc_np[1:] - 1 - counts + accepted)
         return counts.tolist()
 
     def check(self, req_idx, drafts):
@@ -269,9 +274,10 @@ class Bench:
                 assert row.max() - row[token] <= TIE
 
     def learn(self, req_idx, end, drafts):
+        """How many drafts are accepted, which is drawn."""
         if end < self.known[req_idx]:  # within its prompt
             self.computed[req_idx] = end
-            return
+            return 0
         accepted = int(self.rng.integers(0, len(drafts) + 1))
         new = [*drafts[:accepted], int(self.rng.integers(0, VOCAB))]
         if accepted < len(drafts) and new[-1] == drafts[accepted]:
@@ -280,3 +286,4 @@ class Bench:
         self.token_ids_np[req_idx, start : start + len(new)] = new
         self.known[req_idx] += len(new)
         self.computed[req_idx] = self.known[req_idx] - 1
+        return accepted

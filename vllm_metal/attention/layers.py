@@ -23,7 +23,7 @@ from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
-__all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers"]
+__all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
 
 
 class _AttentionProbe(AttendingCache, Probe):
@@ -159,6 +159,31 @@ def attention_layers(
         ]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+
+
+def decoder_layer(
+    layer: nn.Module, name: str, hidden_size: int, dtype: mx.Dtype, window: int | None = None
+) -> StatefulLayer:
+    """What a single layer of attention keeps, by building a forward of one token.
+
+    Args:
+        layer: of mlx-lm's; takes hidden states, a mask and a cache.
+        name: of what it keeps.
+        hidden_size: of its hidden states.
+        dtype: of these.
+        window: positions a query sees, itself included; None: all before it.
+
+    Raises:
+        NotImplementedError: it keeps something else; the message goes on after the layer's name.
+    """
+    cache = KVCache() if window is None else RotatingKVCache(window)
+    probe = _probe(cache, PROBES)
+    try:
+        with recurrent_calls.noted(layer):
+            layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
+    except Exception as error:
+        raise NotImplementedError(f"does not run on the paged cache: {error}") from error
+    return probe.layer(name)
 
 
 def _probes(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe | list[Probe]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import torch
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
@@ -31,6 +31,7 @@ _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
 _ROPE = frozenset(("rope_parameters", "rope_scaling", "rope_theta"))
 #: Files of a draft head on the target's hidden states.
 HEAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt")
+_FLOATING = (mx.float16, mx.bfloat16, mx.float32)
 _LONGEST_REASON = 400  # characters of another package's message
 
 
@@ -118,21 +119,36 @@ def lazy_model(
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
     seam.install()  # again: mlx-lm has just imported the family's module
     soft_caps.install()
-    floating = (mx.float16, mx.bfloat16, mx.float32)
-    # Some families keep the dtype of a few parameters, such as the biases that choose experts.
-    may_cast = getattr(model, "cast_predicate", lambda name: True)
-    model.update(
-        tree_map_with_path(
-            lambda name, a: a.astype(dtype) if a.dtype in floating and may_cast(name) else a,
-            model.parameters(),
-        )
-    )
+    parameters = dict(tree_flatten(model.parameters()))
+    model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))
     model.eval()
     return model
 
 
+def in_dtype(
+    arrays: Mapping[str, mx.array], dtype: mx.Dtype, model: nn.Module | None = None, place: str = ""
+) -> dict[str, mx.array]:
+    """The arrays, those of floating-point numbers in one dtype; lazy.
+
+    Args:
+        arrays: by name.
+        dtype: of floating-point numbers.
+        model: of whose family they are; it keeps the dtype of a few parameters, such as the biases
+            that choose experts. None: of none.
+        place: what the names lack before them in the model.
+    """
+    may_cast = getattr(model, "cast_predicate", lambda name: True)
+    return {
+        name: a.astype(dtype) if a.dtype in _FLOATING and may_cast(f"{place}{name}") else a
+        for name, a in arrays.items()
+    }
+
+
 def load_weights(
-    model_config: ModelConfig, config: VllmConfig, wanted: Callable[[str], bool] | None = None
+    model_config: ModelConfig,
+    config: VllmConfig,
+    wanted: Callable[[str], bool] | None = None,
+    as_stored: bool = False,
 ) -> dict[str, mx.array]:
     """Arrays by name, in the target's dtype, of a checkpoint that is no model by itself.
 
@@ -143,6 +159,7 @@ def load_weights(
         model_config: names the checkpoint's folder.
         config: vLLM's.
         wanted: whether to return the array of a name; None: return all.
+        as_stored: leaves their dtypes as they are.
 
     Raises:
         ModelLoadError: the folder is missing or has no weights, or they are unreadable.
@@ -159,13 +176,8 @@ def load_weights(
         raise ModelLoadError(f"weights in {folder} are unreadable: {error}") from error
     if not found:
         raise ModelLoadError(f"no weights (*.safetensors, *.bin, *.pt) in {folder}")
-    dtype = mlx_dtype(config)
-    floating = (mx.float16, mx.bfloat16, mx.float32)
-    return {
-        name: a.astype(dtype) if a.dtype in floating else a
-        for name, a in found.items()
-        if wanted is None or wanted(name)
-    }
+    chosen = {name: a for name, a in found.items() if wanted is None or wanted(name)}
+    return chosen if as_stored else in_dtype(chosen, mlx_dtype(config))
 
 
 def _torch_arrays(path: Path) -> dict[str, mx.array]:

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 BlockBuilder = Callable[[Any, Mapping[str, Any]], "tuple[nn.Module, int | None]"]
 
 
+#: What conversions of a multimodal checkpoint put before the names of its text model.
+_OF_TEXT = "language_model."
+
+
 @dataclass(frozen=True)
 class MTPFamily:
     """Facts about the MTP layers of one family."""
 
     title: str  # the models' name, for users
-    model_type: str  # of the target, in its config.json
+    model_types: tuple[str, ...]  # of targets, in their config.json
     prefix: str  # of the layer's array names; {} stands for the target's number of layers
     #: From the checkpoint's module names to MTPHead's; None marks copies of the target's embedding
     #: and head, which are not loaded. All names not listed are the decoder layer's.
@@ -34,6 +38,9 @@ class MTPFamily:
     reads_normed: bool = True  # reads the target's states after its last norm, not before it
     feeds_normed: bool = True  # its next pass reads its own output after `norm`, not before it
     masks_first: bool = True  # trained with a zero embedding in the first row of a text
+    #: Checkpoints have a norm's weights less one. mlx-lm adds it as it reads one, and conversions
+    #: have it added.
+    norms_from_zero: bool = False
 
     def own_name(self, name: str, num_layers: int) -> str | None:
         """An array of the checkpoint as MTPHead names it; None: the head does not load it.
@@ -43,6 +50,7 @@ class MTPFamily:
             num_layers: of the target.
         """
         prefix = self.prefix.format(num_layers)
+        name = name.removeprefix(_OF_TEXT)
         if not name.startswith(prefix) or "rotary_emb" in name:
             return None
         rest = name.removeprefix(prefix)
@@ -74,11 +82,69 @@ def _exaone_moe_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, 
     return exaone_moe.DecoderLayer(args, 0), None if kind == "full_attention" else window
 
 
+def _glm4_moe_lite_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+    from mlx_lm.models import glm4_moe_lite
+
+    return glm4_moe_lite.Glm4MoeLiteDecoderLayer(args, args.num_hidden_layers), None
+
+
+def _deepseek_v3_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+    from mlx_lm.models import deepseek_v3
+
+    return deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers), None
+
+
+def _qwen3_next_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+    from mlx_lm.models import qwen3_next
+
+    # With attention, whatever the target's own first layer has.
+    args = dataclasses.replace(args, full_attention_interval=1)
+    return qwen3_next.Qwen3NextDecoderLayer(args, 0), None
+
+
+def _qwen3_5_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+    from mlx_lm.models import qwen3_5
+
+    args = dataclasses.replace(args, full_attention_interval=1)
+    return qwen3_5.DecoderLayer(args, 0), None
+
+
+#: Names of families whose MTP layer is one more of the target's layers.
+_ONE_MORE_LAYER = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+    "shared_head.head": None,
+    "embed_tokens": None,
+}
+#: Names of families that keep it apart.
+_APART = {
+    "pre_fc_norm_embedding": "embedding_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+    "fc": "fc",
+    "norm": "norm",
+    "layers.0": "block",
+}
+
+
+def _qwen3_5(title: str, model_type: str) -> MTPFamily:
+    return MTPFamily(
+        title,
+        (model_type, f"{model_type}_text"),
+        "mtp.",
+        _APART,
+        _qwen3_5_block,
+        masks_first=False,
+        norms_from_zero=True,
+    )
+
+
 #: By architecture of the layer, as vLLM names it.
 MTP_FAMILIES: Mapping[str, MTPFamily] = {
     "MiMoMTPModel": MTPFamily(
         "MiMo",
-        "mimo",
+        ("mimo",),
         "model.mtp_layers.0.",
         {
             "token_layernorm": "embedding_norm",
@@ -92,31 +158,44 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
     ),
     "Glm4MoeMTPModel": MTPFamily(
         "GLM-4.5 to 4.7",
-        "glm4_moe",
+        ("glm4_moe",),
         "model.layers.{}.",
-        {
-            "enorm": "embedding_norm",
-            "hnorm": "hidden_norm",
-            "eh_proj": "fc",
-            "shared_head.norm": "norm",
-            "shared_head.head": None,
-            "embed_tokens": None,
-        },
+        _ONE_MORE_LAYER,
         _glm4_moe_block,
         feeds_normed=False,
     ),
+    "Glm4MoeLiteMTPModel": MTPFamily(
+        "GLM-4.7-Flash",
+        ("glm4_moe_lite",),
+        "model.layers.{}.",
+        _ONE_MORE_LAYER,
+        _glm4_moe_lite_block,
+        feeds_normed=False,
+    ),
+    "DeepSeekMTPModel": MTPFamily(
+        "DeepSeek-V3",
+        ("deepseek_v3",),
+        "model.layers.{}.",
+        _ONE_MORE_LAYER,
+        _deepseek_v3_block,
+    ),
     "ExaoneMoeMTP": MTPFamily(
         "K-EXAONE",
-        "exaone_moe",
+        ("exaone_moe",),
         "mtp.",
-        {
-            "pre_fc_norm_embedding": "embedding_norm",
-            "pre_fc_norm_hidden": "hidden_norm",
-            "fc": "fc",
-            "norm": "norm",
-            "layers.0": "block",
-        },
+        _APART,
         _exaone_moe_block,
         masks_first=False,
     ),
+    "Qwen3NextMTP": MTPFamily(
+        "Qwen3-Next",
+        ("qwen3_next",),
+        "mtp.",
+        _APART,
+        _qwen3_next_block,
+        masks_first=False,
+        norms_from_zero=True,
+    ),
+    "Qwen3_5MTP": _qwen3_5("Qwen3.5", "qwen3_5"),
+    "Qwen3_5MoeMTP": _qwen3_5("Qwen3.5 MoE", "qwen3_5_moe"),
 }

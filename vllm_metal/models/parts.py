@@ -95,6 +95,12 @@ class ModelParts:
         finally:
             self._call = _Call()
 
+    @property
+    def text_args(self) -> Any:
+        """mlx-lm's arguments of the text model, which a multimodal family has in a part."""
+        text: Any = getattr(self.model, "language_model", self.model)
+        return text.args
+
     def observe(self, observer: Callable[[mx.array], object]) -> None:
         """Shows `observer` the final hidden states of all rows, [T, 1, H], in every forward.
 

@@ -6,17 +6,17 @@ DeepSeek-AI 2024, arXiv:2412.19437, section 2.2. mlx-lm leaves these layers out 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.attention.layers import decoder_layer
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
+from vllm_metal.models.mtp_weights import mtp_weights
 from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
@@ -83,21 +83,22 @@ class MTP(HeadNetwork):
 
         Raises:
             loader.ModelLoadError: the checkpoint has no MTP layer, or one of another target.
-            NotImplementedError: the target does not show its hidden states.
+            NotImplementedError: the target does not show its hidden states, or the layer keeps
+                what the paged path does not serve.
         """
         assert config.speculative_config is not None
         model_config = config.speculative_config.draft_model_config
         (architecture, *_) = model_config.architectures
         family = MTP_FAMILIES[architecture]  # the platform has refused all others
-        if loader.model_type(config) != family.model_type:
+        if loader.model_type(config) not in family.model_types:
             raise loader.ModelLoadError(
-                f"MTP layers of {model_config.model} ({family.model_type}) do not go with a target "
-                f"of {loader.model_type(config)}"
+                f"MTP layers of {model_config.model} ({family.model_types[0]}) do not go with a "
+                f"target of {loader.model_type(config)}"
             )
-        args = target.model.args
+        args = target.text_args
         block, window = family.build_block(args, model_config.hf_config.to_dict())
         head = MTPHead(family, args, block)
-        weights = _weights(config, family, args.num_hidden_layers)
+        weights = mtp_weights(config, family, target.model, args.num_hidden_layers)
         quantization = getattr(model_config.hf_config, "quantization", None) or {}
         _quantize(head, weights, quantization.get("mode", "affine"))
         try:
@@ -106,47 +107,18 @@ class MTP(HeadNetwork):
             raise loader.ModelLoadError(
                 f"the MTP layer of {model_config.model} does not fit the target: {error}"
             ) from error
+        head.eval()
         mx.eval(head.parameters())
         head.embed_tokens = target.input_embedding
         head.lm_head = target.output_head
-        layer = AttentionLayer(
-            f"{LAYER_PREFIX}layers.0",
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads,
-            window,
-        )
+        try:
+            layer = decoder_layer(
+                block, f"{LAYER_PREFIX}layers.0", args.hidden_size, loader.mlx_dtype(config), window
+            )
+        except NotImplementedError as error:
+            raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
         last = None if family.reads_normed else (len(target.model.layers),)
         super().__init__(config, head, [layer], HiddenStates(target, last))
-
-
-def _weights(config: VllmConfig, family: MTPFamily, num_layers: int) -> dict[str, mx.array]:
-    """The layer's arrays by MTPHead's names, experts stacked as mlx-lm's layers have them."""
-    assert config.speculative_config is not None
-    model_config = config.speculative_config.draft_model_config
-    found = loader.load_weights(
-        model_config, config, lambda name: family.own_name(name, num_layers) is not None
-    )
-    if not found:
-        raise loader.ModelLoadError(
-            f"{model_config.model} carries no MTP layers ({family.prefix.format(num_layers)}*): "
-            'most conversions to MLX drop them. Name the original checkpoint as "model" in '
-            "--speculative-config, or choose another method"
-        )
-    weights: dict[str, mx.array] = {}
-    experts: dict[str, dict[int, mx.array]] = {}
-    for name, array in found.items():
-        own = family.own_name(name, num_layers)
-        assert own is not None
-        if expert := re.fullmatch(r"(.*\.mlp)\.experts\.(\d+)\.(.*)", own):
-            module, index, part = expert.groups()
-            experts.setdefault(f"{module}.switch_mlp.{part}", {})[int(index)] = array
-        else:
-            weights[own] = array
-    return weights | {
-        name: mx.stack([arrays[index] for index in sorted(arrays)])
-        for name, arrays in experts.items()
-    }
 
 
 def _quantize(head: MTPHead, weights: Mapping[str, mx.array], mode: str) -> None:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP layers of hybrids: drafts are those of the layer's formula, rejected ones leave no trace."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from e2e.harness import Dense, counters, engine, generate, greedy
+from mlx.utils import tree_flatten
+from spec_decode.heads import BLOCK, Bench, K, engine_config, serve_and_check
+from spec_decode.hybrids import FAMILIES, NaiveMTP, write_hybrid
+from vllm.model_executor.models import registry
+
+from vllm_metal.models import loader, parts
+from vllm_metal.spec_decode.registry import load_network
+
+LENGTHS = (1, 17, 40, 100)  # of prompts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def multimodal_classes_are_not_imported():
+    """vLLM's own of Qwen3.5 need torchvision, which serving does not: it hears of Qwen3-Next's."""
+    inspect, models = registry._try_inspect_model_cls, registry.ModelRegistry.models
+
+    def text_only(architecture, model):
+        if architecture.startswith("Qwen3_5"):
+            architecture = "Qwen3NextMTP" if "MTP" in architecture else "Qwen3NextForCausalLM"
+        return inspect(architecture, models[architecture])
+
+    with mock.patch.object(registry, "_try_inspect_model_cls", text_only):
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def bench(request, tmp_path_factory):
+    folder = write_hybrid(tmp_path_factory.mktemp("models") / "target", request.param)
+    return Bench(engine_config(folder, folder, "mtp"), NaiveMTP(folder))
+
+
+def test_drafts_are_the_formulas_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
+    bench.begin(0, bench.prompt(3 * BLOCK + 3))
+    bench.begin(1, bench.prompt(2))
+    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
+    counts = [bench.step([1, 0], [K, 0], chunk=20) for _ in range(2)]  # beside a prompt
+    assert counts == [[K, 0], [K, 0]]
+    drafted = 0
+    for _ in range(6):
+        drafted += sum(bench.step(bench.rng.permutation(2), bench.rng.integers(0, K + 1, 2)))
+    assert drafted > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversions_layer_is_the_published_one(tmp_path, family):
+    """mlx-lm adds one to the norms' weights as it converts, and it is not added again."""
+    heads = []
+    for converted in (False, True):
+        folder = write_hybrid(tmp_path / str(converted), family, converted)
+        config = engine_config(folder, folder, "mtp")
+        network = load_network(config, parts.ModelParts(loader.load(config)))
+        heads.append(dict(parameters(network)))
+    published, kept = heads
+    assert published.keys() == kept.keys()
+    for name, array in published.items():
+        assert np.allclose(np.array(array), np.array(kept[name]), atol=1e-6), name
+
+
+def parameters(network):
+    """The head's arrays by name, without the target's."""
+    found = tree_flatten(network._head.parameters())
+    return [pair for pair in found if not pair[0].startswith(("embed_tokens", "lm_head"))]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        pytest.param("qwen3_5", marks=pytest.mark.more),
+        pytest.param("qwen3_5_moe", marks=pytest.mark.more),
+    ],
+)
+def test_served(tmp_path, monkeypatch, family):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = write_hybrid(tmp_path / "target", family, vocab_size=32)
+    serve_and_check(folder, {"method": "mtp", "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize("lengths", ["fixed", "adaptive"])
+def test_drafts_that_are_mostly_right(tmp_path, monkeypatch, lengths):
+    """Text is mlx-lm's, from drafts that are kept and drafts that are not, also after a hit."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = str(write_hybrid(tmp_path / "target", "qwen3_next", guessable=True))
+    prompts = [
+        np.random.default_rng(length).integers(0, 128, length).tolist() for length in LENGTHS
+    ]
+    dense = Dense(folder)
+    with engine(
+        folder,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+        additional_config={"fixed_draft_length": lengths == "fixed"},
+    ) as llm:
+        for _ in range(2):
+            outputs = generate(llm, prompts, greedy(80, detokenize=False))
+            for prompt, tokens in zip(prompts, outputs, strict=True):
+                dense.check(prompt, tokens)
+        seen = counters(llm)
+    drafted = seen["vllm:spec_decode_num_draft_tokens"]
+    accepted = seen["vllm:spec_decode_num_accepted_tokens"]
+    assert drafted / 2 < accepted < drafted
+    assert seen["vllm:prefix_cache_hits"] > 0
