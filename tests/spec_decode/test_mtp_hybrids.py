@@ -1,34 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """MTP layers of hybrids: drafts are those of the layer's formula, rejected ones leave no trace."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy
 from mlx.utils import tree_flatten
 from spec_decode.heads import BLOCK, Bench, K, engine_config, serve_and_check
 from spec_decode.hybrids import FAMILIES, NaiveMTP, write_hybrid
-from vllm.model_executor.models import registry
 
 from vllm_metal.models import loader, parts
 from vllm_metal.spec_decode.registry import load_network
 
 LENGTHS = (1, 17, 40, 100)  # of prompts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def multimodal_classes_are_not_imported():
-    """vLLM's own of Qwen3.5 need torchvision, which serving does not: it hears of Qwen3-Next's."""
-    inspect, models = registry._try_inspect_model_cls, registry.ModelRegistry.models
-
-    def text_only(architecture, model):
-        if architecture.startswith("Qwen3_5"):
-            architecture = "Qwen3NextMTP" if "MTP" in architecture else "Qwen3NextForCausalLM"
-        return inspect(architecture, models[architecture])
-
-    with mock.patch.object(registry, "_try_inspect_model_cls", text_only):
-        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -151,6 +151,7 @@ MADE_AT_ONCE = (
     "speculation.allow_lookup_methods",
     "stat_loggers.add_stat_logger",
     "step_budget.StepBudget",
+    "text_models.take_text_models",
     "torch_accelerator.answer_for_torch_accelerator",
 )
 

@@ -36,6 +36,7 @@ CHANGING = (
     "speculation",
     "stat_loggers",
     "step_budget",
+    "text_models",
     "tokenizers",
     "torch_accelerator",
 )
@@ -269,6 +270,31 @@ def no_chunk_at_all(folder):
     )
     chunk = Scheduler._mamba_block_aligned_split(scheduler, request, 470)
     return chunk == 0, chunk
+
+
+@probe("text_models.take_text_models")
+def multimodal(folder):
+    """A checkpoint of Qwen3.5 is one that takes images, or does not load without what they need."""
+    import pathlib
+    import tempfile
+
+    text = MODEL | {"model_type": "qwen3_5_text"}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        pathlib.Path(name, "config.json").write_text(json.dumps(config))
+
+        def make():
+            return arguments(name).create_engine_config().model_config.is_multimodal_model
+
+        try:
+            found = make()
+        except Exception as error:
+            return True, repr(error)
+        return found, found
 
 
 @probe("refusals.allow_min_p_and_logit_bias")

@@ -36,6 +36,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     shutdown,
     speculation,
     stat_loggers,
+    text_models,
     torch_accelerator,
 )
 
@@ -150,6 +151,7 @@ class MetalPlatform(Platform):
         speculation.allow_lookup_methods()
         speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         mlp_speculators.allow_mlp_speculators()
+        text_models.take_text_models()
         refusals.allow_min_p_and_logit_bias()
         kv_transfer.recompute_by_default()
         stat_loggers.add_stat_logger(MetalStatLogger)
