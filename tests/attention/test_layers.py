@@ -55,20 +55,9 @@ def test_sinks_are_noted_with_their_dtype():
     ("model_type", "changes", "reason"),
     [
         (
-            "gemma2",
-            {"query_pre_attn_scalar": 16},
-            "'gemma2' computes attention in layers.0 by itself",
-        ),
-        (
-            "mamba",
-            {
-                "state_size": 8,
-                "conv_kernel": 4,
-                "use_bias": False,
-                "use_conv_bias": True,
-                "time_step_rank": 4,
-            },
-            "'mamba' keeps ArraysCache layers",
+            "baichuan_m1",
+            {"sliding_window": 16, "sliding_window_layers": [], "conv_window": 2},
+            "'baichuan_m1' computes attention and a recurrence in one module",
         ),
     ],
 )

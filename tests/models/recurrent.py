@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from vllm_metal.attention import seam, soft_caps
+
 VOCAB = 64
 
 
@@ -176,6 +178,8 @@ def config_of(family: Family) -> dict[str, Any]:
 def make_model(family: Family, seed: int = 1) -> Any:
     """The small model, with random weights."""
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
+    seam.install()
+    soft_caps.install()
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config_of(family)))
     mx.eval(model.parameters())

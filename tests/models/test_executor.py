@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from models import latent, recurrent
+from models.recurrent import VOCAB, make_model
 from vllm import SamplingParams
 
 from vllm_metal.attention import seam
@@ -65,10 +67,15 @@ FAMILIES = {
     "gpt2": {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512},
 }
 
+#: Those whose layers keep states or latents, or do else what others do not.
+SMALL = {**recurrent.FAMILIES, **latent.FAMILIES}
+
 
 def build(model_type: str):
     """A small model of the family with random weights."""
     seam.install()
+    if model_type in SMALL:
+        return make_model(SMALL[model_type], seed=7)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     seam.install()
     mx.random.seed(7)
@@ -83,8 +90,7 @@ def executor(
 ):
     layers = attention_layers(model, model_type)
     kv_caches = {
-        layer.name: kv_cache_type(num_blocks, BLOCK, layer.num_kv_heads, layer.head_size, elements)
-        for layer in layers
+        layer.name: layer.allocate(num_blocks, BLOCK, elements, kv_cache_type) for layer in layers
     }
     group_of = {layer.name: 0 for layer in layers}
     return ModelExecutor(ModelParts(model), layers, kv_caches, group_of, BLOCK)
@@ -99,12 +105,13 @@ class NewRequest:
         self.sampling_params = SamplingParams()
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", sorted({**FAMILIES, **SMALL}))
 def test_chunks_of_a_mixed_batch_equal_the_dense_forward(model_type):
     model = build(model_type)
     rng = np.random.default_rng(3)
     lengths = [70, 33, 1, 48]
-    prompts = [rng.integers(0, 128, n).tolist() for n in lengths]
+    vocab_size = VOCAB if model_type in SMALL else COMMON["vocab_size"]
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in lengths]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
 
     blocks = rng.permutation(np.arange(1, 40))  # a pool with no order to lean on

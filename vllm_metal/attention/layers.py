@@ -70,7 +70,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self, queries: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         # mlx-lm's modules of latent attention have this projection, and no others do.
-        if "embed_q" not in recurrent_calls.under_way()[-1]:
+        if "embed_q" not in recurrent_calls.under_way()[-1].module:
             return None
         self._num_heads, self._latent = queries.shape[1], True
         return queries

@@ -12,6 +12,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -73,24 +74,32 @@ def results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]]
     return [array for _, array in named], rebuilt
 
 
-_under_way: list[nn.Module] = []
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a module that is under way."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
 
 
-def under_way() -> list[nn.Module]:
-    """The modules whose calls are under way, outermost first, where they are `noted`."""
+_under_way: list[Call] = []
+
+
+def under_way() -> list[Call]:
+    """The calls that are under way, outermost first, where they are `noted`."""
     return list(_under_way)
 
 
 @contextmanager
 def noted(model: nn.Module) -> Iterator[None]:
-    """Within, `under_way` knows of the model's modules."""
+    """Within, `under_way` knows the calls of the model's modules."""
     classes = {type(module) for module in model.modules()}
     before = {cls: vars(cls)["__call__"] for cls in classes if "__call__" in vars(cls)}
 
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            _under_way.append(self)
+            _under_way.append(Call(self, (*args, *kwargs.values())))
             try:
                 return call(self, *args, **kwargs)
             finally:

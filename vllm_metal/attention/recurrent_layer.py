@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from vllm_metal.attention import recurrent_calls
 from vllm_metal.attention.probe import Probe
-from vllm_metal.attention.recurrent_calls import SequenceCache
+from vllm_metal.attention.recurrent_calls import Call, SequenceCache
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState, StepScope
@@ -126,7 +125,7 @@ class RecurrentProbe(ArraysCache, Probe):
             cache: as mlx-lm makes it for the layer.
         """
         super().__init__(len(cache.cache))
-        self._common: list[nn.Module] | None = None
+        self._common: list[Call] | None = None
 
     def __getitem__(self, index: int) -> Any:
         self._note()
@@ -137,7 +136,7 @@ class RecurrentProbe(ArraysCache, Probe):
         super().__setitem__(index, value)
 
     def _note(self) -> None:
-        """The modules that all uses have in common."""
+        """The calls that all uses have in common."""
         calls = recurrent_calls.under_way()
         if self._common is None:
             self._common = calls
@@ -151,7 +150,13 @@ class RecurrentProbe(ArraysCache, Probe):
             raise NotImplementedError(
                 f"leaves a part of the state of {name} empty, which the paged path does not serve"
             )
-        recurrent_calls.install(type(self._common[-1]))
+        call = self._common[-1]
+        if not any(argument is self for argument in call.arguments):
+            raise NotImplementedError(
+                f"computes attention and a recurrence in one module in {name}, which the paged "
+                "path does not serve"
+            )
+        recurrent_calls.install(type(call.module))
         form = StateFormat(
             tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
         )

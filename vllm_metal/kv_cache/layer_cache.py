@@ -70,7 +70,7 @@ def parts_of(block_size: int) -> int:
     Blocks are larger where layers with a recurrent state share the pool's memory: one has room for
     a state.
     """
-    return 1 if block_size in BLOCK_SIZES else block_size // BLOCK_SIZES[0]
+    return 1 if block_size <= BLOCK_SIZES[-1] else block_size // BLOCK_SIZES[0]
 
 
 def row_bytes(head_size: int, dtype: mx.Dtype) -> int:

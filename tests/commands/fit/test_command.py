@@ -146,26 +146,29 @@ def test_what_the_engine_refuses_is_one_line(llama3_8b, capsys, arguments, messa
 def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path, capsys):
     import mlx.core as mx
     from mlx.utils import tree_flatten
-    from mlx_lm.models import mamba
+    from mlx_lm.models import baichuan_m1
 
     config = {
-        "model_type": "mamba",
+        "model_type": "baichuan_m1",
         "vocab_size": 64,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "state_size": 8,
         "num_hidden_layers": 1,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_theta": 1e4,
+        "sliding_window": 16,
+        "sliding_window_layers": [],
+        "conv_window": 2,
+        "rms_norm_eps": 1e-5,
     }
-    model = mamba.Model(mamba.ModelArgs.from_dict(config))
+    model = baichuan_m1.Model(baichuan_m1.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["fit", str(tmp_path), "--memory", "16GB", "--context", "1k"]) == 1
-    assert "model_type 'mamba' keeps " in capsys.readouterr().err
+    reason = "model_type 'baichuan_m1' computes attention and a recurrence in one module"
+    assert reason in capsys.readouterr().err
 
 
 def test_where_there_is_no_metal_device_the_mac_must_be_named(llama3_8b, capsys, monkeypatch):
