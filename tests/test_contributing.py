@@ -58,7 +58,9 @@ EXAMPLES = {
     "a kind of layer": Example(
         r"sliding_window|SlidingWindow|RotatingKVCache",
         {
+            "tests/commands/fit/test_command.py": "a model that is refused for something else",
             "tests/e2e/conftest.py": "models that tests share",
+            "tests/models/": "likewise",
             "tests/kv_cache/recurrent.py": "another kind of layer",
             "tests/kv_transfer/": "groups of vLLM's, whatever their layers",
             "tests/spec_decode/": "targets and drafts that have such layers",

@@ -19,9 +19,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hits_drafts_and_preemptions(folders, name):
-    _, second = check_passes(
-        folders[name], num_gpu_blocks_override=60, speculative_config=NGRAM
-    )
+    _, second = check_passes(folders[name], num_gpu_blocks_override=60, speculative_config=NGRAM)
     assert second["vllm:prefix_cache_hits"] > 0
     assert second["vllm:num_preemptions"] > 0
     drafted, accepted = (
