@@ -69,6 +69,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             max_num_batched_tokens=rows,
             gpu_memory_utilization=args.gpu_memory_utilization,
             block_size=args.block_size or metal_platform.BLOCK_SIZES[0],
+            block_size_asked=args.block_size is not None,
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:

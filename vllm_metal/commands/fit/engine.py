@@ -28,6 +28,7 @@ def config(
     dtype: torch.dtype,
     cache_dtype: str,
     block_size: int,
+    block_size_asked: bool = False,
     max_model_len: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
@@ -36,6 +37,7 @@ def config(
     """A configuration with vLLM's defaults for all else, made without loading the model."""
     made: VllmConfig = object.__new__(VllmConfig)
     cache = CacheConfig(block_size=block_size)
+    cache.user_specified_block_size = block_size_asked
     cache.cache_dtype = cast("CacheDType", formats.canonical(cache_dtype))
     cache.kv_cache_layout = "LBNHC"  # the worker's word on it
     if gpu_memory_utilization is not None:

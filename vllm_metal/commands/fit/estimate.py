@@ -25,7 +25,7 @@ from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.kv_cache.specs import kv_cache_specs
+from vllm_metal.kv_cache.specs import block_size_for, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
@@ -71,6 +71,8 @@ class Estimate:
     """A model on a machine. Sizes are bytes."""
 
     token_bytes: int  # K and V of a token, in all layers
+    state_bytes: int  # of what other layers keep of a request, however long; 0: there are none
+    block_size: int  # tokens of a block
     needs: Needs  # of the pool
     measured: Measured  # what the engine would measure
     settings: Settings
@@ -123,8 +125,8 @@ def estimate(
     Raises:
         ValueError: the forward pass cannot be estimated (vllm_metal.commands.fit.step).
     """
-    block_size = config.cache_config.block_size
     pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
+    block_size = _settle_block_size(model, config, pool_dtype)
     specs = kv_cache_specs(model.layers, block_size, pool_dtype)
     needs = Needs.of(config, specs)
     settings = settings_of(config, machine.kind, needs.block_bytes)
@@ -138,8 +140,21 @@ def estimate(
         Beside.of(config, model.layers, kv_cache_type, step.vocab_size),
         step.nbytes if forward is None else forward,
     )
-    token_bytes = sum(spec.page_size_bytes for spec in specs.values()) // block_size
-    return Estimate(token_bytes, needs, measured, settings, quantised)
+    attending = [layer for layer in model.layers if not layer.state_bytes]
+    rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
+    states = sum(layer.state_bytes for layer in model.layers)
+    return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
+
+
+def _settle_block_size(model: Model, config: VllmConfig, pool_dtype: mx.Dtype) -> int:
+    """As the engine does once the model is loaded (worker.worker)."""
+    cache = config.cache_config
+    cache.block_size = block_size_for(
+        model.layers, cache.block_size, pool_dtype, cache.user_specified_block_size
+    )
+    if any(layer.state_bytes for layer in model.layers):
+        cache.mamba_cache_mode = "align"
+    return cache.block_size
 
 
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:

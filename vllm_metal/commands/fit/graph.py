@@ -26,7 +26,7 @@ from metal_kernels import kernel
 #: an array like their first input.
 _FAST = ("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention")
 #: Operations that `mx.export_function` does not know.
-_UNKNOWN = ("from_fp8", "to_fp8")
+_UNKNOWN = ("from_fp8", "to_fp8", "contiguous")
 _COMPILED = type(nn.silu)  # what mx.compile returns
 
 

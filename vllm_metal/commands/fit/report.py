@@ -10,7 +10,7 @@ from typing import Any
 from vllm_metal.commands.fit.estimate import Estimate
 from vllm_metal.commands.fit.machine import Machine
 
-_GIB, _KIB = 2**30, 2**10
+_GIB, _MIB, _KIB = 2**30, 2**20, 2**10
 _NAMES = {"fp8": "fp8 or int8"}  # the two take the same bytes
 
 
@@ -41,6 +41,7 @@ def as_text(answer: Answer) -> str:
         "",
         _row("KV cache (--kv-cache-dtype)", answer, lambda name, _: _NAMES.get(name, name)),
         _row("K and V of a token", answer, lambda _, e: f"{e.token_bytes / _KIB:,.1f} KiB"),
+        *_of_states(answer),
         _row("pool", answer, lambda _, e: f"{max(e.pool, 0) / _GIB:.2f} GiB"),
         _row("tokens in it", answer, lambda _, e: f"{e.tokens:,}"),
         _row(f"requests of {length:,} tokens", answer, lambda _, e: f"{e.requests:,}"),
@@ -51,6 +52,16 @@ def as_text(answer: Answer) -> str:
         *_verdict(answer, asked),
     ]
     return "\n".join(lines)
+
+
+def _of_states(answer: Answer) -> list[str]:
+    """Of a model whose layers keep states: what they take, and how large blocks are for it."""
+    if not any(estimate.state_bytes for estimate in answer.estimates.values()):
+        return []
+    return [
+        _row("states of a request", answer, lambda _, e: f"{e.state_bytes / _MIB:,.1f} MiB"),
+        _row("tokens of a block", answer, lambda _, e: f"{e.block_size:,}"),
+    ]
 
 
 def _row(label: str, answer: Answer, cell: Callable[[str, Estimate], str]) -> str:
@@ -97,6 +108,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
 def _as_json(estimate: Estimate) -> dict[str, Any]:
     return {
         "token_bytes": estimate.token_bytes,
+        "state_bytes": estimate.state_bytes,
+        "block_size": estimate.block_size,
         "pool": estimate.pool,
         "tokens": estimate.tokens,
         "requests": estimate.requests,
