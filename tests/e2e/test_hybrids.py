@@ -25,6 +25,15 @@ SHARED = 100
 BLOCKS = {"qwen3_next, large states": 26, "recurrent_gemma": 30}
 
 
+#: Counters that random traffic shows.
+_TOLD = (
+    "vllm:prefix_cache_hits",
+    "vllm:num_preemptions",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrids")
@@ -146,6 +155,43 @@ def test_sleep_gives_states_back(folders, name):
                 dense.check(prompt, tokens)
             llm.sleep()
             llm.wake_up()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(21))
+def test_random_traffic(folders, seed):
+    """100 requests of a seed, in waves that go on from texts of the waves before."""
+    rng = np.random.default_rng(seed)
+    name = list(FAMILIES)[seed % len(FAMILIES)]
+    dense, texts = Dense(folders[name]), [rng.integers(3, VOCAB, 60).tolist()]
+    options = {
+        "max_num_batched_tokens": int(rng.choice([24, 48, 100, 256])) + 64,
+        "max_num_seqs": int(rng.choice([1, 4, 8, 16])),
+        "num_gpu_blocks_override": int(rng.choice([40, 60, 100, 400])),
+        "async_scheduling": bool(rng.random() < 0.6),
+        "speculative_config": NGRAM if rng.random() < 0.7 else None,
+        "additional_config": {"fixed_draft_length": bool(rng.random() < 0.5)},
+    }
+    with hybrid_engine(folders[name], **options) as llm:
+        free = free_blocks(llm)
+        for _ in range(4):
+            prompts, lengths = [], []
+            for _ in range(25):
+                text = texts[int(rng.integers(len(texts)))]
+                shared = text[: int(rng.integers(0, min(len(text), 180) + 1))]
+                own = rng.integers(3, int(rng.choice([6, VOCAB])), int(rng.integers(1, 30)))
+                prompts.append([*shared, *own.tolist()])
+                lengths.append(int(rng.integers(1, 40)))
+            params = [greedy(length, detokenize=False) for length in lengths]
+            for prompt, length, tokens in zip(
+                prompts, lengths, generate(llm, prompts, params), strict=True
+            ):
+                assert len(tokens) == length
+                dense.check(prompt, tokens)
+                texts.append([*prompt, *tokens])
+        run_out(llm)
+        assert free_blocks(llm) == free, "blocks were never freed"
+        print(name, {k: v for k, v in counters(llm).items() if v and k in _TOLD})
 
 
 def disk_options(folder):
