@@ -8,6 +8,7 @@ file at the end; "from disk" reads what was taken out of the page cache.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -51,7 +52,8 @@ class PageShape:
     @property
     def parts(self) -> list[PagePart]:
         """As of a pool."""
-        return [PagePart.of(mx.zeros((1, *self.shape)), 0)] * self.count
+        nbytes = math.prod(self.shape) * mx.float32.size
+        return [PagePart(self.shape, mx.float32, nbytes)] * self.count
 
 
 #: Pages of 16 tokens: SmolLM2-135M in float32, 30 layers of 3 heads; and a file of a page of an 8B
