@@ -100,7 +100,7 @@ class RecurrentCache(SequenceCache):
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size
-        rebuilt: Any = None
+        rebuilt: Any = None  # of all runs alike
 
         def compute(
             rows: mx.array, states: list[mx.array]
@@ -113,7 +113,8 @@ class RecurrentCache(SequenceCache):
             found, rebuilt = recurrent_calls.results_of(module(*new_args, **new_kwargs))
             return found, cache.cache
 
-        return rebuilt(found) if (found := self._state.run(self._scope.plan, compute)) else None
+        results = self._state.run(self._scope.plan, compute)
+        return rebuilt(results)
 
 
 class RecurrentProbe(ArraysCache, Probe):
@@ -146,7 +147,7 @@ class RecurrentProbe(ArraysCache, Probe):
 
     def layer(self, name: str) -> RecurrentLayer:
         parts: list[Any] = self.cache
-        if self._common is None or any(part is None for part in parts):
+        if not self._common or any(part is None for part in parts):
             raise NotImplementedError(
                 f"leaves a part of the state of {name} empty, which the paged path does not serve"
             )
