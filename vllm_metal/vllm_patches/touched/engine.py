@@ -268,7 +268,7 @@ _KV_CACHE = (
     Touched(
         "vllm.v1.kv_cache_interface:MambaSpec",
         by="attention/recurrent_layer.py",
-        called="block_size shapes dtypes mamba_cache_mode",
+        called="block_size= shapes= dtypes= mamba_cache_mode=",
         fields="page_size_padded",
     ),
     Touched(
