@@ -18,6 +18,8 @@ from metal_kernels.kernel import MIN_ELEMENTS
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
 POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
+#: Unsigned integers by the bytes of a dtype: what holds its bits, whatever they stand for.
+BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 SCALE_DTYPE = mx.bfloat16  # codes are computed from the rounded scale: it costs no accuracy
 #: Bound in the place of scales where a pool holds values.
 NO_SCALES = mx.array([0.0] * MIN_ELEMENTS, SCALE_DTYPE)

@@ -13,7 +13,16 @@ from metal_kernels.paged_attention import AttentionShape
 
 #: In the order they are checked. All others read what kv_write wrote. `graph` is no kernel: writes
 #: and attention of a step's layers, in a graph that MLX traced and builds again by itself.
-KERNELS = ("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph")
+KERNELS = (
+    "kv_write",
+    "kv_gather",
+    "kv_blocks",
+    "kv_states",
+    "decode",
+    "prefill",
+    "reduce",
+    "graph",
+)
 _DTYPES = ("dtype", "cache_dtype")
 
 

@@ -12,13 +12,21 @@ import numpy as np
 
 from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
+from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.layout import RaggedLayout
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.paged_attention import reference as attention_reference
 from metal_kernels.selfcheck.case import Case, Check
-from metal_kernels.selfcheck.play import LAYERS, moves, play, score_scale
+from metal_kernels.selfcheck.play import (
+    LAYERS,
+    elements,
+    moves,
+    play,
+    score_scale,
+    state_width,
+)
 from metal_kernels.selfcheck.steps import Step, contents, steps
 
 _FLOAT_EPS = 2.0**-23
@@ -53,6 +61,8 @@ def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator
             wanted = write_reference.write(step.keys, step.values, slots, *wanted)
             if kernel == "kv_blocks":
                 wanted = _moved(wanted, step)
+            if kernel == "kv_states":
+                _move_states(wanted, step)
             mx.eval([array for array in wanted if array is not None])
             where = f"step {index // LAYERS}, layer {index % LAYERS}: "
             if kernel == "kv_gather":
@@ -70,6 +80,13 @@ def _moved(pools: Pools, step: Step) -> Pools:
 
     keys, *others = pools
     return Pools(after(keys), *(None if array is None else after(array) for array in others))
+
+
+def _move_states(pools: Pools, step: Step) -> None:
+    """In place."""
+    arrays, (sources, targets, _) = elements(pools), moves(step)
+    states = states_reference.read(arrays, mx.array(sources), state_width(arrays))
+    states_reference.write(arrays, targets, states)
 
 
 def _compare_contexts(

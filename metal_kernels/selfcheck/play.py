@@ -12,7 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.op_common import merged
 from metal_kernels.paged_attention import AttentionPlan, Tiles
@@ -94,6 +94,25 @@ def moves(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return step.blocks_np[:2], step.blocks_np[2:4], step.blocks_np[4:5]
 
 
+def _move_states(pool: _Pool, step: Step) -> list[mx.array]:
+    written = pool.write(step)
+    arrays = elements(pool.arrays)
+    sources, targets, _ = moves(step)
+    states, read = kv_states.read(arrays, mx.array(sources), state_width(arrays), after=[written])
+    pool.fences = [kv_states.write(arrays, targets, states, after=[read])]
+    return []
+
+
+def elements(pools: Pools) -> list[mx.array]:
+    """Of K, and of V where there are any: what states lie in."""
+    return [pools.keys] if pools.values is None else [pools.keys, pools.values]
+
+
+def state_width(arrays: Sequence[mx.array]) -> int:
+    """Elements of a state that goes on in V, where there is one, and does not fill its block."""
+    return sum(array.size // array.shape[1] for array in arrays) * 3 // 4
+
+
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:
     return [_attend_by(pool.plan(step), pool, step, pool.write(step))]
 
@@ -150,6 +169,7 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
     "kv_write": _only_write,
     "kv_gather": _gather,
     "kv_blocks": _move_blocks,
+    "kv_states": _move_states,
     "decode": _attend,
     "prefill": _attend,
     "reduce": _attend,

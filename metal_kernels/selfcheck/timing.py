@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kv_blocks, kv_gather, kv_write, paged_attention
-from metal_kernels.op_common import CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE
+from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
+from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE
 from metal_kernels.selfcheck.case import Case, dtype_name
 
 _ROUNDS = 5
@@ -80,6 +80,8 @@ def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
         (f"prefill {chunk} of {short}", layer.attend(1, chunk, short), 2 * short * rows),
         (f"gather K of {short}", layer.gather(short), short * rows),
         (f"copy {blocks} blocks", layer.copy(blocks), 4 * blocks * case.block_size * rows),
+        (f"read {blocks} states", layer.read_states(blocks), blocks * layer.state_bytes),
+        (f"write {blocks} states", layer.write_states(blocks), blocks * layer.state_bytes),
     ]
     return [Work(f"{name}: {what}", call, moved) for what, call, moved in calls]
 
@@ -152,6 +154,24 @@ class _Layer:
     def copy(self, blocks: int) -> Call:
         sources, targets = self._blocks[:blocks], self._blocks[blocks : 2 * blocks]
         return lambda fence: [kv_blocks.copy(self._arrays(), sources, targets, [fence])]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a state that fills a block."""
+        return self._width * self._keys.dtype.size
+
+    @property
+    def _width(self) -> int:
+        return 2 * self._keys.size // self._keys.shape[1]
+
+    def read_states(self, count: int) -> Call:
+        pools, blocks = [self._keys, self._values], mx.array(self._blocks[:count])
+        return lambda fence: [*reversed(kv_states.read(pools, blocks, self._width, after=[fence]))]
+
+    def write_states(self, count: int) -> Call:
+        pools, blocks = [self._keys, self._values], self._blocks[:count]
+        states = mx.zeros((count, self._width), BITS[self._keys.dtype.size])
+        return lambda fence: [kv_states.write(pools, blocks, states, after=[fence])]
 
     def _arrays(self) -> list[mx.array]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)

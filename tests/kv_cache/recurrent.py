@@ -68,7 +68,7 @@ class HybridModel(nn.Module):
     def __init__(self, vocab=64, size=32):
         super().__init__()
         self.embed = nn.Embedding(vocab, size)
-        attention = [Attention(size, 4, 2, 16) for _ in range(2)]
+        attention = [Attention(size, 4, 2, 64) for _ in range(2)]
         decays = [Decay(size) for _ in range(2)]
         self.layers = [attention[0], decays[0], attention[1], decays[1]]
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recurrent kind of layer is served beside attention by what every layer goes through."""
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 from kv_cache.recurrent import HybridModel
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
+from metal_kernels import kernel
 from vllm_metal.attention import seam
 from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.pages import BlockPages, page_rows
 from vllm_metal.kv_cache.recurrent_state import StateFormat
@@ -20,7 +23,7 @@ from vllm_metal.memory import profile
 from vllm_metal.models.paged_layers import PagedLayers
 
 BLOCK = 16
-MEMORY = 1 << 20
+MEMORY = 1 << 22
 MAX_NUM_REQS, MAX_BLOCKS, VOCAB = 6, 8, 64
 
 
@@ -31,17 +34,22 @@ def model():
     return HybridModel(VOCAB)
 
 
+@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+def pool(request):
+    """The class of the storages of K and V."""
+    with kernel.using(metal_interpreter.metal_kernel):
+        yield request.param
+
+
 class Server:
     """The model over a pool that vLLM's own planner laid out."""
 
-    def __init__(self, model, config, memory=MEMORY):
+    def __init__(self, model, config, pool=ScatterKVCache, memory=MEMORY):
         self.model = model
         self.layers = attention_layers(model, "hybrid")
         self.specs = kv_cache_specs(self.layers, BLOCK, mx.float32)
         (self.placed,) = get_kv_cache_configs(config, [dict(self.specs)], [memory])
-        self.states = allocate_kv_caches(
-            self.placed, self.layers, BLOCK, mx.float32, ScatterKVCache
-        )
+        self.states = allocate_kv_caches(self.placed, self.layers, BLOCK, mx.float32, pool)
         groups = self.placed.kv_cache_groups
         group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
         self.paged = PagedLayers(self.layers, self.states, group_of, BLOCK)
@@ -99,17 +107,18 @@ def close(found, expected):
 def test_layers_of_each_kind_are_read_off_the_model(model):
     form = StateFormat(((32,),), (mx.float32,))
     assert attention_layers(model, "hybrid") == [
-        AttentionLayer("layers.0", 4, 2, 16, None),
+        AttentionLayer("layers.0", 4, 2, 64, None),
         RecurrentLayer("layers.1", form),
-        AttentionLayer("layers.2", 4, 2, 16, 24),
+        AttentionLayer("layers.2", 4, 2, 64, 24),
         RecurrentLayer("layers.3", form),
     ]
 
 
-def test_storages_of_each_kind_fit_the_memory_that_vllm_gave_them(model, config):
-    server = Server(model, config)
+def test_storages_of_each_kind_fit_the_memory_that_vllm_gave_them(model, config, pool):
+    server = Server(model, config, pool)
     assert len(server.placed.kv_cache_groups) > 1
     assert len({spec.page_size_bytes for spec in server.specs.values()}) == 1
+    assert server.paged.pipelined == pool.pipelined
     used = sum(state.nbytes for state in server.paged.pool_arrays())
     assert 0.5 * MEMORY < used <= MEMORY
     for group in server.placed.kv_cache_groups:  # layers of one group share nothing
@@ -118,8 +127,8 @@ def test_storages_of_each_kind_fit_the_memory_that_vllm_gave_them(model, config)
         )
 
 
-def test_chunks_of_mixed_batches_equal_the_dense_recurrence(model, config):
-    server = Server(model, config)
+def test_chunks_of_mixed_batches_equal_the_dense_recurrence(model, config, pool):
+    server = Server(model, config, pool)
     texts = [text(length, seed) for seed, length in enumerate((50, 33, 1, 70))]
     for req_idx in range(4):
         server.begin(req_idx)
@@ -138,9 +147,9 @@ def test_chunks_of_mixed_batches_equal_the_dense_recurrence(model, config):
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 3])
-def test_a_state_goes_back_to_the_last_accepted_token(model, config, accepted):
+def test_a_state_goes_back_to_the_last_accepted_token(model, config, pool, accepted):
     """One request verifies three drafts, another one has none."""
-    server = Server(model, config)
+    server = Server(model, config, pool)
     truth, other = text(30, 0), text(25, 1)
     server.begin(0), server.begin(1)
     server.step([(0, 0, truth[:20]), (1, 0, other[:20])])
@@ -155,8 +164,8 @@ def test_a_state_goes_back_to_the_last_accepted_token(model, config, accepted):
     close(found[1], dense(model, other)[21:])
 
 
-def test_a_request_goes_on_from_copied_blocks(model, config):
-    server = Server(model, config)
+def test_a_request_goes_on_from_copied_blocks(model, config, pool):
+    server = Server(model, config, pool)
     tokens = text(40, 2)
     server.begin(0), server.begin(1)
     server.step([(0, 0, tokens[:30])])
@@ -166,17 +175,17 @@ def test_a_request_goes_on_from_copied_blocks(model, config):
     close(server.step([(0, 30, tokens[30:])])[0], dense(model, tokens)[30:])
 
 
-def test_cleared_blocks_hold_nothing(model, config):
-    server = Server(model, config)
+def test_cleared_blocks_hold_nothing(model, config, pool):
+    server = Server(model, config, pool)
     server.begin(0)
     server.step([(0, 0, text(30, 2))])
     server.paged.update_blocks(server.all_blocks(0).tolist(), [])
     assert not any(array.any().item() for array in server.paged.pool_arrays())
 
 
-def test_a_request_goes_on_in_another_engine_from_pages(model, config):
+def test_a_request_goes_on_in_another_engine_from_pages(model, config, pool):
     """Queued behind a step of another request, whose state and K/V are pages of their groups."""
-    first, second = Server(model, config), Server(model, config)
+    first, second = Server(model, config, pool), Server(model, config, pool)
     groups = [group.layer_names for group in first.placed.kv_cache_groups]
     ours, theirs = BlockPages(first.states, groups), BlockPages(second.states, groups)
     tokens = text(40, 3)
@@ -219,7 +228,7 @@ def test_no_layer_has_a_step_once_its_forward_is_built(model, config):
         server.step([(0, 3, text(1, 0))])
     for cache in kept[::2]:
         with pytest.raises(RuntimeError, match="outside a step"):
-            cache.update_and_fetch(mx.zeros((1, 2, 1, 16)), mx.zeros((1, 2, 1, 16)))
+            cache.update_and_fetch(mx.zeros((1, 2, 1, 64)), mx.zeros((1, 2, 1, 64)))
     for layer, cache in zip(model.layers[1::2], kept[1::2], strict=True):
         with pytest.raises(RuntimeError, match="outside a step"):
             layer(mx.zeros((1, 1, 32)), None, cache)

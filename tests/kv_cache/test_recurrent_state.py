@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """States in blocks: random steps equal a recurrence that is played one token at a time."""
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_kernels import kernel
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
-from vllm_metal.kv_cache.recurrent_state import (
-    RecurrentState,
-    SharedBlocks,
-    StateBlocks,
-    StateFormat,
-)
+from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 BLOCK, NUM_BLOCKS, NUM_REQS = 8, 64, 5
 MODULUS = 8191.0  # so that float32 has all numbers
 FORM = StateFormat(((3, 5), (2,)), (mx.float32, mx.bfloat16))
-HOSTS = {
-    "own arrays": lambda: StateBlocks(NUM_BLOCKS, FORM),
-    "float32": lambda: SharedBlocks(ScatterKVCache(NUM_BLOCKS, 16, 2, 8, mx.float32), FORM),
-    "bfloat16": lambda: SharedBlocks(ScatterKVCache(NUM_BLOCKS, 48, 1, 16, mx.bfloat16), FORM),
-    "float16, in K and V": lambda: SharedBlocks(
-        ScatterKVCache(NUM_BLOCKS, 16, 1, 2, mx.float16), FORM
-    ),
-    "codes": lambda: SharedBlocks(ScatterKVCache(NUM_BLOCKS, 16, 2, 16, mx.int8), FORM),
+MEMORIES = {
+    "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
+    "float32": lambda of: of(NUM_BLOCKS, 16, 2, 8, mx.float32),
+    "bfloat16": lambda of: of(NUM_BLOCKS, 48, 1, 16, mx.bfloat16),
+    "float16, in K and V": lambda of: of(NUM_BLOCKS, 16, 1, 2, mx.float16),
+    "codes": lambda of: of(NUM_BLOCKS, 16, 2, 16, mx.int8),
 }
+
+
+@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+def pool(request):
+    """The class of memories."""
+    with kernel.using(metal_interpreter.metal_kernel):
+        yield request.param
 
 
 def following(states, x):
@@ -63,10 +66,10 @@ class Text:
         return out[start:]
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_random_steps_with_drafts_equal_the_recurrence(host):
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
     rng = np.random.default_rng(3)
-    state = RecurrentState(HOSTS[host]())
+    state = RecurrentState(MEMORIES[memory](pool), FORM)
     texts = [Text(rng) for _ in range(NUM_REQS)]
     tables = np.zeros((NUM_REQS, 40), np.int32)
     free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
@@ -140,12 +143,34 @@ def test_numbers_of_a_span():
 
 def test_a_block_without_room_is_refused():
     with pytest.raises(ValueError, match="32 bytes has no room for a state of 64"):
-        SharedBlocks(ScatterKVCache(4, 16, 1, 1, mx.int8), FORM)
+        RecurrentState(ScatterKVCache(4, 16, 1, 1, mx.int8), FORM)
 
 
 def test_a_block_of_states_is_a_page_of_their_numbers():
     host = ScatterKVCache(NUM_BLOCKS, 16, 1, 4, mx.float16)  # 128 bytes of K: V is not used
-    state = RecurrentState(SharedBlocks(host, FORM))
+    state = RecurrentState(host, FORM)
     assert [array is host.keys.elements for array in state.page_arrays] == [True]
     assert state.page_numbers == [((mx.float32, 60), (mx.bfloat16, 4))]
     assert state.arrays == []  # which are looked after with K and V
+
+
+def test_memory_of_its_own_is_looked_after(pool):
+    state = RecurrentState(pool.of_states(NUM_BLOCKS, FORM.nbytes), FORM, alone=True)
+    (array,) = state.arrays
+    array[0, 3] = 5.0
+    mx.eval(array)
+    state.copy_blocks(np.array([3]), np.array([4]))
+    state.clear_blocks(np.array([3]))
+    state.settle()
+    assert np.array(state.arrays[0])[0, 2:5, 0, 0].tolist() == [0.0, 0.0, 5.0]
+
+
+def test_memory_of_another_is_left_to_it(pool):
+    host = pool(NUM_BLOCKS, 16, 2, 8, mx.float32)
+    host.keys.elements[0, 3] = 5.0
+    mx.eval(host.arrays)
+    state = RecurrentState(host, FORM)
+    state.copy_blocks(np.array([3]), np.array([4]))
+    state.clear_blocks(np.array([3]))
+    host.settle()
+    assert np.array(host.keys.elements)[0, 3:5, 0, 0].tolist() == [5.0, 0.0]

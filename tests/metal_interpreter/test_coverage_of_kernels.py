@@ -9,7 +9,7 @@ import pytest
 from metal_interpreter import Coverage
 
 import metal_kernels
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.elf import reads_elf
 from tests.metal_kernels.paged_attention.batches import make_batch
@@ -73,6 +73,8 @@ def report():
         pools = [mx.zeros((2, 4, 16, 20), F16)]
         kv_blocks.copy(pools, np.array([0]), np.array([1]))
         kv_blocks.zero(pools, np.array([0]))
+        states, read = kv_states.read(pools, mx.array([1]), 40)
+        kv_states.write(pools, np.array([2]), states, after=[read])
     return coverage.report()
 
 

@@ -10,7 +10,7 @@ import pytest
 from metal_interpreter import CompileError, Strict
 
 import metal_kernels
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
 from tests.metal_kernels.paged_attention.batches import make_batch
@@ -75,6 +75,8 @@ def move(dtype):
     pools = [mx.zeros((2, 4, 16, 64), dtype), mx.zeros((2, 4, 16))]
     kv_blocks.copy(pools, np.array([0]), np.array([1]))
     kv_blocks.zero(pools, np.array([0]))
+    states, _ = kv_states.read(pools[:1], mx.array([1]), 40)
+    kv_states.write(pools[:1], np.array([2]), states)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -110,7 +112,7 @@ def test_kernels_of_the_cache_keep_to_their_address_spaces():
         for dtype in VALUES + CODES:
             move(dtype)
     # float pools and scales of a float pool differ in size of a block
-    assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1)
+    assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1) + 2 * 5
 
 
 # File, text and what it is replaced by, and the text of the line that clang must name if it is
@@ -228,6 +230,8 @@ DRIVE = {
     "kv_write.metal": lambda: write(F16, FP8),
     "kv_gather.metal": lambda: gather(F16, FP8),
     "kv_blocks.metal": lambda: move(F16),
+    "read_states.metal": lambda: move(F16),
+    "write_states.metal": lambda: move(F16),
 }
 
 

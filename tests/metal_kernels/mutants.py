@@ -17,6 +17,8 @@ REDUCE = "paged_attention/reduce.metal"
 WRITE = "kv_write/kv_write.metal"
 GATHER = "kv_gather/kv_gather.metal"
 BLOCKS = "kv_blocks/kv_blocks.metal"
+READ_STATES = "kv_states/read_states.metal"
+WRITE_STATES = "kv_states/write_states.metal"
 
 
 @dataclass(frozen=True)
@@ -339,6 +341,43 @@ _FAULTS: _Faults = {
         ("copied, not cleared", "COPY ? source[i]", "true ? source[i]"),
         ("fence not whole", "i < 8", "i < 7"),
     ],
+    (READ_STATES, "read states", WRONG): [
+        ("state of another block", "blocks[state]", "blocks[0]"),
+        ("heads before blocks", "/ size * num_blocks + block", "/ size + block * NUM_HEADS"),
+        ("V read from K's pool", "(in_keys ? key_pool : value_pool)", "key_pool"),
+        ("an element of a run left out", "i < RUN", "i < RUN - 1"),
+        ("numbers converted, not their bits", "as_type<U>(source[i])", "static_cast<U>(source[i])"),
+        ("fence not whole", "i < 8", "i < 7"),
+    ],
+    (READ_STATES, "read states", BOUNDS): [
+        ("parts of a block taken for blocks", "key_pool_shape[1] / SPLIT", "key_pool_shape[1]"),
+        ("V read by K's size", "in_keys ? KEYS : VALUES", "KEYS"),
+        ("V read from its middle", "first - KEYS * NUM_HEADS", "first - KEYS"),
+    ],
+    (READ_STATES, "read states", RACE): [
+        ("all states onto the first", "static_cast<ulong>(state) * WIDTH", "0"),
+        ("threads' runs overlap", "x * RUN;", "x * (RUN - 1);"),
+        ("fence written for every state", "if (state == 0)", ""),
+    ],
+    (WRITE_STATES, "write states", WRONG): [
+        ("heads before blocks", "/ size * num_blocks + block", "/ size + block * NUM_HEADS"),
+        ("an element of a run left out", "i < RUN", "i < RUN - 1"),
+        ("state of another request", "static_cast<ulong>(state) * WIDTH", "0"),
+        ("rest of the block left as it was", "target[i] =", "if (first < WIDTH) target[i] ="),
+        ("numbers converted, not their bits", "as_type<T>(source[i])", "static_cast<T>(source[i])"),
+        ("fence not whole", "i < 8", "i < 7"),
+    ],
+    (WRITE_STATES, "write states", BOUNDS): [
+        ("rest of the block filled from behind the state", "first < WIDTH ?", "true ?"),
+        ("parts of a block taken for blocks", "key_pool_shape[1] / SPLIT", "key_pool_shape[1]"),
+        ("V written by K's size", "in_keys ? KEYS : VALUES", "KEYS"),
+    ],
+    (WRITE_STATES, "write states", RACE): [
+        ("all states into the first block", "blocks[state]", "blocks[0]"),
+        ("V written to K's pool", "(in_keys ? key_pool : value_pool)", "(key_pool)"),
+        ("threads' runs overlap", "x * RUN;", "x * (RUN - 1);"),
+        ("fence written for every state", "if (state == 0)", ""),
+    ],
 }
 
 # Offsets of fewer than 64 bits: they show in pools of more than 2^31 or 2^32 elements only.
@@ -355,6 +394,18 @@ _OVERFLOWS: _Faults = {
     (PREFILL, "prefill", BOUNDS): [
         ("offset in 31 bits", "pool + slot * row_size", "pool + int(slot * row_size)"),
         ("slot in 31 bits", "const ulong slot = context", "const int slot = context"),
+    ],
+    (READ_STATES, "read states", WRONG): [
+        ("offset in 32 bits", "const ulong start", "const uint start"),
+    ],
+    (READ_STATES, "read states", BOUNDS): [
+        ("offset in 31 bits", "const ulong start", "const int start"),
+    ],
+    (WRITE_STATES, "write states", WRONG): [
+        ("offset in 32 bits", "const ulong start", "const uint start"),
+    ],
+    (WRITE_STATES, "write states", BOUNDS): [
+        ("offset in 31 bits", "const ulong start", "const int start"),
     ],
     (WRITE, "write", WRONG): [
         ("offset in 32 bits", "(key_pool) + target * KEY", "(key_pool) + uint(target) * KEY"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from metal_kernels import kernel
 from metal_kernels.kv_blocks import op as kv_blocks
 from metal_kernels.kv_gather import op as kv_gather
+from metal_kernels.kv_states import op as kv_states
 from metal_kernels.kv_write import op as kv_write
 from tests.metal_kernels.hazards import Dispatch, Encoder, Logger, Span, prove, prove_always
 
@@ -187,11 +188,14 @@ def test_the_logger_sees_kernels_through_their_operations(logger):
         third = kv_gather.gather(keys, TABLE, mx.float16, fences)[1]
         fences = [kv_write.write(rows(), rows(), SLOTS, keys, values, [*reads, third])]
     fences = [kv_blocks.copy([keys, values], np.array([0]), np.array([1]), fences)]
-    kv_gather.gather(values, TABLE, mx.float16, fences)
+    _, gathered = kv_gather.gather(values, TABLE, mx.float16, fences)
+    states, read = kv_states.read([keys, values], mx.array([1]), 40, after=fences)
+    kv_states.write([keys, values], np.array([2]), states, after=[gathered, read])
 
     names = [dispatch.name for dispatch in logger.log]
     step = ["kv_gather"] * 3 + ["mlx", "kv_write"]  # mlx: two of three fences made one
-    assert names == ["kv_write", *step, *step, "kv_blocks", "kv_blocks", "kv_gather"]
+    moves = ["kv_blocks", "kv_blocks", "kv_gather", "read_states", "write_states"]
+    assert names == ["kv_write", *step, *step, *moves]
     assert prove_always(logger.log) == []
     assert [prove(logger.log, split) for split in SPLITS] == [[]] * len(SPLITS)
 

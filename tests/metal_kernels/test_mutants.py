@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from metal_interpreter import Checker, KernelViolation
 
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_write, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
+from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
@@ -178,6 +179,32 @@ def zero() -> None:
     np.testing.assert_array_equal(np.array(pool), np.array(wanted))
 
 
+def state_pools() -> list[mx.array]:
+    """K and V of other sizes, blocks of two parts: a state goes on in V and does not fill it."""
+    keys = mx.arange(1, 3 * 8 * 32 + 1, dtype=mx.float32).reshape(3, 8, 4, 8)
+    return [keys, mx.arange(1000, 1000 + 3 * 8 * 16, dtype=mx.float32).reshape(3, 8, 4, 4)]
+
+
+STATE_WIDTH = 3 * 2 * 32 + 2 * 2 * 16 + 4  # K, two heads of V, and a run
+
+
+def read_states() -> None:
+    pools, blocks = state_pools(), mx.array([2, 0], mx.int32)
+    wanted = states_reference.read(pools, blocks, STATE_WIDTH, 2)
+    found, fence = kv_states.read(pools, blocks, STATE_WIDTH, 2)
+    np.testing.assert_array_equal(np.array(found), np.array(wanted))
+    check_fence(fence)
+
+
+def write_states() -> None:
+    pools, by_reference, blocks = state_pools(), state_pools(), np.array([3, 1])
+    states = mx.arange(2 * STATE_WIDTH, dtype=mx.uint32).reshape(2, STATE_WIDTH) + (1 << 30)
+    states_reference.write(by_reference, blocks, states, 2)
+    check_fence(kv_states.write(pools, blocks, states, 2))
+    for pool, wanted in zip(pools, by_reference, strict=True):
+        assert mx.array_equal(pool.view(mx.uint32), wanted.view(mx.uint32))
+
+
 # Groups of two heads. Up to four packed rows; the last request fills its row of the block table.
 DECODES = ((37, 1), (30, 2), (127, 1))
 PREFILLS = ((31, 5), (0, 7), (4, 1))  # two groups of eight packed rows, two tiles of keys
@@ -203,6 +230,8 @@ PROBES: dict[str, Probe] = {
     "gather": gather,
     "copy": copy,
     "zero": zero,
+    "read states": read_states,
+    "write states": write_states,
 }
 
 
@@ -302,6 +331,20 @@ class FarPool:
         kv_blocks.copy([self.pool], self.blocks(3), self.blocks(6))
         np.testing.assert_array_equal(np.array(self.used()[0]), wanted)
 
+    def read_states(self) -> None:
+        width = self.HEADS * self.BLOCK_SIZE * self.SIZE
+        found, _ = kv_states.read([self.pool], mx.array(self.blocks(7, 5)), width)
+        wanted = self.used()[0][:, mx.array([7, 5])].swapaxes(0, 1).flatten(1)
+        assert mx.array_equal(found, wanted)
+
+    def write_states(self) -> None:
+        self.fill_unfaulted()
+        wanted = np.array(self.used()[0])
+        states = wanted[:, [2]].swapaxes(0, 1).reshape(1, -1)
+        wanted[:, 4] = wanted[:, 2]
+        mx.eval(kv_states.write([self.pool], self.blocks(4), mx.array(states)))
+        np.testing.assert_array_equal(np.array(self.used()[0]), wanted)
+
     def fill_unfaulted(self) -> None:
         """So that what a copy must do was not done before."""
         with kernel.using(metal_interpreter.metal_kernel):
@@ -332,9 +375,14 @@ class FarPool:
             "write": self.write,
             "gather": self.gather,
             "copy": self.copy,
+            "read states": self.read_states,
+            "write states": self.write_states,
             "decode": lambda: self.attend(1),
             "prefill": lambda: self.attend(12),
         }[name]
+
+
+FAR_PROBES = ("write", "gather", "copy", "read states", "write states", "decode", "prefill")
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +394,7 @@ def far_pool() -> Iterator[FarPool]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("probe", ["write", "gather", "copy", "decode", "prefill"])
+@pytest.mark.parametrize("probe", FAR_PROBES)
 def test_sources_as_they_are_pass_in_pools_beyond_32_bits(far_pool, probe):
     assert objection(far_pool.probe(probe), Checker().metal_kernel) is None
 

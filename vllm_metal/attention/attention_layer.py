@@ -130,6 +130,7 @@ class AttentionLayer(StatefulLayer):
         elements: mx.Dtype,
         block_size: int,
         kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
         kv_cache: LayerKVCache | None = None
         for trial in kv_cache_type.trials(self.kind):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,11 @@ from vllm_metal.kv_cache.layer_state import LayerState, StepScope
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
 from vllm_metal.kv_cache.recurrent_state import (
     RecurrentState,
-    SharedBlocks,
-    StateBlocks,
     StateFormat,
 )
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
+_TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
 
 
@@ -65,7 +64,8 @@ class RecurrentLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> RecurrentState:
-        return RecurrentState(StateBlocks(num_blocks, self.form))
+        memory = kv_cache_type.of_states(num_blocks, self.form.nbytes)
+        return RecurrentState(memory, self.form, alone=True)
 
     @property
     def state_bytes(self) -> int:
@@ -73,7 +73,24 @@ class RecurrentLayer(StatefulLayer):
 
     def share(self, state: LayerState) -> RecurrentState:
         assert isinstance(state, LayerKVCache)
-        return RecurrentState(SharedBlocks(state, self.form))
+        return RecurrentState(state, self.form)
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
+    ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
+        if kv_cache_type.fenced:
+            pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
+
+            def move() -> mx.array:
+                state = self.allocate(*pool) if host is None else self.share(host.allocate(*pool))
+                return state.move(0, 1)
+
+            yield (None if host is None else host.memory, self.form.nbytes), move
 
     def scope(self, state: LayerState) -> StepScope:
         return StepScope(RecurrentPlan.of)
@@ -81,9 +98,6 @@ class RecurrentLayer(StatefulLayer):
     def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
         assert isinstance(state, RecurrentState)
         return RecurrentCache(state, scope)
-
-    def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
-        return "the states of recurrent layers are written by MLX's operations only"
 
 
 class RecurrentCache(SequenceCache):

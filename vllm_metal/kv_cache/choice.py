@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel
-from metal_kernels.paged_attention import Tiles
+from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import Case, Outcome, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.settings import envs, extras
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+#: Where no layer attends: memory of states is float32 (LayerKVCache.of_states).
+_STATES_ALONE = Case(
+    AttentionShape(1, 1, 64, 64),
+    mx.float32,
+    mx.float32,
+    BLOCK_SIZES[0],
+    kernels=("kv_write", "kv_blocks", "decode", "prefill", "reduce", "graph"),
+)
 _ADVICE = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
 
 
@@ -96,7 +105,11 @@ def needed_cases(
         block_size: tokens of a block.
     """
     all_cases = (layer.cases(dtype, pool_dtype, block_size) for layer in layers)
-    return list(dict.fromkeys(case for cases in all_cases for case in cases))
+    found = list(dict.fromkeys(case for cases in all_cases for case in cases))
+    if any(layer.state_bytes for layer in layers):
+        found = found or [_STATES_ALONE]
+        return [replace(case, kernels=(*case.kernels, "kv_states")) for case in found]
+    return found
 
 
 def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelKVCache] | None:
@@ -107,13 +120,16 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     Python builds each forward.
 
     Returns:
-        None where the K/V of some layer cannot be written, or not attended to.
+        None where the K/V of some layer cannot be written, or not attended to, or where states
+        cannot be moved.
     """
     passed = {(outcome.case, outcome.kernel) for outcome in found if outcome.ok}
     tiles = {AttentionKind(case.shape, case.window): usable(case, found) for case in cases}
     if not all((case, "kv_write") in passed for case in cases):
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
+        return None
+    if any("kv_states" in case.kernels and (case, "kv_states") not in passed for case in cases):
         return None
     moves_blocks = all((case, "kv_blocks") in passed for case in cases)
     repeatable = all((case, "graph") in passed for case in cases)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kernel, kv_blocks, kv_write, op_common, paged_attention
+from metal_kernels import kernel, kv_blocks, kv_states, kv_write, op_common, paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Tiles
@@ -77,7 +77,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype, value_size, latent)
         self._written: mx.array | None = None  # fence of the last write
         self._since: list[mx.array] = []  # fences of what the next write must come after
-        self._newest_plan: KernelPlan | None = None  # of the forward that is being built
+        self._newest_plan: object = None  # of the forward that is being built
         self._row_dtype = dtype  # of the rows last written
 
     @classmethod
@@ -157,16 +157,28 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             self.arrays, self._since, self._written = arrays, since, None
 
     @property
-    def outputs(self) -> list[Written[KernelPlan]]:
+    def outputs(self) -> list[Written[object]]:
         """The fences that the next write must come after."""
         if self._newest_plan is None:
             return []
         return [Written(self._newest_plan, list(self._since))]
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[KernelPlan]]) -> None:
+    def outputs(self, outputs: Sequence[Written[object]]) -> None:
         for left in outputs:
             self._since = left.arrays
+
+    def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
+        self._newest_plan = plan
+        states, read = kv_states.read(
+            self.elements_of(self.arrays), blocks, width, self.split, after=self._since
+        )
+        self._since = [read]
+        return states
+
+    def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
+        elements = self.elements_of(self.arrays)
+        self._since = [kv_states.write(elements, blocks_np, states, self.split, after=self._since)]
 
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
         self._newest_plan = plan

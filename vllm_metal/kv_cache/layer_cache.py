@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, Protocol
+from typing import ClassVar, Generic, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 import numpy as np
@@ -129,6 +129,39 @@ class LayerKVCache(LayerState, Generic[PlanT]):
     def elements_of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         """Those of K and of V, each [Hkv, B * split, rows, D], among such `arrays`."""
         return list(arrays[:: len(self.keys.arrays)])
+
+    @classmethod
+    def of_states(cls, num_blocks: int, nbytes: int) -> Self:
+        """Memory for states alone: a block is one row of one head.
+
+        Args:
+            num_blocks: of the pool.
+            nbytes: of a state, a multiple of 4.
+        """
+        return cls(num_blocks, 1, 1, nbytes // mx.float32.size, mx.float32, latent=True)
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Of a block's elements in K, and in V where there is one."""
+        elements = self.elements_of(self.arrays)
+        return [array.nbytes // array.shape[1] * self.split for array in elements]
+
+    @abstractmethod
+    def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
+        """States that lie in the memory of K and V (metal_kernels/kv_states), within a forward.
+
+        Args:
+            plan: of the layer that reads.
+            blocks: [n] int32.
+            width: elements of a state.
+
+        Returns:
+            [n, width] unsigned integers of the pool's element size.
+        """
+
+    @abstractmethod
+    def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
+        """Puts states as `read_states` gives them into [n] blocks, none twice, between forwards."""
 
     @classmethod
     @abstractmethod

@@ -119,15 +119,15 @@ class LayerState(ABC):
     """
 
     #: Whether a step may be handed to the device while the one before still runs.
-    pipelined: ClassVar[bool]
+    pipelined: bool
     #: Whether `restore` has anything to do.
     rolls_back: ClassVar[bool] = False
     #: Axis of `arrays` that counts blocks, or their parts.
-    block_axis: ClassVar[int] = 0
+    block_axis: int = 0
     #: Of how many parts a block consists, one after another on that axis.
     split: int = 1
     #: Whether MLX sees no order of writes and reads, and fences make it.
-    fenced: ClassVar[bool] = False
+    fenced: bool = False
 
     @property
     @abstractmethod
@@ -137,6 +137,11 @@ class LayerState(ABC):
     @arrays.setter
     @abstractmethod
     def arrays(self, arrays: Sequence[mx.array]) -> None: ...
+
+    @property
+    def memory(self) -> LayerState:
+        """The storage that this one lies in, which orders the writes and reads of both."""
+        return self
 
     @property
     def page_arrays(self) -> list[mx.array]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.op_common import BITS
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState, Written
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
 
 #: Each part of a state begins at a multiple of this: of the bytes of any dtype.
 _ALIGNMENT = 4
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # by the bytes of a dtype
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StateFormat:
         for part, dtype, nbytes in zip(parts, self.dtypes, self.part_bytes, strict=True):
             flat = part.reshape(len(part), -1)
             flat = mx.pad(flat, [(0, 0), (0, nbytes // dtype.size - flat.shape[1])])
-            rows.append(flat.view(_BITS[size]))
+            rows.append(flat.view(BITS[size]))
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
     def from_bits(self, bits: mx.array) -> list[mx.array]:
@@ -68,160 +68,63 @@ class StateFormat:
         return parts
 
 
-class StateBlocks:
-    """States in arrays of their own: one for each part, block by block."""
-
-    block_axis = 0
-    split = 1
-
-    def __init__(self, num_blocks: int, form: StateFormat) -> None:
-        self.form = form
-        self.arrays = [
-            mx.zeros((num_blocks, *shape), dtype)
-            for shape, dtype in zip(form.shapes, form.dtypes, strict=True)
-        ]
-
-    @property
-    def used(self) -> list[mx.array]:
-        """The arrays whose blocks hold states."""
-        return self.arrays
-
-    @property
-    def numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
-        """See LayerState.page_numbers."""
-        return [()] * len(self.arrays)
-
-    def settle(self) -> None:
-        """Nobody else writes these arrays."""
-
-    def read(self, arrays: Sequence[mx.array], blocks: mx.array) -> list[mx.array]:
-        """[n, *shape] parts of [n] blocks; `arrays` stand for the storage's."""
-        return [array[blocks] for array in arrays]
-
-    def write(self, blocks_np: np.ndarray, parts: Sequence[mx.array]) -> None:
-        """Puts [n, *shape] parts into [n] blocks, none of them twice, in place."""
-        blocks = mx.array(blocks_np)
-        for array, part in zip(self.arrays, parts, strict=True):
-            array[blocks] = part
-
-
-class SharedBlocks:
+class RecurrentState(LayerState):
     """States in the memory of K and V.
 
     A block of the pool belongs to one KV cache group at a time, so layers of several groups share
     memory: of a block that is a recurrent layer's, the rows of K, then of V, hold a state's bits.
+    What a step computed is written when the next one begins: by then it is known which drafts were
+    kept. Without drafts nobody waits for that where the memory is `pipelined`.
     """
 
-    def __init__(self, kv_cache: LayerKVCache, form: StateFormat) -> None:
+    rolls_back = True
+
+    def __init__(self, memory: LayerKVCache, form: StateFormat, alone: bool = False) -> None:
         """
         Args:
-            kv_cache: whose memory it is.
+            memory: that states lie in.
             form: of the states.
+            alone: whether the memory is no layer's K and V, so that it is this storage's to keep.
 
         Raises:
             ValueError: a block has no room for a state.
         """
-        self._kv_cache, self.form = kv_cache, form
-        self.block_axis, self.split = kv_cache.block_axis, kv_cache.split
-        elements = kv_cache.elements_of(kv_cache.arrays)
-        sizes = [array.nbytes // array.shape[1] * self.split for array in elements]
+        sizes = memory.block_bytes
         if form.nbytes > sum(sizes):
             raise ValueError(
                 f"a block of {sum(sizes)} bytes has no room for a state of {form.nbytes} bytes"
             )
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self._num_used = sum(start < form.nbytes for start in starts)
-        self.numbers = [form.numbers(*span) for span in zip(starts, sizes, strict=True)]
-        self.numbers = self.numbers[: self._num_used]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All of K and V."""
-        return self._kv_cache.arrays
-
-    @property
-    def used(self) -> list[mx.array]:
-        """The arrays whose blocks hold states."""
-        return self._used(self.arrays)
-
-    def _used(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        return list(self._kv_cache.elements_of(arrays)[: self._num_used])
-
-    def settle(self) -> None:
-        """Has K and V that wait to be written in the arrays."""
-        self._kv_cache.settle()
-
-    def read(self, arrays: Sequence[mx.array], blocks: mx.array) -> list[mx.array]:
-        """[n, *shape] parts of [n] blocks; `arrays` stand for the storage's."""
-        found, split = [], self.split
-        if split > 1:
-            blocks = (blocks[:, None] * split + mx.arange(split, dtype=blocks.dtype)).flatten()
-        for array in self._used(arrays):
-            taken = mx.take(array.view(_BITS[array.dtype.size]), blocks, axis=1)
-            heads, num_rows, *row = taken.shape
-            rows = taken.reshape(heads, num_rows // split, split * math.prod(row))
-            found.append(rows.swapaxes(0, 1).flatten(1))
-        return self.form.from_bits(found[0] if len(found) == 1 else mx.concatenate(found, axis=1))
-
-    def write(self, blocks_np: np.ndarray, parts: Sequence[mx.array]) -> None:
-        """Puts [n, *shape] parts into [n] blocks, none of them twice, in place."""
-        rows = mx.array(self._kv_cache.rows_of_blocks(blocks_np))
-        used, start = self.used, 0
-        bits = self.form.to_bits(parts, used[0].dtype.size)
-        for array in used:
-            heads, _, *row = array.shape
-            per_block = heads * self.split * math.prod(row)
-            content = bits[:, start : start + per_block]
-            content = mx.pad(content, [(0, 0), (0, per_block - content.shape[1])])
-            content = content.reshape(len(blocks_np), heads, self.split, *row)
-            array[:, rows] = content.swapaxes(0, 1).flatten(1, 2).view(array.dtype)
-            start += per_block
-
-
-class RecurrentState(LayerState):
-    """By MLX's operations: states are written when the next step begins, as scattered K/V are."""
-
-    pipelined = False
-    rolls_back = True
-    traceable = True
-
-    def __init__(self, blocks: StateBlocks | SharedBlocks) -> None:
-        """
-        Args:
-            blocks: where the states lie.
-        """
-        self._blocks = blocks
+        spans = list(zip(starts, sizes, strict=True))[: self._num_used]
+        self._numbers = [form.numbers(*span) for span in spans]
+        self._memory, self._form, self._alone = memory, form, alone
+        self.block_axis, self.split = memory.block_axis, memory.split
+        self.pipelined, self.fenced = memory.pipelined, memory.fenced
         self._pending: list[Written[RecurrentPlan]] = []  # of each, the states its plan ends with
         self._last_rows_np: np.ndarray | None = None
-        self._inputs: list[mx.array] | None = None  # stand for the arrays while a forward is traced
+
+    @property
+    def memory(self) -> LayerState:
+        return self._memory
 
     @property
     def arrays(self) -> list[mx.array]:
         """None where the memory is that of K and V, whose storage looks after it."""
-        return self._blocks.arrays if isinstance(self._blocks, StateBlocks) else []
+        return self._memory.arrays if self._alone else []
 
     @arrays.setter
     def arrays(self, arrays: Sequence[mx.array]) -> None:
-        if isinstance(self._blocks, StateBlocks):
-            self._blocks.arrays = list(arrays)
-
-    @property
-    def block_axis(self) -> int:  # type: ignore[override]
-        """See LayerState."""
-        return self._blocks.block_axis
-
-    @property
-    def split(self) -> int:  # type: ignore[override]
-        """See LayerState."""
-        return self._blocks.split
+        if self._alone:
+            self._memory.arrays = arrays
 
     @property
     def page_arrays(self) -> list[mx.array]:
-        return self._blocks.used
+        return self._memory.elements_of(self._memory.arrays)[: self._num_used]
 
     @property
     def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
-        return self._blocks.numbers
+        return self._numbers
 
     def begin_step(self) -> None:
         if not self._pending:
@@ -240,29 +143,60 @@ class RecurrentState(LayerState):
             )
         blocks_np = np.concatenate(blocks)
         if len(blocks_np):
-            self._blocks.write(blocks_np, [_joined(parts) for parts in zip(*states, strict=True)])
+            parts = [_joined(parts) for parts in zip(*states, strict=True)]
+            self._memory.write_states(blocks_np, self._form.to_bits(parts, self._element_bytes))
+
+    def move(self, source: int, target: int) -> mx.array:
+        """Copies a state from block to block; returns what is computed once it is there."""
+        width = self._form.nbytes // self._element_bytes
+        states = self._memory.read_states(None, mx.array([source], mx.int32), width)
+        self._memory.write_states(np.array([target]), states)
+        return mx.stack(list(self._memory.fences))
+
+    @property
+    def _element_bytes(self) -> int:
+        return self._memory.dtype.size
 
     def settle(self) -> None:
-        mx.synchronize()  # reads in flight hold the arrays' buffers
-        self._blocks.settle()
-        self.begin_step()
-        mx.eval(self._blocks.arrays)
+        self._memory.settle()
+        if self._pending:
+            self.begin_step()
+            self._memory.settle()
+
+    @property
+    def fences(self) -> Sequence[mx.array]:
+        return self._memory.fences
+
+    def write_after(self, fence: mx.array) -> None:
+        self._memory.write_after(fence)
+
+    def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
+        if self._alone:
+            self._memory.copy_blocks(sources_np, targets_np)
+
+    def clear_blocks(self, blocks_np: np.ndarray) -> None:
+        if self._alone:
+            self._memory.clear_blocks(blocks_np)
 
     def restore(self, last_rows_np: np.ndarray) -> None:
         self._last_rows_np = last_rows_np
 
     @property
+    def traceable(self) -> bool:
+        return self._memory.traceable
+
+    @property
     def inputs(self) -> list[mx.array]:
-        return self._blocks.arrays
+        """Those of the memory are all."""
+        return []
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
         pending, self._pending = self._pending, []
-        self._inputs = list(inputs)
         try:
             yield
         finally:
-            self._pending, self._inputs = pending, None
+            self._pending = pending
 
     @property
     def outputs(self) -> list[Written[RecurrentPlan]]:
@@ -287,8 +221,8 @@ class RecurrentState(LayerState):
         Returns:
             The results, each [T, 1, ...].
         """
-        arrays = self._blocks.arrays if self._inputs is None else self._inputs
-        states = self._blocks.read(arrays, plan.before)
+        width = self._form.nbytes // self._element_bytes
+        states = self._form.from_bits(self._memory.read_states(plan, plan.before, width))
         if plan.fresh is not None:
             states = [_zero_where(plan.fresh, part) for part in states]
         results: list[list[mx.array]] = []
@@ -296,7 +230,7 @@ class RecurrentState(LayerState):
         for run in plan.runs:
             of_run = states if run.requests is None else [part[run.requests] for part in states]
             found, after = compute(run.rows, of_run)
-            dtypes = self._blocks.form.dtypes
+            dtypes = self._form.dtypes
             after = [part.astype(dtype) for part, dtype in zip(after, dtypes, strict=True)]
             results.append([result.flatten(0, 1)[:, None] for result in found])
             ended.append(after if run.kept is None else [part[run.kept] for part in after])

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.kv_gather.reference import decode
+from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
@@ -129,6 +130,12 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     @outputs.setter
     def outputs(self, outputs: Sequence[Written[ScatterPlan]]) -> None:
         self._pending += outputs
+
+    def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
+        return states_reference.read(self.elements_of(self.arrays), blocks, width, self.split)
+
+    def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
+        states_reference.write(self.elements_of(self.arrays), blocks_np, states, self.split)
 
     def attend(
         self,

@@ -85,6 +85,14 @@ def _padded(
     return {name: replace(cast(Any, spec), page_size_padded=page) for name, spec in specs.items()}
 
 
+def host_of_states(
+    layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype
+) -> StatefulLayer | None:
+    """The layer in whose memory states lie: the first with most room; None: no layer attends."""
+    attending = (layer for layer in layers if not layer.state_bytes)
+    return max(attending, key=lambda layer: layer.room(block_size, dtype), default=None)
+
+
 def allocate_kv_caches(
     config: KVCacheConfig,
     layers: Sequence[StatefulLayer],
@@ -127,11 +135,7 @@ def allocate_kv_caches(
                 f"its memory has {memory}; use --disable-hybrid-kv-cache-manager"
             )
         placed[name] = storage(layer, (offset, layer.memory))
-    roomy = max(
-        (by_name[name] for name in attending),
-        key=lambda layer: layer.room(block_size, dtype),
-        default=None,
-    )
+    roomy = host_of_states(layers, block_size, dtype)
     for name in with_states:
         layer, offset = by_name[name], offset_of[name]
         key = offset, layer.memory

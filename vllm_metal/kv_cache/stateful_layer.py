@@ -118,10 +118,12 @@ class StatefulLayer(ABC):
         elements: mx.Dtype,
         block_size: int,
         kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
     ) -> Iterable[tuple[Hashable, Callable[[], mx.array]]]:
         """Small launches that compile, between them, all kernels that the layer may ever launch.
 
-        Each has a key; of launches with one key any may stand for all.
+        Each has a key; of launches with one key any may stand for all. `host` is the layer in whose
+        memory states lie, if there is one.
         """
         return ()
 

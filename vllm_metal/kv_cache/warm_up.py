@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from tqdm import tqdm
 
+from vllm_metal.kv_cache.specs import host_of_states
+
 if TYPE_CHECKING:
     from vllm_metal.kv_cache.layer_cache import LayerKVCache
     from vllm_metal.kv_cache.stateful_layer import StatefulLayer
@@ -31,9 +33,10 @@ def compile_kernels(
         pool_dtype: of the pool's elements.
         block_size: tokens of a block.
     """
+    host = host_of_states(layers, block_size, pool_dtype)
     launches: dict[Hashable, Callable[[], mx.array]] = {}
     for layer in dict.fromkeys(replace(layer, name="") for layer in layers):
-        for key, launch in layer.trials(dtype, pool_dtype, block_size, kv_cache_type):
+        for key, launch in layer.trials(dtype, pool_dtype, block_size, kv_cache_type, host):
             launches.setdefault(key, launch)
     if not launches:
         return

@@ -64,8 +64,11 @@ class PagedLayers:
                 caches.append(layer.cache(state, scopes[key]))
             self._caches.append(caches[0] if layer.name == place else tuple(caches))
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
-        #: Of this network's own layers.
-        self._own_states = list(dict.fromkeys(layer_states[layer.name] for layer in layers))
+        own = [layer_states[layer.name] for layer in layers]
+        #: Of this network's own layers, each after the one it lies in.
+        self._own_states = list(
+            dict.fromkeys(each for state in own for each in (state.memory, state))
+        )
 
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
         """What the scheduler wants of whole blocks before the next forward.

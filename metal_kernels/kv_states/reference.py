@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kv_states in MLX's operations."""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.op_common import BITS
+
+
+def read(pools: Sequence[mx.array], blocks: mx.array, width: int, split: int = 1) -> mx.array:
+    """[n, width] states of `kv_states.read` of the same arguments."""
+    bits = BITS[pools[0].dtype.size]
+    if split > 1:
+        blocks = (blocks[:, None] * split + mx.arange(split, dtype=blocks.dtype)).flatten()
+    found = []
+    for start, pool in _used(pools, width, split):
+        taken = mx.take(pool.view(bits), blocks, axis=1)
+        heads, num_parts, *part = taken.shape
+        of_block = taken.reshape(heads, num_parts // split, split * math.prod(part))
+        found.append(of_block.swapaxes(0, 1).flatten(1)[:, : width - start])
+    return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
+
+
+def write(
+    pools: Sequence[mx.array], blocks_np: np.ndarray, states: mx.array, split: int = 1
+) -> None:
+    """As `kv_states.write`; what is left of a block becomes zero. MLX's scatter is in place where
+    nothing else holds the pools' memory."""
+    width = states.shape[1]
+    parts_np = blocks_np[:, None].astype(np.int32) * split + np.arange(split, dtype=np.int32)
+    rows = mx.array(parts_np.ravel())
+    for start, pool in _used(pools, width, split):
+        heads, _, *part = pool.shape
+        per_block = heads * split * math.prod(part)
+        content = states[:, start : start + per_block]
+        content = mx.pad(content, [(0, 0), (0, per_block - content.shape[1])])
+        content = content.reshape(len(blocks_np), heads, split, *part)
+        pool[:, rows] = content.swapaxes(0, 1).flatten(1, 2).view(pool.dtype)
+
+
+def _used(pools: Sequence[mx.array], width: int, split: int) -> list[tuple[int, mx.array]]:
+    """The pools that states lie in, each with its first element of a state."""
+    sizes = [math.prod(pool.shape) // pool.shape[1] * split for pool in pools]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [(start, pool) for start, pool in zip(starts, pools, strict=True) if start < width]
