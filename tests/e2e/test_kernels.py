@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine on the Metal kernels, interpreted: a Mac's dispatches, grids and plans."""
 
+from collections import Counter
+from dataclasses import replace
+
 import metal_interpreter
+import numpy as np
 import pytest
 from e2e.drafting import transfer
 from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts, text_tokens
+from e2e.test_hybrids import NGRAM
+from models import recurrent
 
 from tests.metal_kernels.hazards import Logger, prove, prove_always
 from vllm_metal.platform import refusals
@@ -99,6 +105,58 @@ def test_every_read_of_the_pool_is_ordered_with_every_write(smollm2, monkeypatch
     names = {dispatch.name for dispatch in logger.log}
     assert {"kv_write", "decode", "prefill"} <= names
     assert sum(dispatch.name == "kv_write" for dispatch in logger.log) >= 3 * 30  # steps, layers
+    assert prove_always(logger.log) == []
+    for ops_per_buffer in (0, 1, 2, 5, 40, 50):
+        assert prove(logger.log, ops_per_buffer) == []
+
+
+#: A family with layers of states, its heads of a size that the kernels take.
+HYBRID = replace(
+    recurrent.FAMILIES["qwen3_next, large states"],
+    config=recurrent.FAMILIES["qwen3_next, large states"].config | {"head_dim": 64},
+)
+
+
+@pytest.mark.parametrize("speculative", [None, NGRAM])
+def test_a_hybrid_under_load(speculative, tmp_path, interpreted):
+    model = recurrent.write_model(HYBRID, tmp_path / "model")
+    rng = np.random.default_rng(2)
+    shared = rng.integers(3, recurrent.VOCAB, 60).tolist()
+    prompts = [[*shared[: 20 + 5 * n], *rng.integers(3, recurrent.VOCAB, 3)] for n in range(8)]
+    cold, warm = serve_and_check(
+        model,
+        [list(map(int, prompt)) for prompt in prompts],
+        max_tokens=12,
+        passes=2,
+        calls=interpreted,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=24,
+        speculative_config=speculative,
+    )
+    assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"]
+    assert all(interpreted[name] > 0 for name in ("kv_write", "read_states", "write_states"))
+
+
+@pytest.mark.parametrize("model", ["hybrid", "states alone"])
+def test_every_read_of_a_state_is_ordered_with_every_write(model, tmp_path, monkeypatch):
+    logger = Logger(metal_interpreter.metal_kernel)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    monkeypatch.setattr(metal_interpreter, "metal_kernel", logger.metal_kernel)
+    family = HYBRID if model == "hybrid" else recurrent.FAMILIES["mamba2"]
+    folder = recurrent.write_model(family, tmp_path / "model")
+    tokens = np.random.default_rng(2).integers(3, recurrent.VOCAB, 60).tolist()
+    with engine(
+        folder, skip_tokenizer_init=True, max_num_batched_tokens=32, async_scheduling=True
+    ) as llm:
+        generate(llm, [tokens[:40], tokens[50:55]], greedy(6))
+    count = Counter(dispatch.name for dispatch in logger.log)
+    # Of each of 7 forwards a read a layer, however many requests. Layers that share memory write
+    # together, when the next forward begins.
+    assert count["read_states"] >= 7 * 3
+    assert count["write_states"] >= 6 * (1 if model == "hybrid" else 3)
     assert prove_always(logger.log) == []
     for ops_per_buffer in (0, 1, 2, 5, 40, 50):
         assert prove(logger.log, ops_per_buffer) == []

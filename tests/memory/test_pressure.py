@@ -45,7 +45,9 @@ def log():
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("vllm_metal.memory.pressure")
     logger.addHandler(handler)
+    level, _ = logger.level, logger.setLevel(logging.INFO)  # whatever commands have set above it
     yield messages
+    logger.setLevel(level)
     logger.removeHandler(handler)
 
 

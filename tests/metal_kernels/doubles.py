@@ -71,6 +71,8 @@ class Digesting:
 
     def _spread(self, whole: mx.array, real: mx.array, shape: Any, dtype: mx.Dtype) -> mx.array:
         ramp = mx.arange(math.prod(shape)).reshape(shape)
+        if dtype == mx.uint32 and len(shape) > 1:  # no fence, but the bits of states
+            return mx.sin(real + ramp).astype(mx.float32).view(dtype)
         if mx.issubdtype(dtype, mx.integer):
             return (ramp + whole).astype(dtype)
         return mx.sin(real + ramp).astype(dtype)

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps whose graph MLX builds by itself are those that the model's Python would have built."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from models.test_executor import COMMON, FAMILIES, NewRequest, build, executor
+from models import recurrent
+from models.test_executor import BLOCK, COMMON, FAMILIES, NewRequest, build, executor
 
 from metal_kernels import kernel
 from tests.metal_kernels.doubles import Digesting
+from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.models.parts import HiddenStates
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.parts import HiddenStates, ModelParts
 
 NUM_STEPS = 20
 
@@ -134,6 +139,42 @@ def test_steps_over_kernels_are_those_built_in_python(elements, monkeypatch):
             found_calls = len(made) - len(found[-1])  # logits take one a step
             assert found_calls <= 4 if kv_cache_type is KernelKVCache else found_calls == 41
     np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
+
+
+def test_steps_with_states_over_kernels_are_those_built_in_python(monkeypatch):
+    """States lie in the memory of K and V, or in memory of their own."""
+    monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
+    family = replace(
+        recurrent.FAMILIES["qwen3_next"],
+        config=recurrent.FAMILIES["qwen3_next"].config | {"head_dim": 64},
+    )
+    model = recurrent.make_model(family)
+    tokens = np.random.default_rng(8).integers(0, 64, (3, 70)).tolist()
+    found, made = [], calls(model, monkeypatch)
+    with kernel.using(mx.fast.metal_kernel):
+        for kv_cache_type in (KernelKVCache, KernelKVCache.limited({}, True, repeatable=False)):
+            texts = Texts(sharing_executor(model, 40, kv_cache_type), tokens)
+            made.clear()
+            found.append(np.stack([texts.step(1) for _ in range(40)] + [texts.step(2)]))
+            found_calls = len(made) - len(found[-1])  # logits take one a step
+            assert found_calls <= 6 if kv_cache_type is KernelKVCache else found_calls == 41
+    np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
+
+
+def sharing_executor(model, num_blocks, kv_cache_type):
+    """The first two of its recurrent layers in the memory of the layer that attends.
+
+    All go by one block table: what they store overlaps, in a pool that stores nothing.
+    """
+    layers = attention_layers(model, "qwen3_next")
+    (host,) = (layer for layer in layers if not layer.state_bytes)
+    memory = host.allocate(num_blocks, BLOCK, mx.float32, kv_cache_type)
+    states = {host.name: memory}
+    for layer in layers[:2]:
+        states[layer.name] = layer.share(memory)
+    states[layers[2].name] = layers[2].allocate(num_blocks, BLOCK, mx.float32, kv_cache_type)
+    group_of = {layer.name: 0 for layer in layers}
+    return ModelExecutor(ModelParts(model), layers, states, group_of, BLOCK)
 
 
 class RandomBatches:

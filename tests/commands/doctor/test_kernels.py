@@ -72,7 +72,7 @@ def test_a_timing_process_that_never_starts_is_not_started_for_ever(script):
 def test_the_timing_process_times_every_kernel():
     command = [*(sys.executable, "-m", "vllm_metal.commands.doctor.children.timing")]
     result = subprocess.run(
-        [*command, "--interpret", "--contexts", "32", "64", "--start", "12"],
+        [*command, "--interpret", "--contexts", "32", "64", "--start", "16"],
         capture_output=True,
         text=True,
         timeout=300,
