@@ -174,3 +174,29 @@ def test_memory_of_another_is_left_to_it(pool):
     state.clear_blocks(np.array([3]))
     host.settle()
     assert np.array(host.keys.elements)[0, 3:5, 0, 0].tolist() == [5.0, 0.0]
+
+
+def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
+    """Also where the module cuts the state out of all its inputs, as convolutions do."""
+    length, width = 4096, 64
+    form = StateFormat(((3, width),), (mx.float32,))
+    state = RecurrentState(pool.of_states(8, form.nbytes), form, alone=True)
+    inputs = mx.random.normal((length, width))
+    mx.eval(inputs, state.arrays)
+
+    def convolve(rows, states):
+        padded = mx.concatenate([states[0], inputs[rows]], axis=1)
+        return [padded[:, 3:].sum(-1, keepdims=True)], [padded[:, -3:]]
+
+    table = np.zeros((1, length // 16), np.int32)
+    table[0, -1] = 5
+    bounds = np.array([0, length], np.int32)
+    layout = StepLayout(bounds, bounds[1:], table, np.zeros(length, np.int32), 16)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    (found,) = state.run(RecurrentPlan.of(layout), convolve)
+    mx.eval(found)
+    assert mx.get_active_memory() - before < found.nbytes + inputs.nbytes / 4
+    state.settle()
+    (last,) = StateFormat.from_bits(form, state.arrays[0][0, 5].view(mx.uint32))
+    np.testing.assert_array_equal(np.array(last)[0], np.array(inputs)[-3:])

@@ -14,10 +14,12 @@ import numpy as np
 from metal_kernels.op_common import BITS
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState, Written
-from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
+from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan, Run
 
 #: Each part of a state begins at a multiple of this: of the bytes of any dtype.
 _ALIGNMENT = 4
+#: Rows of a sequence from which on a copy of its state costs less than what the state holds on to.
+_LONG = 16
 
 
 @dataclass(frozen=True)
@@ -233,20 +235,32 @@ class RecurrentState(LayerState):
             dtypes = self._form.dtypes
             after = [part.astype(dtype) for part, dtype in zip(after, dtypes, strict=True)]
             results.append([result.flatten(0, 1)[:, None] for result in found])
-            ended.append(after if run.kept is None else [part[run.kept] for part in after])
+            ended.append([_ending(run, part) for part in after])
             if run.requests is None:
                 states = after
             else:
                 states = [
                     _put(part, run.requests, new) for part, new in zip(states, after, strict=True)
                 ]
-        self._pending.append(Written(plan, [_joined(parts) for parts in zip(*ended, strict=True)]))
+        kept = [_joined(parts) for parts in zip(*ended, strict=True)]
+        self._pending.append(Written(plan, kept))
         joined = [_joined(parts) for parts in zip(*results, strict=True)]
+        # With the results, or what states are cut from would be held until the next step begins.
+        joined = mx.depends(joined, kept)
         return joined if plan.places is None else [result[plan.places] for result in joined]
 
 
 def _joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+
+
+def _ending(run: Run, part: mx.array) -> mx.array:
+    """Of the [n, ...] states after a run those that may be wanted."""
+    if run.kept is not None:
+        return part[run.kept]
+    if run.rows.shape[1] < _LONG:
+        return part
+    return mx.take(part, mx.arange(len(part)), 0)  # it may be a view of all that the module read
 
 
 def _zero_where(fresh: mx.array, part: mx.array) -> mx.array:
