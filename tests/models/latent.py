@@ -3,7 +3,7 @@
 
 from models.recurrent import Family
 
-_MLA = {
+MLA = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -13,7 +13,7 @@ _MLA = {
     "v_head_dim": 16,
     "attention_bias": False,
 }
-_EXPERTS = {
+EXPERTS = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -35,20 +35,20 @@ _LONGROPE = {
 }
 
 FAMILIES = {
-    "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM", _MLA | _EXPERTS),
-    "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _MLA | _EXPERTS),
+    "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM", MLA | EXPERTS),
+    "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", MLA | EXPERTS),
     # Keys of another size than values.
     "minicpm3": Family(
         "minicpm3",
         "MiniCPM3ForCausalLM",
-        _MLA
+        MLA
         | {"dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 1.0, "rope_scaling": _LONGROPE},
     ),
     # Latents beside states.
     "kimi_linear": Family(
         "kimi_linear",
         "KimiLinearForCausalLM",
-        _MLA
+        MLA
         | {
             "num_hidden_layers": 4,
             "head_dim": 16,

@@ -39,7 +39,7 @@ _COMMON = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-_MOE = {
+MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -48,7 +48,7 @@ _MOE = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
-_DELTA = {
+DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 16,
     "linear_num_value_heads": 4,
@@ -59,22 +59,22 @@ _DELTA = {
     "partial_rotary_factor": 0.5,
     "full_attention_interval": 4,
 }
-_MAMBA = {"mamba_d_conv": 4, "mamba_expand": 2, "mamba_proj_bias": False, "mamba_conv_bias": True}
+MAMBA = {"mamba_d_conv": 4, "mamba_expand": 2, "mamba_proj_bias": False, "mamba_conv_bias": True}
 
 FAMILIES = {
     # Gated delta rule, and attention.
-    "qwen3_next": Family("qwen3_next", "Qwen3NextForCausalLM", _DELTA | _MOE),
+    "qwen3_next": Family("qwen3_next", "Qwen3NextForCausalLM", DELTA | MOE),
     # States so large that a block holds five parts of 16 tokens.
     "qwen3_next, large states": Family(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        _DELTA | _MOE | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        DELTA | MOE | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
     # Mamba 2 and attention side by side in each layer.
     "falcon_h1": Family(
         "falcon_h1",
         "FalconH1ForCausalLM",
-        _MAMBA
+        MAMBA
         | {
             "num_hidden_layers": 3,
             "head_dim": 16,
@@ -96,7 +96,7 @@ FAMILIES = {
     "jamba": Family(
         "jamba",
         "JambaForCausalLM",
-        _MAMBA
+        MAMBA
         | {
             "num_hidden_layers": 4,
             "attn_layer_offset": 1,
@@ -172,6 +172,8 @@ FAMILIES = {
 def config_of(family: Family) -> dict[str, Any]:
     """config.json of the family's small model."""
     head = {"model_type": family.module, "architectures": [family.architecture]}
+    if "text_config" in family.config:
+        return head | {"text_config": _COMMON | family.config["text_config"]}
     return head | _COMMON | family.config
 
 

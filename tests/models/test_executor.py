@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from models import latent, recurrent
+from models import further, latent, recurrent
 from models.recurrent import VOCAB, make_model
 from vllm import SamplingParams
 
@@ -68,7 +68,7 @@ FAMILIES = {
 }
 
 #: Those whose layers keep states or latents, or do else what others do not.
-SMALL = {**recurrent.FAMILIES, **latent.FAMILIES}
+SMALL = {**recurrent.FAMILIES, **latent.FAMILIES, **further.FAMILIES}
 
 
 def build(model_type: str):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -130,26 +130,21 @@ def attention_layers(
         NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
     """
     try:
-        placed = [_probes(cache, probes) for cache in make_prompt_cache(model)]
+        placed = _probed(model, probes, 1)
+        states = _recurrent(placed)
+        if states:
+            longer = _recurrent(_probed(model, probes, 2))
+            for name, probe in states.items():
+                probe.check_shapes_of(longer[name], name)
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
     sharing = len(placed) < len(model.layers)
-    for probe in placed:
-        if sharing and isinstance(probe, _AttentionProbe):
-            probe.shared = True
-    caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
-    try:
-        with recurrent_calls.noted(model):
-            model(mx.zeros((1, 1), mx.int32), cache=caches)
-    except Exception as error:
-        raise NotImplementedError(
-            f"model_type {model_type!r} does not run on the paged cache: {error}"
-        ) from error
-    num_calls = sum(getattr(probe, "num_calls", 0) for probe in placed)
-    if sharing and num_calls != len(model.layers):
+    num_calls = [probe.num_calls for probe in placed if isinstance(probe, _AttentionProbe)]
+    # Fewer caches than layers: the others read K/V of these, or do not attend.
+    if sharing and sum(num_calls) not in (len(model.layers), len(num_calls)):
         raise NotImplementedError(
             f"model_type {model_type!r} has {len(model.layers)} layers over {len(placed)} caches, "
-            f"of which {num_calls} attend through the paged cache"
+            f"of which {sum(num_calls)} attend through the paged cache"
         )
     try:
         return [
@@ -159,6 +154,29 @@ def attention_layers(
         ]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+
+
+def _probed(
+    model: nn.Module, probes: Mapping[type, Callable[[Any], Probe]], num_tokens: int
+) -> list[Probe | list[Probe]]:
+    """Probes that a forward of so many tokens was built over, as the model's caches stand."""
+    placed = [_probes(cache, probes) for cache in make_prompt_cache(model)]
+    if len(placed) < len(model.layers):
+        for probe in placed:
+            if isinstance(probe, _AttentionProbe):
+                probe.shared = True
+    caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
+    try:
+        with recurrent_calls.noted(model):
+            model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
+    except Exception as error:
+        raise NotImplementedError(f"does not run on the paged cache: {error}") from error
+    return placed
+
+
+def _recurrent(placed: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProbe]:
+    named = (pair for index, of_layer in enumerate(placed) for pair in _named(index, of_layer))
+    return {name: probe for name, probe in named if isinstance(probe, RecurrentProbe)}
 
 
 def decoder_layer(

@@ -46,6 +46,8 @@ class SequenceCache(ABC):
 def sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
     """Arguments with [n, L, ...] sequences in place of each array of [T, 1, ...] rows.
 
+    [T] integers are the rows' positions: of a sequence, its first one's is told.
+
     Args:
         tree: arguments.
         rows: [n, L] int32.
@@ -55,6 +57,8 @@ def sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
     def regrouped(leaf: Any) -> Any:
         if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
             return leaf[:, 0][rows]
+        if isinstance(leaf, mx.array) and leaf.shape == (num_rows,) and leaf.dtype == mx.int32:
+            return leaf[rows[:, 0]]
         return leaf
 
     return tree_map(regrouped, tree)

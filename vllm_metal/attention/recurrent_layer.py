@@ -159,6 +159,18 @@ class RecurrentProbe(ArraysCache, Probe):
         same = [one is other for one, other in both]
         self._common = self._common[: ([*same, False]).index(False)]
 
+    def check_shapes_of(self, other: RecurrentProbe, name: str) -> None:
+        """Raises NotImplementedError unless another number of tokens leaves a state alike."""
+        kept = [
+            [None if part is None else part.shape for part in probe.cache]
+            for probe in (self, other)
+        ]
+        if kept[0] != kept[1]:
+            raise NotImplementedError(
+                f"keeps a state in {name} that grows with its tokens, which the paged path does "
+                "not serve"
+            )
+
     def layer(self, name: str) -> RecurrentLayer:
         parts: list[Any] = self.cache
         if not self._common or any(part is None for part in parts):

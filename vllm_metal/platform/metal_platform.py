@@ -30,6 +30,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     kv_transfer,
     logs,
     mlp_speculators,
+    mlx_models,
     probe,
     processes,
     refusals,
@@ -152,6 +153,7 @@ class MetalPlatform(Platform):
         speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         mlp_speculators.allow_mlp_speculators()
         text_models.take_text_models()
+        mlx_models.take_mlx_models()
         refusals.allow_min_p_and_logit_bias()
         kv_transfer.recompute_by_default()
         stat_loggers.add_stat_logger(MetalStatLogger)
@@ -184,10 +186,6 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-        model = vllm_config.model_config
-        if model is not None and (model.is_hybrid or model.is_attention_free):
-            # vLLM has "none" without prefix caching; where a state lies is the same in both here.
-            cache.mamba_cache_mode = "align"
         settle_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
 

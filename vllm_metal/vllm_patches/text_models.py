@@ -14,6 +14,7 @@ _TEXT_MODELS = {
     "Qwen3_5MoeMTP": "Qwen3NextMTP",
     "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
 }
 
 

@@ -134,6 +134,9 @@ class MetalWorker(WorkerBase):
     def _settle_block_size(self) -> None:
         """Makes blocks large enough for a state, before vLLM lays out the pool."""
         cache, before = self.cache_config, self.cache_config.block_size
+        if any(layer.state_bytes for layer in self.networks.all_layers):
+            # vLLM has "none" without prefix caching; where a state lies is the same in both here.
+            cache.mamba_cache_mode = "align"
         cache.block_size = block_size_for(
             self.networks.all_layers, before, self._pool_dtype, cache.user_specified_block_size
         )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every other family of mlx-lm's with states or latents, from a folder, equals its dense forward.
+
+Each is served under load: prompts that begin alike, in chunks, drafts of which few are right, more
+requests than the pool has blocks for; then again, when what it needs is in the prefix cache.
+"""
+
+import pytest
+from e2e.harness import engine
+from e2e.test_hybrids import NGRAM, check_passes
+from models.further import FAMILIES, REFUSED
+from models.recurrent import write_model
+
+#: One that transformers and vLLM do not know stands in the quick tests.
+QUICK = ("bailing_moe_linear",)
+#: Those with states alone: their blocks hold 32 tokens here, of which two belong to each request.
+ALONE = ("mamba", "rwkv7")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.more) for name in FAMILIES if name not in QUICK),
+    ],
+)
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_texts_under_load(name, chunk, tmp_path):
+    model = write_model(FAMILIES[name], tmp_path / name)
+    options = {"block_size": 32, "enable_prefix_caching": True} if name in ALONE else {}
+    first, second = check_passes(
+        model,
+        count=12,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=min(chunk, 16),
+        num_gpu_blocks_override=100,
+        speculative_config=NGRAM if chunk == 64 else None,
+        **options,
+    )
+    assert second["vllm:prefix_cache_hits"] > first["vllm:prefix_cache_hits"]
+    if chunk == 64:
+        drafted, accepted = (
+            second[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")
+        )
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_paged_path_lacks_is_refused_when_it_loads(name, tmp_path):
+    family, reason = REFUSED[name]
+    model = write_model(family, tmp_path / name)
+    with (
+        pytest.raises(NotImplementedError, match=reason),
+        engine(model, skip_tokenizer_init=True, max_model_len=256),
+    ):
+        pass

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of the other families of mlx-lm's with states or latent attention."""
+
+from models.latent import EXPERTS, MLA
+from models.recurrent import DELTA, MOE, Family
+
+_BAILING = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "layer_group_size": 4,
+    "group_norm_size": 2,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "score_function": "sigmoid",
+}
+_LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+_LONGCAT = {
+    **_LATENTS,
+    "v_head_dim": 16,
+    "num_layers": 2,
+    "num_hidden_layers": 2,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 2,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "zero_expert_type": "identity",
+    "attention_method": "MLA",
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "attention_bias": False,
+    "routed_scaling_factor": 1.0,
+}
+_KIMI_K3 = {
+    **_LATENTS,
+    "model_type": "kimi_linear",
+    "v_head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "situ",
+    "activation_situ_beta": 1.0,
+    "activation_situ_linear_beta": 4.0,
+    "attn_res_block_size": 2,
+    "linear_attn_config": {
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3],
+        "num_heads": 4,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+    },
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_expert_hidden_size": 32,
+}
+
+FAMILIES = {
+    "bailing_hybrid": Family(
+        "bailing_hybrid", "BailingMoeV2_5ForCausalLM", _BAILING | _LATENTS | {"v_head_dim": 16}
+    ),
+    "bailing_moe_linear": Family("bailing_moe_linear", "BailingMoeLinearV2ForCausalLM", _BAILING),
+    "bailing_moe_v3": Family(
+        "bailing_moe_v3",
+        "BailingMoeV3ForCausalLM",
+        _BAILING | _LATENTS | {"v_head_dim": 16, "short_conv_kernel_size": 4},
+    ),
+    "gear": Family(
+        "gear",
+        "GearForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
+            "sliding_window": 24,
+            "conv_L_cache": 3,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attention_bias": False,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_proj_bias": False,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 4,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_chunk_size": 16,
+            "position_embedding_type": "nope",
+        },
+    ),
+    "kimi_k3": Family("kimi_k3", "KimiK3ForConditionalGeneration", {"text_config": _KIMI_K3}),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        MOE
+        | {
+            "num_hidden_layers": 4,
+            "use_expert_bias": True,
+            "num_dense_layers": 1,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        },
+    ),
+    "longcat_flash": Family("longcat_flash", "LongcatFlashForCausalLM", _LONGCAT),
+    "mamba": Family(
+        "mamba",
+        "MambaForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "state_size": 8,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "time_step_rank": 4,
+            "expand": 2,
+        },
+    ),
+    "mistral4": Family(
+        "mistral4",
+        "Mistral4ForCausalLM",
+        MLA
+        | EXPERTS
+        | {
+            "qk_head_dim": 24,
+            "head_dim": 24,
+            "rope_interleave": True,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "nemotron_h": Family(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "attention_bias": False,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "mamba_proj_bias": False,
+            "ssm_state_size": 8,
+            "conv_kernel": 4,
+            "n_groups": 1,
+            "mlp_bias": False,
+            "layer_norm_epsilon": 1e-5,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "hybrid_override_pattern": "M-M*-",
+            "time_step_limit": [0.0, 100.0],
+        },
+    ),
+    "olmo_hybrid": Family(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        DELTA
+        | {
+            "num_key_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_allow_neg_eigval": True,
+            "attention_bias": False,
+        },
+    ),
+    "rwkv7": Family(
+        "rwkv7",
+        "RWKV7ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "a_low_rank_dim": 8,
+            "v_low_rank_dim": 8,
+            "gate_low_rank_dim": 8,
+            "decay_low_rank_dim": 8,
+        },
+    ),
+    "youtu_llm": Family("youtu_llm", "YoutuLLMForCausalLM", MLA | {"mlp_bias": False}),
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        MLA
+        | EXPERTS
+        | {
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 2048,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        },
+    ),
+}
+#: What mlx-lm has and the paged path refuses, with words of the reason.
+REFUSED = {
+    "baichuan_m1": (
+        Family(
+            "baichuan_m1",
+            "BaichuanM1ForCausalLM",
+            {
+                "num_hidden_layers": 4,
+                "conv_window": 2,
+                "sliding_window": 24,
+                "sliding_window_layers": [1, 3],
+                "num_swa_attention_heads": 4,
+                "num_swa_key_value_heads": 2,
+            },
+        ),
+        "attention and a recurrence in one module",
+    ),
+    "longcat_flash_ngram": (
+        Family(
+            "longcat_flash_ngram",
+            "LongcatFlashNgramForCausalLM",
+            _LONGCAT | {"ngram_vocab_size_ratio": 2, "emb_neighbor_num": 3, "emb_split_num": 2},
+        ),
+        "a state in layers.0 that grows",
+    ),
+    "plamo2": (
+        Family(
+            "plamo2",
+            "Plamo2ForCausalLM",
+            {
+                "num_hidden_layers": 4,
+                "hidden_size_per_head": 16,
+                "mamba_d_state": 8,
+                "mamba_num_heads": 8,
+                "mamba_step": 2,
+            },
+        ),
+        "",
+    ),
+    "deepseek_v32": (
+        Family(
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM",
+            MLA | EXPERTS | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
+        ),
+        "",
+    ),
+}

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families that mlx-lm has, and neither vLLM nor transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+
+#: vLLM's name for all of them, and the architecture that can do the same.
+_ARCHITECTURE, _ALIKE = "MlxForCausalLM", "LlamaForCausalLM"
+#: Names of transformers that vLLM asks every configuration for, and what families call the same.
+_OTHER_NAMES = {
+    "hidden_size": ("d_model", "n_embd", "model_dim", "dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+}
+
+
+def take_mlx_models() -> None:
+    """Has transformers read such a config.json, and vLLM serve its architecture.
+
+    vLLM asks its own class of an architecture what the model can do: these count as what they are
+    to it, text models. What their layers keep is read off the model that mlx-lm makes.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    models = ModelRegistry.models
+    if _ALIKE in models:
+        models.setdefault(_ARCHITECTURE, models[_ALIKE])
+    for model_type in sorted(_model_types() - {*CONFIG_MAPPING} - {*_CONFIG_REGISTRY}):
+        AutoConfig.register(model_type, _config_class(model_type))
+
+
+def _model_types() -> set[str]:
+    """Of mlx-lm's modules, without an import of them."""
+    found = importlib.util.find_spec("mlx_lm")
+    assert found is not None and found.submodule_search_locations is not None
+    folder = Path(found.submodule_search_locations[0]) / "models"
+    return {path.stem for path in folder.glob("*.py") if "class ModelArgs" in path.read_text()}
+
+
+def _config_class(model_type: str) -> type:
+    from transformers import PretrainedConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    class MlxConfig(PretrainedConfig):
+        """A configuration of which transformers knows no more than its keys."""
+
+        def __init__(self, **values: Any) -> None:
+            values.pop("layer_types", None)  # transformers takes no names that it does not know
+            super().__init__(**values)
+            if not any(name in ModelRegistry.models for name in self.architectures or ()):
+                self.architectures = [_ARCHITECTURE]
+            for name, others in _OTHER_NAMES.items():
+                if getattr(self, name, None) is None:
+                    setattr(self, name, next((values[x] for x in others if x in values), 1))
+
+    MlxConfig.model_type = model_type
+    return MlxConfig
