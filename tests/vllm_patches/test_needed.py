@@ -146,6 +146,7 @@ MADE_AT_ONCE = (
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
     "mlp_speculators.allow_mlp_speculators",
+    "mlx_models.take_mlx_models",
     "prefill_chunks.end_chunks_within_blocks",
     "refusals.allow_min_p_and_logit_bias",
     "scheduler.end_failed_requests",

@@ -28,6 +28,7 @@ CHANGING = (
     "kv_transfer",
     "logs",
     "mlp_speculators",
+    "mlx_models",
     "prefill_chunks",
     "processes",
     "refusals",
@@ -295,6 +296,19 @@ def multimodal(folder):
         except Exception as error:
             return True, repr(error)
         return found, found
+
+
+@probe("mlx_models.take_mlx_models")
+def family_of_mlx(folder):
+    """A family that mlx-lm alone has is a model type that transformers does not recognise."""
+    import pathlib
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        config = MODEL | {"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7"}
+        pathlib.Path(name, "config.json").write_text(json.dumps(config))
+        found = raised(lambda: arguments(name).create_engine_config())
+    return "does not recognize this architecture" in found, found
 
 
 @probe("refusals.allow_min_p_and_logit_bias")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def _model_types() -> set[str]:
     return {path.stem for path in folder.glob("*.py") if "class ModelArgs" in path.read_text()}
 
 
+@functools.cache
 def _config_class(model_type: str) -> type:
     from transformers import PretrainedConfig
     from vllm.model_executor.models import ModelRegistry
@@ -62,5 +64,13 @@ def _config_class(model_type: str) -> type:
                 if getattr(self, name, None) is None:
                     setattr(self, name, next((values[x] for x in others if x in values), 1))
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            """The engine's process makes the class anew: nobody can import it."""
+            return _restored, (model_type, self.to_dict())
+
     MlxConfig.model_type = model_type
     return MlxConfig
+
+
+def _restored(model_type: str, values: dict[str, Any]) -> Any:
+    return _config_class(model_type)(**values)

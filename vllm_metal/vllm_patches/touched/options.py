@@ -155,6 +155,7 @@ _ENGINE_ARGUMENTS = (
         fields="_actions",
     ),
     Touched("vllm.usage.usage_lib:UsageContext", by="vllm_patches/engine_args.py"),
+    Touched("vllm.transformers_utils.config:_CONFIG_REGISTRY", by="vllm_patches/mlx_models.py"),
     Touched(
         "vllm.model_executor.models:ModelRegistry",
         by="vllm_patches/mlp_speculators.py",
