@@ -71,9 +71,9 @@ def greedy_ids():
     return greedy(MAX_TOKENS, detokenize=False)
 
 
-def check_passes(model, passes=2, count=16, **options):
+def check_passes(model, passes=2, count=16, judge=Dense, **options):
     """Serves the prompts `passes` times, checks every text; counters after each pass."""
-    dense, seen, prompts = Dense(model), [], prompts_of(count)
+    dense, seen, prompts = judge(model), [], prompts_of(count)
     with hybrid_engine(model, **options) as llm:
         free = free_blocks(llm)
         for _ in range(passes):

@@ -68,6 +68,39 @@ _KIMI_K3 = {
     "routed_expert_hidden_size": 32,
 }
 
+_QWEN = DELTA | {
+    "model_type": "qwen3_5_text",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+# The last two layers read the K and V of others.
+_GEMMA_3N = {
+    "model_type": "gemma3n_text",
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 16,
+    "sliding_window": 24,
+    "rope_local_base_freq": 10000.0,
+    "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
+    "intermediate_size": [96] * 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "altup_num_inputs": 2,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_active_idx": 0,
+    "laurel_rank": 8,
+    "query_pre_attn_scalar": 16,
+    "rope_scaling": None,
+}
+
 FAMILIES = {
     "bailing_hybrid": Family(
         "bailing_hybrid", "BailingMoeV2_5ForCausalLM", _BAILING | _LATENTS | {"v_head_dim": 16}
@@ -232,6 +265,20 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES |= {
+    "qwen3_5": Family("qwen3_5", "Qwen3_5ForConditionalGeneration", {"text_config": _QWEN}),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        {"text_config": _QWEN | MOE | {"model_type": "qwen3_5_moe_text"}},
+    ),
+    "kimi_vl": Family(
+        "kimi_vl",
+        "KimiVLForConditionalGeneration",
+        {"text_config": MLA | EXPERTS | {"model_type": "deepseek_v3"}},
+    ),
+    "gemma3n": Family("gemma3n", "Gemma3nForConditionalGeneration", {"text_config": _GEMMA_3N}),
+}
 #: What mlx-lm has and the paged path refuses, with words of the reason.
 REFUSED = {
     "baichuan_m1": (
@@ -269,7 +316,22 @@ REFUSED = {
                 "mamba_step": 2,
             },
         ),
-        "",
+        "attention in layers.1 by itself",
+    ),
+    "glm_moe_dsa": (
+        Family(
+            "glm_moe_dsa",
+            "GlmMoeDsaForCausalLM",
+            MLA
+            | EXPERTS
+            | {
+                "index_head_dim": 16,
+                "index_n_heads": 2,
+                "index_topk": 8,
+                "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        ),
+        "stays in the pool",
     ),
     "deepseek_v32": (
         Family(
@@ -277,6 +339,6 @@ REFUSED = {
             "DeepseekV32ForCausalLM",
             MLA | EXPERTS | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
         ),
-        "",
+        "stays in the pool",
     ),
 }

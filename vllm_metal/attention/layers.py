@@ -39,6 +39,9 @@ class _AttentionProbe(AttendingCache, Probe):
         self._sinks: mx.Dtype | None = None
         self._latent = False
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model looks at {name!r} of a cache, which stays in the pool")
+
     @property
     def offset(self) -> mx.array:
         return mx.zeros(1, mx.int32)

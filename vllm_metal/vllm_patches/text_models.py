@@ -12,6 +12,8 @@ _TEXT_MODELS = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3NextForCausalLM",
     "Qwen3_5MTP": "Qwen3NextMTP",
     "Qwen3_5MoeMTP": "Qwen3NextMTP",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
