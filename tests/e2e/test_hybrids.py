@@ -6,7 +6,8 @@ import pytest
 from e2e.disk import HITS
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
 from e2e.peers import consumer, decode, free_port, prefill, producer
-from models.recurrent import FAMILIES, VOCAB, write_model
+from models import latent
+from models.recurrent import FAMILIES, VOCAB, Family, write_model
 
 MAX_TOKENS = 40
 NGRAM = {
@@ -100,6 +101,32 @@ def test_hits_drafts_and_preemptions(folders, name):
     assert 0 < accepted < drafted
     if name != "mamba2":  # whose requests need two blocks each
         assert second["vllm:num_preemptions"] > 0
+
+
+#: A plain model of the same vocabulary, which guesses for the others.
+DRAFT = Family("llama", "LlamaForCausalLM", {"num_hidden_layers": 1, "head_dim": 16})
+LATENT = "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", *(pytest.param(n, marks=pytest.mark.more) for n in ("jamba", LATENT))],
+)
+def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
+    model = folders.get(name) or write_model(latent.FAMILIES[name], tmp_path / name)
+    draft = {
+        "method": "draft_model",
+        "model": write_model(DRAFT, tmp_path / "draft"),
+        "num_speculative_tokens": 3,
+    }
+    first, second = check_passes(
+        model, num_gpu_blocks_override=240, max_model_len=160, speculative_config=draft
+    )
+    assert second["vllm:prefix_cache_hits"] > first["vllm:prefix_cache_hits"]
+    drafted, accepted = (
+        second[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")
+    )
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("chunk", [7, 512])

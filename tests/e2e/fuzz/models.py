@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models import gemma3_text, llama
+from mlx_lm.models import gemma3_text, llama, qwen3_next
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -43,15 +43,44 @@ _WINDOWED = _COMMON | {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "rope_local_base_freq": 10000.0,
 }
-MODELS = ("full", "windowed")
+# A block of 16 tokens has room for a state.
+_HYBRID = _COMMON | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.5,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 0,
+    "shared_expert_intermediate_size": 0,
+    "norm_topk_prob": True,
+}
+MODELS = ("full", "windowed", "hybrid")
+#: Whose layers keep states, in groups of their own.
+NUM_STATE_GROUPS = {"hybrid": 3}
 
 
 def write_models(folder: Path) -> None:
-    """Writes `full`, `windowed`, and for each a `-draft` that often guesses it right."""
+    """Writes the models, and for each a `-draft`.
+
+    It often guesses the model right, but for `hybrid`: what keeps a state cannot draft.
+    """
     for name, family, config in (("full", llama, _FULL), ("windowed", gemma3_text, _WINDOWED)):
         weights = _weights(family, config)
         _write(folder / name, config, weights)
         _write(folder / f"{name}-draft", config, _disturbed(weights))
+    _write(folder / "hybrid", _HYBRID, _weights(qwen3_next, _HYBRID))
+    guessing = _FULL | {"head_dim": _HYBRID["head_dim"]}  # K and V of one shape: few groups
+    _write(folder / "hybrid-draft", guessing, _weights(llama, guessing))
 
 
 def word(token: int) -> str:

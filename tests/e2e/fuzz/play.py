@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.fuzz.models import WINDOW
+from e2e.fuzz.models import NUM_STATE_GROUPS, WINDOW
 from e2e.fuzz.traffic import KEPT_TENANT, Event, Request, Run, Setting
 from e2e.harness import counters, engine
 from vllm import SamplingParams, TokensPrompt
@@ -158,7 +158,8 @@ def _blocks_of_one(setting: Setting) -> int:
         in_flight = setting.max_num_batched_tokens * (1 + setting.async_scheduling)
         behind = min(WINDOW - 1 + in_flight, rows)
         blocks += 2 * (-(-behind // setting.block_size) + 1)
-    return blocks
+    # Of a state, the one before a step and the one after it; a hit adds the block that it is in.
+    return blocks + 3 * NUM_STATE_GROUPS.get(setting.model, 0)
 
 
 class _Player:

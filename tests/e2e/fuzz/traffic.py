@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from e2e.fuzz.models import EOS, MAX_LEN, MODELS, VOCAB, word
+from e2e.fuzz.models import EOS, MAX_LEN, MODELS, NUM_STATE_GROUPS, VOCAB, word
 
 from vllm_metal.spec_decode.registry import BY_NAME
 
@@ -117,7 +117,9 @@ def draw(
     """
     rng = np.random.default_rng(seed)
     setting = _setting(rng, model or str(rng.choice(MODELS)), space)
-    if model is None:  # over many layers, codes drift too far to judge tokens by
+    # Over many layers, codes drift too far to judge tokens by. Where states share blocks with
+    # codes, blocks are larger than the setting says.
+    if model is None and setting.model not in NUM_STATE_GROUPS:
         setting = replace(setting, kv_cache_dtype=CACHES[seed % len(CACHES)])
     requests: list[Request] = []
     arrival = 0
