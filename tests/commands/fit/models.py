@@ -37,6 +37,50 @@ EXPERTS = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+STATES = EXPERTS | {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.5,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 64,
+}
+CONVOLUTIONS = {
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 128,
+    "block_ff_dim": 320,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [1, 3],
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+}
+LATENTS = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "attention_bias": False,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 #: model_type, changes of BASE, and bits of quantised weights.
 MODELS = {
     "llama": ("llama", {}, None),
@@ -50,7 +94,14 @@ MODELS = {
     "phi3, fused": ("phi3", GROUPED, None),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, None),
     "qwen3_moe, 4 bits": ("qwen3_moe", GROUPED | TIED | EXPERTS, 4),
+    "lfm2, convolutions": ("lfm2", GROUPED | TIED | CONVOLUTIONS, None),
     "starcoder2": ("starcoder2", GROUPED | TIED | {"norm_epsilon": 1e-5}, None),
+}
+#: Whose forward pass is not compared: on a CPU a recurrence is a chain of small operations, where
+#: MLX runs far ahead of what is computed.
+OTHERS = {
+    "qwen3_next, states": ("qwen3_next", GROUPED | STATES | {"num_experts": 0}, None),
+    "deepseek_v3, latents": ("deepseek_v3", LATENTS, None),
 }
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -60,6 +111,9 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
 #: A checkpoint may hold more than is loaded: this the families above drop.
@@ -68,7 +122,7 @@ DROPPED = {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(16)}
 
 def write(folder, name):
     """The folder, with random weights."""
-    model_type, changes, bits = MODELS[name]
+    model_type, changes, bits = (MODELS | OTHERS)[name]
     config = (
         BASE | changes | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
     )
@@ -92,7 +146,8 @@ def token_bytes(name, element_bytes, scale_bytes=0):
     """K and V of a token in all layers, by hand."""
     config = BASE | MODELS[name][1]
     row = config["head_dim"] * element_bytes + scale_bytes
-    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * row
+    attending = len(config.get("full_attn_idxs", range(config["num_hidden_layers"])))
+    return 2 * attending * config["num_key_value_heads"] * row
 
 
 def settings(folder, dtype, **changes):

@@ -92,8 +92,17 @@ def test_the_dtype_on_a_mac(content, dtype):
     assert engine.dtype_of(content, "metal", "float16") == torch.float16
 
 
-def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch):
-    path, measured, cache_dtype = folder("gemma3, windows"), [], "int8"
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        ("gemma3, windows", "int8"),
+        ("qwen3_next, states", "auto"),
+        ("qwen3_next, states", "fp8"),
+        ("deepseek_v3, latents", "auto"),
+    ],
+)
+def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, name, cache_dtype):
+    path, measured = folder(name), []
     at_work = planner.at_work
 
     def noted(*args):
@@ -125,5 +134,6 @@ def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch):
         Machine.this(),
         forward=forward,
     )
+    assert found.block_size == config.cache_config.block_size
     assert found.num_blocks == pytest.approx(blocks, rel=0.01)
     assert found.tokens == pytest.approx(config.cache_config.kv_cache_size_tokens, rel=0.01)

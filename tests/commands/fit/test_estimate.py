@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights and bytes of a token, against the loaded model and the formula."""
 
+import gc
+
 import mlx.core as mx
 import pytest
 import torch
@@ -19,6 +21,7 @@ def test_weights_are_what_the_loader_holds_to_the_byte(folder, name):
     limit = mx.set_cache_limit(0)  # else arrays may lie in spare buffers that are larger
     try:
         for dtype in (torch.float32, torch.bfloat16):
+            gc.collect()  # what the reading of layers left behind
             before = mx.get_active_memory()
             model = loader.load(settings(path, dtype))
             mx.synchronize()
