@@ -35,7 +35,7 @@ class Cached(Dense):
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_texts_under_load(name, chunk, tmp_path):
     model = write_model(FAMILIES[name], tmp_path / name)
-    options = {"block_size": 32, "enable_prefix_caching": True} if name in ALONE else {}
+    options = {"block_size": 32} if name in ALONE else {}
     first, second = check_passes(
         model,
         count=12,

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from models import recurrent
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -43,6 +44,14 @@ def test_defaults_of_the_cpu_device(model):
     assert found.scheduler_config.max_num_batched_tokens == 512
     assert found.cache_config.enable_prefix_caching
     assert found.parallel_config.worker_cls == "vllm_metal.worker.worker.MetalWorker"
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, True), (False, False)])
+def test_prefixes_of_states_are_cached_too_unless_the_user_says_no(tmp_path, asked, found):
+    model = recurrent.write_model(recurrent.FAMILIES["mamba2"], tmp_path / "mamba2")
+    made = config(model, skip_tokenizer_init=True, enable_prefix_caching=asked)
+    assert made.model_config.is_attention_free
+    assert made.cache_config.enable_prefix_caching is found
 
 
 def test_explicit_settings_win_over_the_defaults(model):

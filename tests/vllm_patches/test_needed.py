@@ -143,6 +143,7 @@ def test_without_changes_means_without_all_of_them():
 MADE_AT_ONCE = (
     "engine_args.set_batch_defaults",
     "engine_args.accept_int8_kv_cache",
+    "engine_args.cache_prefixes_of_states",
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
     "mlp_speculators.allow_mlp_speculators",

@@ -146,6 +146,27 @@ def int8(folder):
     return "int8" in found, found
 
 
+@probe("engine_args.cache_prefixes_of_states")
+def prefixes_of_states(folder):
+    """vLLM caches prefixes by default, but not where a model keeps states alone."""
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    found = {}
+    for kind in ("decoder", "hybrid", "attention_free"):
+        asked = SimpleNamespace(attn_type=kind, pooler_config=None)
+        model = SimpleNamespace(
+            is_prefix_caching_supported=ModelConfig.is_prefix_caching_supported.fget(asked),
+            is_chunked_prefill_supported=True,
+            is_attention_free=kind == "attention_free",
+            runner_type="generate",
+        )
+        options = SimpleNamespace(enable_prefix_caching=None, enable_chunked_prefill=None)
+        EngineArgs._set_default_chunked_prefill_and_prefix_caching_args(options, model)
+        found[kind] = options.enable_prefix_caching
+    return list(found.values()) == [True, True, False], found
+
+
 @probe("environment.set_defaults")
 def variables(folder):
     """vLLM would take the second model runner, or warns that it cannot; it does not count NaNs."""

@@ -146,6 +146,7 @@ class MetalPlatform(Platform):
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
         engine_args.accept_int8_kv_cache(parser)
+        engine_args.cache_prefixes_of_states()
         processes.stay_in_process_on_macos()
         shutdown.let_engines_end()
         shutdown.tell_a_stop_from_a_failure()

@@ -10,6 +10,7 @@ from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: The vLLM releases that all of this is true for.
@@ -51,6 +52,27 @@ def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
     for action in parser._actions if parser is not None else ():
         if action.dest == "kv_cache_dtype" and action.choices and "int8" not in action.choices:
             action.choices = [*action.choices, "int8"]
+
+
+def cache_prefixes_of_states() -> None:
+    """Has prefix caching on by default for models of states alone (Mamba), as for all others.
+
+    vLLM counts it as experimental there.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args", _prefixes_too)
+
+
+def _prefixes_too(
+    set_defaults: Callable[[EngineArgs, ModelConfig], None],
+) -> Callable[[EngineArgs, ModelConfig], None]:
+    def set_these_too(self: EngineArgs, model_config: ModelConfig) -> None:
+        if self.enable_prefix_caching is None and model_config.is_attention_free:
+            self.enable_prefix_caching = model_config.runner_type == "generate"
+        set_defaults(self, model_config)
+
+    return set_these_too
 
 
 def _resolve_int8(resolve: Callable[[str, ModelConfig], str]) -> Callable[[str, ModelConfig], str]:
