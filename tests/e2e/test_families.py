@@ -32,16 +32,21 @@ class Cached(Dense):
         *(pytest.param(name, marks=pytest.mark.more) for name in FAMILIES if name not in QUICK),
     ],
 )
-@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize(
+    "chunk", [7, 64, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 512))]
+)
 def test_texts_under_load(name, chunk, tmp_path):
     model = write_model(FAMILIES[name], tmp_path / name)
     options = {"block_size": 32} if name in ALONE else {}
+    if chunk == 1:  # a token a step: few requests do
+        check_passes(model, 1, 3, Cached, max_num_batched_tokens=1, max_num_seqs=1, **options)
+        return
     first, second = check_passes(
         model,
         count=12,
         judge=Cached,
         max_num_batched_tokens=chunk,
-        max_num_seqs=min(chunk, 16),
+        max_num_seqs=min(chunk, 32),
         num_gpu_blocks_override=100,
         speculative_config=NGRAM if chunk == 64 else None,
         **options,

@@ -133,20 +133,21 @@ class MetalWorker(WorkerBase):
 
     def _settle_block_size(self) -> None:
         """Makes blocks large enough for a state, before vLLM lays out the pool."""
-        cache, before = self.cache_config, self.cache_config.block_size
-        if any(layer.state_bytes for layer in self.networks.all_layers):
-            # vLLM has "none" without prefix caching; where a state lies is the same in both here.
-            cache.mamba_cache_mode = "align"
-        cache.block_size = block_size_for(
-            self.networks.all_layers, before, self._pool_dtype, cache.user_specified_block_size
-        )
-        if cache.block_size == before:
+        cache, layers = self.cache_config, self.networks.all_layers
+        state_bytes = sum(layer.state_bytes for layer in layers)
+        if not state_bytes:
             return
+        # vLLM has "none" without prefix caching; where a state lies is the same in both here.
+        cache.mamba_cache_mode = "align"
+        cache.block_size = block_size_for(
+            layers, cache.block_size, self._pool_dtype, cache.user_specified_block_size
+        )
         if cache.enable_prefix_caching:
             cache.mamba_block_size = cache.block_size
         logger.info(
-            "Blocks hold %d tokens, so that one has room for a state; prefix-cache hits end "
-            "at whole blocks",
+            "Beside K/V a request keeps %.1f MiB of states; blocks of %d tokens have room for "
+            "them, and prefix-cache hits end at whole blocks",
+            state_bytes / 2**20,
             cache.block_size,
         )
 
