@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of the other families of mlx-lm's with states or latent attention."""
 
-from models.latent import EXPERTS, MLA
+from models.latent import EXPERTS, KDA, MLA
 from models.recurrent import DELTA, MOE, Family
 
 _BAILING = {
@@ -52,14 +52,7 @@ _KIMI_K3 = {
     "activation_situ_beta": 1.0,
     "activation_situ_linear_beta": 4.0,
     "attn_res_block_size": 2,
-    "linear_attn_config": {
-        "full_attn_layers": [4],
-        "kda_layers": [1, 2, 3],
-        "num_heads": 4,
-        "head_dim": 16,
-        "short_conv_kernel_size": 4,
-        "gate_lower_bound": -5.0,
-    },
+    "linear_attn_config": KDA | {"gate_lower_bound": -5.0},
     "num_experts": 4,
     "num_experts_per_token": 2,
     "num_shared_experts": 1,

@@ -27,6 +27,14 @@ EXPERTS = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
+#: Kimi's delta attention, in three of four layers.
+KDA = {
+    "full_attn_layers": [4],
+    "kda_layers": [1, 2, 3],
+    "num_heads": 4,
+    "head_dim": 16,
+    "short_conv_kernel_size": 4,
+}
 _LONGROPE = {
     "type": "longrope",
     "original_max_position_embeddings": 4096,
@@ -52,13 +60,7 @@ FAMILIES = {
         | {
             "num_hidden_layers": 4,
             "head_dim": 16,
-            "linear_attn_config": {
-                "full_attn_layers": [4],
-                "kda_layers": [1, 2, 3],
-                "num_heads": 4,
-                "head_dim": 16,
-                "short_conv_kernel_size": 4,
-            },
+            "linear_attn_config": KDA,
             "model_max_length": 4096,
             "mla_use_nope": True,
             "num_experts": 4,

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from models.latent import EXPERTS as ROUTED
+from models.latent import MLA
 
 from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import Model
@@ -61,26 +63,7 @@ CONVOLUTIONS = {
     "full_attn_idxs": [1, 3],
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
-LATENTS = {
-    "q_lora_rank": 48,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "attention_bias": False,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-}
+LATENTS = MLA | ROUTED | {"moe_intermediate_size": 64}
 #: model_type, changes of BASE, and bits of quantised weights.
 MODELS = {
     "llama": ("llama", {}, None),
