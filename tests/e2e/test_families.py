@@ -7,7 +7,7 @@ requests than the pool has blocks for; then again, when what it needs is in the 
 
 import pytest
 from e2e.harness import Dense, engine
-from e2e.test_hybrids import NGRAM, check_passes
+from e2e.test_hybrids import NGRAM, TOLD, check_passes
 from mlx_lm.models.cache import make_prompt_cache
 from models.further import FAMILIES, REFUSED
 from models.recurrent import write_model
@@ -43,7 +43,7 @@ def test_texts_under_load(name, chunk, tmp_path):
         return
     first, second = check_passes(
         model,
-        count=12,
+        count=36 if chunk == 512 else 12,
         judge=Cached,
         max_num_batched_tokens=chunk,
         max_num_seqs=min(chunk, 32),
@@ -51,7 +51,10 @@ def test_texts_under_load(name, chunk, tmp_path):
         speculative_config=NGRAM if chunk == 64 else None,
         **options,
     )
+    print(name, {key: value for key, value in second.items() if value and key in TOLD})
     assert second["vllm:prefix_cache_hits"] > first["vllm:prefix_cache_hits"]
+    if chunk == 512 and name not in ALONE:
+        assert second["vllm:num_preemptions"] > 0
     if chunk == 64:
         drafted, accepted = (
             second[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted")

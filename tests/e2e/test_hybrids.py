@@ -27,7 +27,7 @@ BLOCKS = {"qwen3_next, large states": 26, "recurrent_gemma": 30}
 
 
 #: Counters that random traffic shows.
-_TOLD = (
+TOLD = (
     "vllm:prefix_cache_hits",
     "vllm:num_preemptions",
     "vllm:spec_decode_num_draft_tokens",
@@ -218,7 +218,7 @@ def test_random_traffic(folders, seed):
                 texts.append([*prompt, *tokens])
         run_out(llm)
         assert free_blocks(llm) == free, "blocks were never freed"
-        print(name, {k: v for k, v in counters(llm).items() if v and k in _TOLD})
+        print(name, {k: v for k, v in counters(llm).items() if v and k in TOLD})
 
 
 def disk_options(folder):
