@@ -4,7 +4,9 @@
 import json
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
+from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
 from e2e.harness import text_tokens
 from e2e.peers import FOR_A_DECODER, transfer
 from e2e.server import free_port, serve
@@ -17,7 +19,7 @@ BLOCK = 16
 #: K/V, see test_prefill_apart.
 LENGTHS = (BLOCK, 2 * BLOCK, 2 * BLOCK + 2, 5 * BLOCK, 200)
 OPTIONS = (
-    *("--served-model-name", "smollm2", "--max-model-len", "1024"),
+    *("--served-model-name", "smollm2"),
     *("--kv-cache-memory-bytes", str(128 << 20), "--enable-prefix-caching"),
     *("--additional-config", '{"fixed_draft_length": true}'),
 )
@@ -59,7 +61,7 @@ def test_text_and_drafts_are_those_of_one_server(smollm2, short, fitted, tmp_pat
         def start(name, config=None):
             more = [] if config is None else ["--kv-transfer-config", json.dumps(config)]
             speculation = ["--speculative-config", json.dumps(spec | {"num_speculative_tokens": 3})]
-            options = [*OPTIONS, *speculation, *more]
+            options = [*OPTIONS, "--max-model-len", "1024", *speculation, *more]
             return stack.enter_context(serve(smollm2, options, tmp_path / name))
 
         p = start("p", transfer("kv_producer", listen=address))
@@ -81,4 +83,31 @@ def test_text_and_drafts_are_those_of_one_server(smollm2, short, fitted, tmp_pat
             accepted += alone[1]
             pulled += (length - 1) // BLOCK * BLOCK
         assert accepted > 0
+        assert d.metric("vllm:external_prefix_cache_hits_total") == pulled
+
+
+def test_states_travel_between_servers(tmp_path):
+    """A hybrid's: D pulls the state of the last full block that P computed, and K/V up to there."""
+    write_models(tmp_path)
+    hybrid, address = str(tmp_path / "hybrid"), f"127.0.0.1:{free_port()}"
+    spec = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    rng = np.random.default_rng(1)
+    with ExitStack() as stack:
+
+        def start(name, config=None):
+            more = [] if config is None else ["--kv-transfer-config", json.dumps(config)]
+            speculation = ["--speculative-config", json.dumps(spec | {"num_speculative_tokens": 3})]
+            options = [*OPTIONS, "--max-model-len", str(MAX_LEN), *speculation, *more]
+            return stack.enter_context(serve(hybrid, options, tmp_path / name))
+
+        p = start("p", transfer("kv_producer", listen=address))
+        d = start("d", transfer("kv_consumer", peers=[address]))
+        one = start("one")
+        for length in LENGTHS:
+            prompt = rng.integers(1, VOCAB, length).tolist()
+            expected = complete(one, prompt, 24).choices[0].text
+            said = complete(p, prompt, 1, kv_transfer_params=FOR_A_DECODER)
+            params = said.model_extra["kv_transfer_params"]
+            assert complete(d, prompt, 24, kv_transfer_params=params).choices[0].text == expected
+        pulled = sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
         assert d.metric("vllm:external_prefix_cache_hits_total") == pulled
