@@ -238,14 +238,7 @@ def test_a_restart_finds_states_on_disk(folders, name, tmp_path):
             assert (counters(llm).get(HITS, 0) > 0) == (start == 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *QUICK,
-        # Beside windows a puller finds nothing: recurrent_gemma computes its prompts again.
-        *(p for p in SLOWER if p.values != ("recurrent_gemma",)),
-    ],
-)
+@pytest.mark.parametrize("name", [*QUICK, *SLOWER])
 def test_one_engine_prefills_and_another_decodes(folders, name):
     dense, prompts = Dense(folders[name]), prompts_of(6)
     port, pulled = free_port(), 0
