@@ -110,7 +110,7 @@ def write(
     outside = blocks_np[(blocks_np < 0) | (blocks_np >= num_blocks)]
     if outside.size:
         raise ValueError(f"blocks_np: block {outside[0]} is not one of the pool's {num_blocks}")
-    if len(np.unique(blocks_np)) != len(blocks_np):
+    if len(set(blocks_np.tolist())) != len(blocks_np):  # of few, quicker than numpy
         raise ValueError("blocks_np: a block is named twice")
     if not len(blocks_np):
         return op_common.merged(after)

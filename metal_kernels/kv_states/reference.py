@@ -36,7 +36,8 @@ def write(
         heads, _, *part = pool.shape
         per_block = heads * split * math.prod(part)
         content = states[:, start : start + per_block]
-        content = mx.pad(content, [(0, 0), (0, per_block - content.shape[1])])
+        missing = per_block - content.shape[1]
+        content = mx.pad(content, [(0, 0), (0, missing)]) if missing else content
         content = content.reshape(len(blocks_np), heads, split, *part)
         pool[:, rows] = content.swapaxes(0, 1).flatten(1, 2).view(pool.dtype)
 

@@ -36,6 +36,10 @@ class Endings:
     full_np: np.ndarray  # [E] bool, whether the block is full then
     last_rows_np: np.ndarray  # [R] int, the last one of each request
     drafted: bool  # whether rows may be rejected
+    #: What `wanted` has found: all layers of a step ask the same.
+    _found: list[tuple[np.ndarray | None, np.ndarray]] = field(
+        init=False, default_factory=list, repr=False
+    )
 
     def wanted(self, last_rows_np: np.ndarray | None) -> np.ndarray:
         """[k] int, which of the E are to be kept: those of full blocks, and each request's last.
@@ -47,13 +51,19 @@ class Endings:
         Raises:
             RuntimeError: there were drafts, and nobody has said which were accepted.
         """
+        for given, found in self._found:
+            if given is last_rows_np:
+                return found
+        asked = last_rows_np
         if last_rows_np is None:
             if self.drafted:
                 raise RuntimeError("a step's states were wanted before its drafts were judged")
             last_rows_np = self.last_rows_np
         last = last_rows_np[self.requests_np]
         wanted = (self.rows_np == last) | (self.full_np & (self.rows_np < last))
-        return np.flatnonzero(wanted & (self.blocks_np != 0))
+        found = np.flatnonzero(wanted & (self.blocks_np != 0))
+        self._found.append((asked, found))
+        return found
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -29,12 +30,12 @@ class StateFormat:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of one state, its parts aligned."""
         return sum(self.part_bytes)
 
-    @property
+    @cached_property
     def part_bytes(self) -> tuple[int, ...]:
         """Of each part, rounded up to where the next one begins."""
         sizes = (math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes, strict=True))
@@ -55,7 +56,8 @@ class StateFormat:
         rows = []
         for part, dtype, nbytes in zip(parts, self.dtypes, self.part_bytes, strict=True):
             flat = part.reshape(len(part), -1)
-            flat = mx.pad(flat, [(0, 0), (0, nbytes // dtype.size - flat.shape[1])])
+            missing = nbytes // dtype.size - flat.shape[1]
+            flat = mx.pad(flat, [(0, 0), (0, missing)]) if missing else flat
             rows.append(flat.view(BITS[size]))
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
@@ -64,7 +66,8 @@ class StateFormat:
         size, start, parts = bits.dtype.size, 0, []
         for shape, dtype, nbytes in zip(self.shapes, self.dtypes, self.part_bytes, strict=True):
             stop = start + nbytes // size
-            flat = mx.contiguous(bits[:, start:stop]).view(dtype)[:, : math.prod(shape)]
+            flat, count = mx.contiguous(bits[:, start:stop]).view(dtype), math.prod(shape)
+            flat = flat[:, :count] if count < flat.shape[1] else flat
             parts.append(flat.reshape(len(bits), *shape))
             start = stop
         return parts
