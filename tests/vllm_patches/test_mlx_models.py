@@ -9,6 +9,7 @@ from models import further
 from models.recurrent import config_of
 from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 
 def engine_config(folder, config):
@@ -23,6 +24,30 @@ def test_the_configuration_of_a_family_reaches_the_engines_process(tmp_path):
     assert again.to_dict() == config.model_config.hf_config.to_dict()
     assert again.decay_low_rank_dim == 8
     assert config.model_config.is_multimodal_model is False
+
+
+OWN_CLASS = """
+from transformers import PretrainedConfig
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "rwkv7"
+
+    def __init__(self, hidden_act="silu", **values):
+        super().__init__(**values)
+        self.hidden_act, self.num_attention_heads = hidden_act, 2
+"""
+
+
+def test_a_checkpoints_own_class_goes_first_where_its_user_trusts_it(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_CLASS)
+    config = config_of(further.FAMILIES["rwkv7"]) | {"auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    current_platform.pre_register_and_update()
+    trusted, plain = (
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=trust) for trust in (True, False)
+    )
+    assert trusted.hidden_act == "silu" and not hasattr(plain, "hidden_act")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,9 @@ def _config_class(model_type: str) -> type:
             return _restored, (model_type, self.to_dict())
 
     MlxConfig.model_type = model_type
+    # With --trust-remote-code a checkpoint's own class goes before those of transformers' modules,
+    # but not before those that others register.
+    MlxConfig.__module__ = "transformers.models"
     return MlxConfig
 
 
