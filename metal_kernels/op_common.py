@@ -56,6 +56,11 @@ def padded(metadata: mx.array, fill: int) -> mx.array:
     return metadata if missing <= 0 else mx.pad(metadata, (0, missing), constant_values=fill)
 
 
+def block_elements(pool: mx.array, split: int = 1) -> int:
+    """Elements that a block of `split` parts has in a pool [Hkv, B * split, ...], of all heads."""
+    return pool.size // pool.shape[1] * split
+
+
 def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
     """Raises ValueError unless a pool of codes has scales of its shape, one of values none."""
     if pool.dtype not in CODE_DTYPES:

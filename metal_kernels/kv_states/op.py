@@ -133,7 +133,7 @@ def write(
 
 def _room(pools: Sequence[mx.array], split: int) -> int:
     """Elements of a block, of all heads."""
-    return sum(math.prod(pool.shape) // pool.shape[1] * split for pool in pools)
+    return sum(op_common.block_elements(pool, split) for pool in pools)
 
 
 def _launch(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.op_common import BITS
+from metal_kernels.op_common import BITS, block_elements
 
 
 def read(pools: Sequence[mx.array], blocks: mx.array, width: int, split: int = 1) -> mx.array:
@@ -34,7 +34,7 @@ def write(
     rows = mx.array(parts_np.ravel())
     for start, pool in _used(pools, width, split):
         heads, _, *part = pool.shape
-        per_block = heads * split * math.prod(part)
+        per_block = block_elements(pool, split)
         content = states[:, start : start + per_block]
         missing = per_block - content.shape[1]
         content = mx.pad(content, [(0, 0), (0, missing)]) if missing else content
@@ -44,6 +44,6 @@ def write(
 
 def _used(pools: Sequence[mx.array], width: int, split: int) -> list[tuple[int, mx.array]]:
     """The pools that states lie in, each with its first element of a state."""
-    sizes = [math.prod(pool.shape) // pool.shape[1] * split for pool in pools]
+    sizes = [block_elements(pool, split) for pool in pools]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [(start, pool) for start, pool in zip(starts, pools, strict=True) if start < width]

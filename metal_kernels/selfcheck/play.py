@@ -14,7 +14,7 @@ import numpy as np
 
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
-from metal_kernels.op_common import merged
+from metal_kernels.op_common import block_elements, merged
 from metal_kernels.paged_attention import AttentionPlan, Tiles
 from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
@@ -110,7 +110,7 @@ def elements(pools: Pools) -> list[mx.array]:
 
 def state_width(arrays: Sequence[mx.array]) -> int:
     """Elements of a state that goes on in V, where there is one, and does not fill its block."""
-    return sum(array.size // array.shape[1] for array in arrays) * 3 // 4
+    return sum(map(block_elements, arrays)) * 3 // 4
 
 
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:

@@ -54,15 +54,13 @@ class Endings:
         for given, found in self._found:
             if given is last_rows_np:
                 return found
-        asked = last_rows_np
-        if last_rows_np is None:
-            if self.drafted:
-                raise RuntimeError("a step's states were wanted before its drafts were judged")
-            last_rows_np = self.last_rows_np
-        last = last_rows_np[self.requests_np]
+        if last_rows_np is None and self.drafted:
+            raise RuntimeError("a step's states were wanted before its drafts were judged")
+        last_np = self.last_rows_np if last_rows_np is None else last_rows_np
+        last = last_np[self.requests_np]
         wanted = (self.rows_np == last) | (self.full_np & (self.rows_np < last))
         found = np.flatnonzero(wanted & (self.blocks_np != 0))
-        self._found.append((asked, found))
+        self._found.append((last_rows_np, found))
         return found
 
 

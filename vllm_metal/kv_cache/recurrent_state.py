@@ -104,6 +104,8 @@ class RecurrentState(LayerState):
         spans = list(zip(starts, sizes, strict=True))[: self._num_used]
         self._numbers = [form.numbers(*span) for span in spans]
         self._memory, self._form, self._alone = memory, form, alone
+        self._element_bytes = memory.dtype.size
+        self._width = form.nbytes // self._element_bytes  # elements of a state
         self.block_axis, self.split = memory.block_axis, memory.split
         self.pipelined, self.fenced = memory.pipelined, memory.fenced
         self._pending: list[Written[RecurrentPlan]] = []  # of each, the states its plan ends with
@@ -153,14 +155,9 @@ class RecurrentState(LayerState):
 
     def move(self, source: int, target: int) -> mx.array:
         """Copies a state from block to block; returns what is computed once it is there."""
-        width = self._form.nbytes // self._element_bytes
-        states = self._memory.read_states(None, mx.array([source], mx.int32), width)
+        states = self._memory.read_states(None, mx.array([source], mx.int32), self._width)
         self._memory.write_states(np.array([target]), states)
         return mx.stack(list(self._memory.fences))
-
-    @property
-    def _element_bytes(self) -> int:
-        return self._memory.dtype.size
 
     def settle(self) -> None:
         self._memory.settle()
@@ -226,8 +223,8 @@ class RecurrentState(LayerState):
         Returns:
             The results, each [T, 1, ...].
         """
-        width = self._form.nbytes // self._element_bytes
-        states = self._form.from_bits(self._memory.read_states(plan, plan.before, width))
+        bits = self._memory.read_states(plan, plan.before, self._width)
+        states = self._form.from_bits(bits)
         if plan.fresh is not None:
             states = [_zero_where(plan.fresh, part) for part in states]
         results: list[list[mx.array]] = []

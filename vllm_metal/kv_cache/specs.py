@@ -15,6 +15,7 @@ from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 if TYPE_CHECKING:
+    from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _STEP = BLOCK_SIZES[0]  # larger blocks are multiples of it
@@ -43,6 +44,28 @@ def block_size_for(
     if not room:
         return block_size if asked else max(block_size, _STATES_ONLY)
     return max(block_size, _STEP * -(-max(states) // room))
+
+
+def settle_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> int:
+    """Makes blocks large enough for a state, before vLLM lays out the pool.
+
+    Args:
+        cache: vLLM's configuration, which is changed where there are states.
+        layers, dtype: see `block_size_for`.
+
+    Returns:
+        Bytes of a request's states; 0: there are none.
+    """
+    state_bytes = sum(layer.state_bytes for layer in layers)
+    if state_bytes:
+        # vLLM has "none" without prefix caching; where a state lies is the same in both here.
+        cache.mamba_cache_mode = "align"
+        cache.block_size = block_size_for(
+            layers, cache.block_size, dtype, cache.user_specified_block_size
+        )
+        if cache.enable_prefix_caching:
+            cache.mamba_block_size = cache.block_size
+    return state_bytes
 
 
 def kv_cache_specs(

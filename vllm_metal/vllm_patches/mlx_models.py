@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,17 @@ def take_mlx_models() -> None:
     models = ModelRegistry.models
     if _ALIKE in models:
         models.setdefault(_ARCHITECTURE, models[_ALIKE])
-    for model_type in sorted(_model_types() - {*CONFIG_MAPPING} - {*_CONFIG_REGISTRY}):
+    for model_type in _model_types({*CONFIG_MAPPING, *_CONFIG_REGISTRY}):
         AutoConfig.register(model_type, _config_class(model_type))
 
 
-def _model_types() -> set[str]:
-    """Of mlx-lm's modules, without an import of them."""
+def _model_types(known: Container[str]) -> list[str]:
+    """Of mlx-lm's modules those that are not known, without an import of them."""
     found = importlib.util.find_spec("mlx_lm")
     assert found is not None and found.submodule_search_locations is not None
     folder = Path(found.submodule_search_locations[0]) / "models"
-    return {path.stem for path in folder.glob("*.py") if "class ModelArgs" in path.read_text()}
+    unknown = (path for path in sorted(folder.glob("*.py")) if path.stem not in known)
+    return [path.stem for path in unknown if "class ModelArgs" in path.read_text()]
 
 
 @functools.cache

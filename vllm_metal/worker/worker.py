@@ -17,7 +17,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_kv_caches, block_size_for, kv_cache_specs
+from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import PrefixCacheConfig, TransferConfig
@@ -132,18 +132,11 @@ class MetalWorker(WorkerBase):
         )
 
     def _settle_block_size(self) -> None:
-        """Makes blocks large enough for a state, before vLLM lays out the pool."""
-        cache, layers = self.cache_config, self.networks.all_layers
-        state_bytes = sum(layer.state_bytes for layer in layers)
+        """Blocks have room for a state, where layers keep any."""
+        cache = self.cache_config
+        state_bytes = settle_block_size(cache, self.networks.all_layers, self._pool_dtype)
         if not state_bytes:
             return
-        # vLLM has "none" without prefix caching; where a state lies is the same in both here.
-        cache.mamba_cache_mode = "align"
-        cache.block_size = block_size_for(
-            layers, cache.block_size, self._pool_dtype, cache.user_specified_block_size
-        )
-        if cache.enable_prefix_caching:
-            cache.mamba_block_size = cache.block_size
         logger.info(
             "Beside K/V a request keeps %.1f MiB of states; blocks of %d tokens have room for "
             "them, and prefix-cache hits end at whole blocks",

@@ -25,7 +25,7 @@ from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.kv_cache.specs import block_size_for, kv_cache_specs
+from vllm_metal.kv_cache.specs import kv_cache_specs, settle_block_size
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
@@ -126,7 +126,8 @@ def estimate(
         ValueError: the forward pass cannot be estimated (vllm_metal.commands.fit.step).
     """
     pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
-    block_size = _settle_block_size(model, config, pool_dtype)
+    states = settle_block_size(config.cache_config, model.layers, pool_dtype)
+    block_size = config.cache_config.block_size
     specs = kv_cache_specs(model.layers, block_size, pool_dtype)
     needs = Needs.of(config, specs)
     settings = settings_of(config, machine.kind, needs.block_bytes)
@@ -142,19 +143,7 @@ def estimate(
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)
-    states = sum(layer.state_bytes for layer in model.layers)
     return Estimate(rows // block_size, states, block_size, needs, measured, settings, quantised)
-
-
-def _settle_block_size(model: Model, config: VllmConfig, pool_dtype: mx.Dtype) -> int:
-    """As the engine does once the model is loaded (worker.worker)."""
-    cache = config.cache_config
-    cache.block_size = block_size_for(
-        model.layers, cache.block_size, pool_dtype, cache.user_specified_block_size
-    )
-    if any(layer.state_bytes for layer in model.layers):
-        cache.mamba_cache_mode = "align"
-    return cache.block_size
 
 
 def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[LayerKVCache]:

@@ -29,7 +29,7 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:CacheConfig",
-        by="platform worker/worker.py memory/planner.py memory/profile.py "
+        by="platform worker/worker.py kv_cache/specs.py memory/planner.py memory/profile.py "
         "spec_decode kv_transfer commands/fit/engine.py",
         called="block_size=",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
