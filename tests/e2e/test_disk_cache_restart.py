@@ -18,7 +18,7 @@ from e2e.harness import counters, run_out, text_tokens
 from e2e.server import serve
 from e2e.test_failures import engine_core
 
-from vllm_metal.kv_transfer import fingerprint, salts
+from vllm_metal.kv_transfer import fingerprint, salts, secret_file
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def test_salts(tiny, tmp_path):
     secret = tmp_path / "key"
     secret.write_text("0123456789abcdef" * 2)
     secret.chmod(0o600)
-    key, cache = salts.read_key(secret), tmp_path / "cache"
+    key, cache = secret_file.read(secret, "secret"), tmp_path / "cache"
     (prompt,) = random_prompts([100], VOCAB)
     ours, theirs = salts.derive(key, "ours"), salts.derive(key, "theirs")
     forged = f"{ours[:-1]}{'0' if ours[-1] != '0' else '1'}"

@@ -14,7 +14,7 @@ import pytest
 from e2e.models import first_two_layers
 from e2e.tenants import MAX_MODEL_LEN, serve_tenants, write_settings
 
-from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer import salts, secret_file
 
 BLOCK_SIZE = 16  # vllm-metal's default
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
@@ -91,7 +91,7 @@ def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
     # What the first tenant's requests left would have drafted for the second's.
     assert seen["acme"] == seen["other"]
     assert seen["acme"][1] > seen["acme"][0]
-    secret = salts.read_key(folder / "secret")
+    secret = secret_file.read(folder / "secret", "secret")
     namespaces = {salts.namespace(secret, salts.derive(secret, name)) for name in seen}
     wait_for(lambda: namespaces == {path.name for path in (folder / "disk").rglob("tenant-*")})
     assert not any(
@@ -270,7 +270,7 @@ SECRET_PROMPT = "Nobody may read of the purple elephant"
 def test_attacks_on_a_real_server(tenants, keys, folder):
     """A forged salt, duplicate keys, keys that are none, header injection, unlisted routes."""
     key, path = keys["acme"], "/v1/chat/completions"
-    salt = salts.derive(salts.read_key(folder / "secret"), "other")
+    salt = salts.derive(secret_file.read(folder / "secret", "secret"), "other")
     good = {"model": "m", "messages": messages(SECRET_PROMPT), "max_tokens": 1}
     answered = tenants.metric(ANSWERED)
 
@@ -312,7 +312,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def test_logs_hold_no_key_no_prompt_and_no_salt(tenants, keys, folder):
-    secret = salts.read_key(folder / "secret")
+    secret = secret_file.read(folder / "secret", "secret")
     for fields in (
         {"messages": messages(SECRET_PROMPT), "max_tokens": 1},
         {"messages": messages(SECRET_PROMPT), "max_tokens": "many"},

@@ -115,35 +115,3 @@ def test_a_forger_without_the_key_gets_nothing():
             salts.derive(guess, "victim", "client"),
         ):
             assert salts.namespace(KEY, forged) is None
-
-
-def write(path, content, mode=0o600):
-    path.write_bytes(content)
-    path.chmod(mode)
-    return path
-
-
-def test_a_key_is_read_without_the_space_around_it(tmp_path):
-    assert salts.read_key(write(tmp_path / "key", b"\n " + KEY + b"\r\n")) == KEY
-    assert salts.read_key(write(tmp_path / "read", KEY, 0o400)) == KEY
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "reason"),
-    [
-        (KEY[:-1] + b" \n", 0o600, r"holds 15 bytes, and a secret needs 16.*openssl"),
-        (b"", 0o600, "holds 0 bytes"),
-        (KEY, 0o640, r".*mode 0640 lets other users at it: run `chmod 600"),
-        (KEY, 0o604, ".*mode 0604"),
-        (KEY, 0o602, ".*mode 0602"),
-    ],
-)
-def test_a_key_that_is_weak_or_open_is_refused(tmp_path, content, mode, reason):
-    with pytest.raises(ValueError, match=rf"prefix_cache_salt_key: .*key {reason}"):
-        salts.read_key(write(tmp_path / "key", content, mode))
-
-
-def test_a_key_that_cannot_be_read_is_refused(tmp_path):
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(ValueError, match=r"prefix_cache_salt_key: .* cannot be read \("):
-            salts.read_key(path)

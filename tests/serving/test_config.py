@@ -77,6 +77,14 @@ def test_mistakes_are_named(folder, text, message):
     assert "VLLM_METAL_SERVING_CONFIG" in str(error.value)
 
 
+def test_a_secret_that_others_may_read_is_named_by_its_own_setting(folder):
+    (folder / "secret").chmod(0o644)
+    text = '[tenants]\nkeys = "tenants.json"\nsecret = "secret"'
+    with pytest.raises(ValueError, match=r"\[tenants\] secret: .*chmod 600") as error:
+        config.read(write(folder, text))
+    assert "prefix_cache_salt_key" not in str(error.value)
+
+
 def test_a_password_is_not_for_other_users_and_not_for_logs(folder):
     pytest.importorskip("redis", reason="the extra `redis` is not installed")
     text = '[response_cache]\nredis = "redis://:s3cr3t@127.0.0.1/0"'

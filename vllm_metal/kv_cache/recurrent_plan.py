@@ -26,9 +26,12 @@ class Run:
     kept: mx.array | None  # [k] int32, of the n: those whose last state may be wanted; None: all
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Endings:
-    """States that a step computes and that may be wanted after it, in the order of the runs."""
+    """End states of a step: one per full block and one per request or draft, in order of the runs.
+
+    It remembers what `wanted` has found, because all layers of a step ask the same.
+    """
 
     rows_np: np.ndarray  # [E] int, the row that each comes after
     requests_np: np.ndarray  # [E] int, of the R
@@ -36,7 +39,6 @@ class Endings:
     full_np: np.ndarray  # [E] bool, whether the block is full then
     last_rows_np: np.ndarray  # [R] int, the last one of each request
     drafted: bool  # whether rows may be rejected
-    #: What `wanted` has found: all layers of a step ask the same.
     _found: list[tuple[np.ndarray | None, np.ndarray]] = field(
         init=False, default_factory=list, repr=False
     )

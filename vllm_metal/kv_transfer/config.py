@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer import peer_config, salts
+from vllm_metal.kv_transfer import peer_config, salts, secret_file
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.limits import DEFAULT_DAILY_WRITE_BYTES, default_max_bytes
 from vllm_metal.kv_transfer.peer_config import PeerConfig
@@ -145,7 +145,7 @@ def settle_kv_transfer(vllm_config: VllmConfig) -> None:
     if "path" in extra:
         _prepare(extra["path"])
     if "salt_key" in extra:
-        salts.read_key(extra["salt_key"])
+        secret_file.read(extra["salt_key"], salts.SALT_KEY)
     transfer.kv_connector_extra_config = _settled(extra)
     vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hmac
 import re
-from pathlib import Path
 
-from vllm_metal.kv_transfer import secret_file
-
+#: The setting that names the secret's file.
+SALT_KEY = "prefix_cache_salt_key"
 SHARED = "shared"  # the folder of requests without a salt
 #: Hex digits kept of each HMAC: half of SHA-256, which RFC 2104, section 5, names as the least to
 #: keep. vLLM's servers refuse salts of more than 128 characters; these have 102.
@@ -31,7 +30,7 @@ def derive(key: bytes, tenant: str, client_salt: str = "") -> str:
     without the key can make a salt that `namespace` accepts.
 
     Args:
-        key: the server's secret, as `read_key` returns it.
+        key: the server's secret, as `secret_file.read` returns it.
         tenant: whom the request is served for; any text.
         client_salt: the salt that the client sent; "" for none.
     """
@@ -59,16 +58,6 @@ def namespace(key: bytes | None, salt: str | None) -> str | None:
     if found is None or not hmac.compare_digest(_hmac(key, "salt", found[1]), found[3]):
         return None
     return f"tenant-{found[2]}"
-
-
-def read_key(path: Path) -> bytes:
-    """The secret in a file, white space around it left out.
-
-    Raises:
-        ValueError: the file cannot be read, others than its owner may read or write it, or it holds
-            fewer than 16 bytes. The message names the setting.
-    """
-    return secret_file.read(path, "prefix_cache_salt_key")
 
 
 def _hmac(key: bytes, purpose: str, text: str) -> str:

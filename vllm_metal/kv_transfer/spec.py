@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 
-from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.metrics import DEFINITIONS
 
@@ -32,7 +32,9 @@ class MetalOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         salt_key = self.extra_config.get("salt_key")
-        return PageManager(None if salt_key is None else salts.read_key(Path(salt_key)))
+        return PageManager(
+            None if salt_key is None else secret_file.read(Path(salt_key), salts.SALT_KEY)
+        )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")

@@ -9,7 +9,7 @@ layers compute from the same positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ class TransposedWeights:
                 return call(layer, x)
             return mx.addmm(layer["bias"], x, weight) if "bias" in layer else x @ weight
 
-        with _replaced(nn.Linear, "__call__", multiply):
+        with replaced(nn.Linear, "__call__", multiply):
             yield
 
 
@@ -94,14 +94,15 @@ def angles_shared() -> Iterator[None]:
             kept.extend((offset, freqs))
         return _rotated(x, dims, traditional, *found[key])
 
-    with _replaced(mx.fast, "rope", rotate):
+    with replaced(mx.fast, "rope", rotate):
         yield
 
 
 @contextmanager
-def _replaced(owner: object, name: str, function: Callable[..., mx.array]) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Gives an attribute of a module another value, until the end of the block."""
     before = getattr(owner, name)
-    setattr(owner, name, function)
+    setattr(owner, name, value)
     try:
         yield
     finally:

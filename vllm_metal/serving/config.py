@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer import secret_file
 from vllm_metal.serving import tenants_file
 from vllm_metal.settings import envs, values
 from vllm_metal.settings.extras import install_advice
@@ -47,9 +47,9 @@ class TenantsConfig:
         """The secret.
 
         Raises:
-            ValueError: as `salts.read_key`.
+            ValueError: as `secret_file.read`.
         """
-        return salts.read_key(self.secret)
+        return secret_file.read(self.secret, "[tenants] secret")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_metal.kv_transfer import salts
+from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.serving import config
 from vllm_metal.serving.config import MIDDLEWARE, SETTING
 
@@ -60,7 +60,7 @@ def refusals(
         "blocks would be kept: name one file in both)": (
             tenants is not None
             and disk_salt_key is not None
-            and salts.read_key(disk_salt_key) != tenants.read_secret()
+            and secret_file.read(disk_salt_key, salts.SALT_KEY) != tenants.read_secret()
         ),
     }
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's connections: reused, few, and ended from outside."""
 
+import errno
+import os
 import socket
+import sys
 import threading
 
 import pytest
@@ -173,3 +176,15 @@ def test_closing_wakes_who_waits_for_an_answer_or_a_place(make):
     for thread in threads:
         thread.join()
     assert len(ended) == 2
+
+
+@pytest.mark.parametrize(("system", "told"), [("darwin", True), ("linux", False)])
+def test_a_network_that_macos_keeps_away_is_told(make, monkeypatch, system, told):
+    def denied(sock, place):
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(socket.socket, "connect", denied)
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(NotReached, match=r"^No route to host") as raised:
+        make().call(lambda link: None)
+    assert ("Privacy & Security > Local Network" in str(raised.value)) == told

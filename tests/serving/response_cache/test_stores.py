@@ -2,6 +2,7 @@
 """What every store does, in SQLite and in a real Redis server, and how each breaks."""
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -254,3 +255,25 @@ def test_redis_that_hangs_is_an_outage(redis_url, tmp_path):
             assert await store.get(key(1)) == b"one"
 
         play(lambda *given: RedisStore(f"redis://127.0.0.1:{port}/0", *given), scenario)
+
+
+@pytest.mark.parametrize(("system", "told"), [("darwin", True), ("linux", False)])
+def test_a_redis_that_macos_keeps_away_is_told(monkeypatch, system, told):
+    pytest.importorskip("redis", reason="the extra `redis` is not installed")
+
+    async def denied(**place):
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    async def ask():
+        store = RedisStore("redis://:s3cr3t@192.0.2.1/0", 10**6, 1000.0)
+        try:
+            await store.get(key(1))
+        finally:
+            await store.close()
+
+    monkeypatch.setattr(asyncio, "open_connection", denied)
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(StoreError, match=r"^Redis: ConnectionError") as raised:
+        asyncio.run(ask())
+    assert ("Privacy & Security > Local Network" in str(raised.value)) == told
+    assert "s3cr3t" not in str(raised.value)

@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from metal_kernels import kernel
+from vllm_metal.models.traced_layers import replaced
 
 #: Operations that MLX's CPU backend makes of several, and Metal of one (mlx.core.fast). All give
 #: an array like their first input.
@@ -106,25 +107,15 @@ def recordable(metal: bool) -> Iterator[None]:
             if name.startswith(("mlx.", "mlx_lm.")):
                 for attribute, value in list(vars(module).items()):
                     if type(value) is _COMPILED:
-                        stack.enter_context(_replaced(module, attribute, _whole(value)))
+                        stack.enter_context(replaced(module, attribute, _whole(value)))
         for attribute in _UNKNOWN:
-            stack.enter_context(_replaced(mx, attribute, _whole(getattr(mx, attribute))))
+            stack.enter_context(replaced(mx, attribute, _whole(getattr(mx, attribute))))
         if metal:
             stack.enter_context(kernel.using(_stand_in_kernel))
             for attribute in _FAST:
                 function = getattr(mx.fast, attribute)
-                stack.enter_context(_replaced(mx.fast, attribute, _like_first(function)))
+                stack.enter_context(replaced(mx.fast, attribute, _like_first(function)))
         yield
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _opaque_told(operations: Sequence[Operation]) -> Iterator[Operation]:

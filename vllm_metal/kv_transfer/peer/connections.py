@@ -13,6 +13,7 @@ from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
+from vllm_metal.settings import local_network
 
 T = TypeVar("T")
 
@@ -153,13 +154,13 @@ class Connections:
         try:
             link = self._connect()
         except OSError as error:
-            raise NotReached(str(error.strerror or error)) from error
+            raise NotReached(_reason(error)) from error
         try:
             own, theirs = self._introduce(link)
         except BaseException as error:
             self._close_socket(link.sock)
             if isinstance(error, OSError):
-                raise NotReached(str(error.strerror or error)) from error
+                raise NotReached(_reason(error)) from error
             raise
         return Connection(link, own, theirs)
 
@@ -194,3 +195,8 @@ class Connections:
         with self._changed:  # under the lock: `close` does not touch a number that is another's
             self._sockets.discard(sock)
             sock.close()
+
+
+def _reason(error: OSError) -> str:
+    """Why there is no connection, and what a user may do about it."""
+    return ". ".join(filter(None, (str(error.strerror or error), local_network.advice(error))))

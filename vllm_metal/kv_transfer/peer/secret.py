@@ -11,9 +11,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
-from vllm_metal.kv_transfer import secret_file
 from vllm_metal.kv_transfer.peer.limits import PROTOCOL_VERSION
 
 #: Engines on one machine need no secret: whoever can connect is a user of this machine.
@@ -21,16 +19,6 @@ NO_SECRET = b""
 NONCE_BYTES = 32  # as many as SHA-256 gives: none is drawn twice
 PROOF_BYTES = 32  # of SHA-256
 _PURPOSE = b"vllm-metal peer"
-
-
-def read_secret(path: Path) -> bytes:
-    """The secret in a file, white space around it left out.
-
-    Raises:
-        ValueError: the file cannot be read, others than its owner may read or write it (`chmod
-            600`), or it holds fewer than 16 bytes.
-    """
-    return secret_file.read(path, "secret")
 
 
 def make_nonce() -> bytes:

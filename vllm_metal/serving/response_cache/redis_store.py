@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from vllm_metal.serving.response_cache.store import StoreError
+from vllm_metal.settings import local_network
 
 #: Braces: in a cluster, all keys have to be in one slot for a script to use them.
 _PREFIX = "{vllm-metal}:answers"
@@ -94,4 +95,5 @@ class RedisStore:
         try:
             return await question
         except self._failures as error:
-            raise StoreError(f"Redis: {type(error).__name__}") from error
+            reasons = (type(error).__name__, local_network.advice(error))
+            raise StoreError(f"Redis: {'. '.join(filter(None, reasons))}") from error

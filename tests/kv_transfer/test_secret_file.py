@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets in files: which are taken, and what is said of the others."""
+
+import pytest
+
+from vllm_metal.kv_transfer import secret_file
+
+KEY = b"0123456789abcdef"
+
+
+def write(path, content, mode=0o600):
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_a_secret_is_read_without_the_space_around_it(tmp_path):
+    assert secret_file.read(write(tmp_path / "key", b"\n " + KEY + b"\r\n"), "a") == KEY
+    assert secret_file.read(write(tmp_path / "read", KEY, 0o400), "a") == KEY
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "reason"),
+    [
+        (KEY[:-1] + b" \n", 0o600, r"holds 15 bytes, and a secret needs 16.*openssl rand"),
+        (b"", 0o600, "holds 0 bytes"),
+        (KEY, 0o640, r".*mode 0640 lets other users at it: run `chmod 600"),
+        (KEY, 0o604, ".*mode 0604"),
+        (KEY, 0o602, ".*mode 0602"),
+        (KEY, 0o620, ".*mode 0620"),
+        (KEY, 0o777, ".*mode 0777"),
+    ],
+)
+def test_one_that_is_weak_or_open_is_refused(tmp_path, content, mode, reason):
+    with pytest.raises(ValueError, match=rf"^the setting: .*key {reason}") as raised:
+        secret_file.read(write(tmp_path / "key", content, mode), "the setting")
+    assert KEY.decode() not in str(raised.value)
+
+
+def test_one_that_cannot_be_read_is_refused(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ValueError, match=r"^the setting: .* cannot be read \("):
+            secret_file.read(path, "the setting")
