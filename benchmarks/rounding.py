@@ -91,12 +91,12 @@ def margins(reference: list[mx.array]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=120, help="that follow each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="that follow each prompt")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--model", type=Path, help="a folder; default: the embedded SmolLM2")
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    rows, closest = [], []
+    closest = []
     for name in args.dtypes:
         model, tokenizer = load(str(args.model or embedded_model_path(dequantize=True)))
         model.set_dtype(DTYPES[name])
@@ -107,14 +107,15 @@ def main() -> None:
             "4 tokens a forward": reader.in_chunks(4),
             "32 tokens a forward": reader.in_chunks(32),
             "one forward, beside 3 texts": reader.in_chunks(1 << 20, copies=4),
-            "one token a forward, beside 7 texts": reader.in_chunks(1, copies=8),
+            "one token a forward, beside 3 texts": reader.in_chunks(1, copies=4),
         }
         whole = [reader.in_chunks(1 << 20)(text) for text in texts]
         closest.append((name, *margins(whole)))
+        rows = []
         for shape, read in shapes.items():
             rows.append((f"{name}, {shape}", *compare(whole, [read(text) for text in texts])))
             note(f"{name}, {shape}")
-    table(("logits, against one forward", "largest", "median", "other top token"), rows)
+        table(("logits, against one forward", "largest", "median", "other top token"), rows)
     table(("gap of the two likeliest", "least", "1st percentile", "median"), closest)
 
 

@@ -91,6 +91,27 @@ def drafting(toy, ahead):
     }
 
 
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_one_token_left_is_planned_with_drafts(toys, ahead):
+    """Why a decoder may propose more drafts than one server does: vLLM plans NUM_DRAFTS of them
+    for the step that computes the last token of a prompt, if only that is left. One server plans
+    them, too, if the rest is in its cache; for a prompt that it computes whole it does not."""
+    toy, texts = toys["draft_model"], [(p, []) for p, known in cases(TOY_VOCAB, BLOCK) if not known]
+    options, port, more = drafting(toy, ahead), free_port(), {}
+    with role_engine(toy.model, None, **options) as one:
+        whole = [decode(one, prompt) for prompt, _ in texts]
+    cached = computed_alone(toy.model, toy.speculation, texts, options)
+    with producer(toy.model, port, **options) as p, consumer(toy.model, port, **options) as d:
+        for (prompt, _), cold, warm in zip(texts, whole, cached, strict=True):
+            apart = decode(d, prompt, prefill(p, prompt))
+            assert apart.tokens == warm.tokens == cold.tokens
+            assert (apart.drafted, apart.accepted) == (warm.drafted, warm.accepted)
+            if apart.accepted == cold.accepted:  # as many steps that decode
+                more[len(prompt)] = apart.drafted - cold.drafted
+    assert set(more.values()) == {0, NUM_DRAFTS}
+    assert all(extra == 0 or length % BLOCK == 1 for length, extra in more.items()), more
+
+
 class ByPosition:
     """A connector that knows blocks by their place, as others do: it keeps the last of a list.
 
