@@ -100,7 +100,7 @@ def test_one_token_left_is_planned_with_drafts(toys, ahead):
     options, port, more = drafting(toy, ahead), free_port(), {}
     with role_engine(toy.model, None, **options) as one:
         whole = [decode(one, prompt) for prompt, _ in texts]
-    cached = computed_alone(toy.model, toy.speculation, texts, options)
+    cached = list(computed_alone(toy.model, toy.speculation, texts, options))
     with producer(toy.model, port, **options) as p, consumer(toy.model, port, **options) as d:
         for (prompt, _), cold, warm in zip(texts, whole, cached, strict=True):
             apart = decode(d, prompt, prefill(p, prompt))
