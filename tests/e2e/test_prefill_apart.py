@@ -91,7 +91,10 @@ def drafting(toy, ahead):
     }
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ahead",
+    [pytest.param(True, marks=pytest.mark.more), pytest.param(False, marks=pytest.mark.slow)],
+)
 def test_one_token_left_is_planned_with_drafts(toys, ahead):
     """Why a decoder may propose more drafts than one server does: vLLM plans NUM_DRAFTS of them
     for the step that computes the last token of a prompt, if only that is left. One server plans
