@@ -2,6 +2,7 @@
 """Our answers for models, against vLLM's own of its torch classes."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -34,7 +35,7 @@ print(json.dumps(found))
 DIFFERENT = {
     "architecture": "vLLM has the name of the class, which several architectures share",
     "supports_pp": "the platform itself refuses --pipeline-parallel-size, by its name",
-    "is_text_generation_model": "some heads lack a method that vLLM looks for, and draft all the same",
+    "is_text_generation_model": "some heads lack a method that vLLM looks for",
     "supports_multimodal": "only the text of such a checkpoint is served",
     "supports_multimodal_raw_input_only": "only the text of such a checkpoint is served",
     "requires_raw_input_tokens": "only the text of such a checkpoint is served",
@@ -55,7 +56,7 @@ def test_answers_are_those_of_vllms_classes():
         input=json.dumps(names),
         capture_output=True,
         text=True,
-        env={**__import__("os").environ, "VLLM_PLUGINS": ""},
+        env=os.environ | {"VLLM_PLUGINS": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads(done.stdout.splitlines()[-1])

@@ -250,6 +250,15 @@ def model_class(folder):
     return bool(asked), found
 
 
+@probe("partial_imports.plan_only")
+def dear_imports(folder):
+    """An import of vLLM's planning of the cache brings torch's compiler, and transformers."""
+    import vllm.v1.core.kv_cache_utils  # noqa: F401
+
+    dear = {"torch._inductor", "transformers"} & sys.modules.keys()
+    return bool(dear), f"{sorted(dear)}"
+
+
 @probe("processes.spawn_on_macos", on_mac=True)
 def start_method(folder):
     """vLLM forks on macOS, too."""

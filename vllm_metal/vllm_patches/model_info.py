@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM asks of its class of a model before an engine is made, answered without the class.
 
-vLLM imports its torch class of an architecture, in a process of its own, to ask what a model can do.
-That takes seconds, wants packages that serving text does not, and no answer concerns the class: the
-model that serves is mlx-lm's.
+vLLM imports its torch class of an architecture, in a process of its own, to ask what a model can
+do. That takes seconds, and wants packages that serving text does not. The class would not be used:
+the model that serves is mlx-lm's.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _TEXT_OF_MULTIMODAL = {
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 }
-#: Models of text that vLLM's list of them lacks: its wrappers of transformers' models, and IBM's MLP
-#: speculators, which it lists no more.
+#: Models of text that vLLM's list of them lacks: its wrappers of transformers' models, and IBM's
+#: MLP speculators, which it lists no more.
 _UNLISTED = {
     "MLPSpeculatorPreTrainedModel",
     "TransformersForCausalLM",
     "TransformersMoEForCausalLM",
 }
-#: The answers but those above, for every model. All else that vLLM asks for is a capability that the
-#: plugin does not have.
+#: The answers but those above, for every model. All else that vLLM asks for is a capability that
+#: the plugin does not have.
 _ANSWERS: dict[str, Any] = {
     "is_text_generation_model": True,
     "attn_type": "decoder",
