@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from vllm_metal.models import embedded
+from vllm_metal import gguf
 from vllm_metal.models.embedded import MissingModelPackage, embedded_model_path
 
 
@@ -86,13 +86,13 @@ def test_a_model_is_converted_once_and_then_found(
 ) -> None:
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     started = []
-    real = embedded.convert
+    real = gguf.convert
 
     def counted(*args: Any) -> Path:
         started.append(args)
         return real(*args)
 
-    monkeypatch.setattr(embedded, "convert", counted)
+    monkeypatch.setattr(gguf, "convert", counted)
     found: list[Path] = []
     callers = [
         threading.Thread(target=lambda: found.append(embedded_model_path(dequantize=False)))

@@ -23,7 +23,12 @@ PROGRAM = Path(unpatched.__file__)
 #: Modules that change nothing.
 APART = {"__init__", "probe", "releases", "replacing", "step_result"}
 #: Functions that tell something, or say how a change is made.
-QUESTIONS = {"processes.is_engine_process", "processes.in_users_process"}
+QUESTIONS = {
+    "model_info.ServedModel",
+    "model_info.served_architectures",
+    "processes.is_engine_process",
+    "processes.in_users_process",
+}
 
 
 def needing(release, on_mac=False):
@@ -134,7 +139,7 @@ def test_no_probe_is_for_releases_that_are_gone():
 
 
 def test_without_changes_means_without_all_of_them():
-    shims = {"async_output", "kv_cache_planning"}  # they only choose what to import or to extend
+    shims = {"async_output", "kv_cache_planning", "partial_imports"}  # they choose what to import
     modules = {change.partition(".")[0] for change in PROBES}
     assert set(unpatched.CHANGING) == modules - shims
 
@@ -146,8 +151,8 @@ MADE_AT_ONCE = (
     "engine_args.cache_prefixes_of_states",
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
-    "mlp_speculators.allow_mlp_speculators",
     "mlx_models.take_mlx_models",
+    "model_info.answer_for_model_classes",
     "prefill_chunks.end_chunks_within_blocks",
     "refusals.allow_min_p_and_logit_bias",
     "scheduler.end_failed_requests",
@@ -156,7 +161,6 @@ MADE_AT_ONCE = (
     "speculation.allow_lookup_methods",
     "stat_loggers.add_stat_logger",
     "step_budget.StepBudget",
-    "text_models.take_text_models",
     "torch_accelerator.answer_for_torch_accelerator",
 )
 

@@ -27,8 +27,8 @@ CHANGING = (
     "environment",
     "kv_transfer",
     "logs",
-    "mlp_speculators",
     "mlx_models",
+    "model_info",
     "prefill_chunks",
     "processes",
     "refusals",
@@ -37,7 +37,6 @@ CHANGING = (
     "speculation",
     "stat_loggers",
     "step_budget",
-    "text_models",
     "tokenizers",
     "torch_accelerator",
 )
@@ -231,16 +230,33 @@ def our_messages(folder):
     return not shown, shown
 
 
-@probe("mlp_speculators.allow_mlp_speculators", releases=("0.32",))
-def mlp_speculators(folder):
-    """vLLM has the module of MLP speculators, but does not list their architecture."""
-    from importlib.util import find_spec
+@probe("model_info.answer_for_model_classes")
+def model_class(folder):
+    """vLLM imports its torch class of an architecture, in a process, to ask what it can do."""
+    import tempfile
 
-    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models import ModelRegistry, registry
 
-    listed = "MLPSpeculatorPreTrainedModel" in ModelRegistry.models
-    there = find_spec("vllm.model_executor.models.mlp_speculator") is not None
-    return there and not listed, f"module: {there}, listed: {listed}"
+    asked = []
+
+    def in_a_process(ask):
+        asked.append(ask)
+        raise RuntimeError("asked")
+
+    registry._run_in_subprocess = in_a_process
+    with tempfile.TemporaryDirectory() as cache:  # an empty one: vLLM remembers its answers
+        os.environ["VLLM_CACHE_ROOT"] = cache
+        found = raised(ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls)
+    return bool(asked), found
+
+
+@probe("partial_imports.plan_only")
+def dear_imports(folder):
+    """An import of vLLM's planning of the cache brings torch's compiler, and transformers."""
+    import vllm.v1.core.kv_cache_utils  # noqa: F401
+
+    dear = {"torch._inductor", "transformers"} & sys.modules.keys()
+    return bool(dear), f"{sorted(dear)}"
 
 
 @probe("processes.spawn_on_macos", on_mac=True)
@@ -292,31 +308,6 @@ def no_chunk_at_all(folder):
     )
     chunk = Scheduler._mamba_block_aligned_split(scheduler, request, 470)
     return chunk == 0, chunk
-
-
-@probe("text_models.take_text_models")
-def multimodal(folder):
-    """A checkpoint of Qwen3.5 is one that takes images, or does not load without what they need."""
-    import pathlib
-    import tempfile
-
-    text = MODEL | {"model_type": "qwen3_5_text"}
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": text,
-    }
-    with tempfile.TemporaryDirectory() as name:
-        pathlib.Path(name, "config.json").write_text(json.dumps(config))
-
-        def make():
-            return arguments(name).create_engine_config().model_config.is_multimodal_model
-
-        try:
-            found = make()
-        except Exception as error:
-            return True, repr(error)
-        return found, found
 
 
 @probe("mlx_models.take_mlx_models")

@@ -8,7 +8,7 @@ from vllm_metal.settings.extras import install_advice
 if find_spec("gguf") is None:
     raise ImportError(f"GGUF files need the gguf package; run: {install_advice('gguf')}")
 
-from .convert import CONVERTER_VERSION, ConvertOptions, convert
+from .convert import ConvertOptions, convert
 from .errors import ConversionError
 
-__all__ = ["CONVERTER_VERSION", "ConversionError", "ConvertOptions", "convert"]
+__all__ = ["ConversionError", "ConvertOptions", "convert"]

@@ -21,10 +21,6 @@ from .source import GGUFSource
 from .tokenizer import copy_tokenizer, write_tokenizer
 from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
 
-CONVERTER_VERSION = 1
-"""Increased when a file would convert to something else; caches of converted models have it in
-their names."""
-
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest size of a weight file; mlx-lm splits its own at the same size."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
-from vllm import SamplingParams
+from vllm.sampling_params import SamplingParams
 
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows

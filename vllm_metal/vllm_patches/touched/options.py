@@ -159,14 +159,28 @@ _ENGINE_ARGUMENTS = (
     Touched("vllm.transformers_utils.config:_CONFIG_REGISTRY", by="vllm_patches/mlx_models.py"),
     Touched(
         "vllm.model_executor.models:ModelRegistry",
-        by="vllm_patches/mlp_speculators.py",
+        by="vllm_patches/model_info.py vllm_patches/mlx_models.py",
         fields="models",
-        calls={"register_model": "model_arch model_cls"},
     ),
     Touched(
-        "vllm.model_executor.models.mlp_speculator:MLPSpeculator",
-        by="vllm_patches/mlp_speculators.py",
-        releases=("0.32",),
+        "vllm.model_executor.models.registry:_BaseRegisteredModel",
+        by="vllm_patches/model_info.py",
+        methods={"inspect_model_cls": "", "load_model_cls": ""},
+    ),
+    Touched(
+        "vllm.model_executor.models.registry:_ModelInfo",
+        by="vllm_patches/model_info.py",
+        fields="architecture is_text_generation_model attn_type default_seq_pooling_type "
+        "default_tok_pooling_type score_type supports_pp has_inner_state is_hybrid "
+        "is_attention_free supports_mamba_prefix_caching supported_video_pruning_methods",
+    ),
+    Touched(
+        "vllm.model_executor.models.registry:_TEXT_GENERATION_MODELS",
+        by="vllm_patches/model_info.py",
+    ),
+    Touched(
+        "vllm.model_executor.models.registry:_SPECULATIVE_DECODING_MODELS",
+        by="vllm_patches/model_info.py",
     ),
 )
 
