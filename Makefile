@@ -6,7 +6,7 @@ PLATFORM := $(if $(filter Darwin,$(shell uname -s)),macos,linux)
 PYTHON ?=
 # Linux: where CPU builds of torch are, if pip is not configured to find one.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# macOS: a vLLM wheel to use instead of the one in requirements/vllm-macos.txt.
+# macOS: a vLLM wheel to use, instead of the one that scripts/vllm_wheel.py finds.
 VLLM_WHEEL ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-k sampler".
 PYTEST_ARGS ?=
@@ -17,8 +17,8 @@ PYTEST_WORKERS ?= 2
 
 # The environment is rebuilt when the content of what defines it changes, not its date. It comes in
 # two parts: what users need to serve, and what tests and benchmarks need besides.
-SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/$(PLATFORM).txt \
-	requirements/vllm-macos.txt requirements/vllm-alias/pyproject.toml
+SETUP_INPUTS := pyproject.toml scripts/setup.sh scripts/vllm_wheel.py requirements/$(PLATFORM).txt \
+	requirements/vllm-macos.txt requirements/vllm-macos-source.txt requirements/vllm-alias/pyproject.toml
 SUM := $(shell cat $(SETUP_INPUTS) 2>/dev/null | cksum | cut -d ' ' -f 1)
 DEV_SUM := $(shell cat $(SETUP_INPUTS) requirements/$(PLATFORM)-dev.txt interpreter/pyproject.toml | cksum | cut -d ' ' -f 1)
 USERS_STAMP := .venv/.installed-$(SUM)
@@ -115,8 +115,8 @@ bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, write
 lock:  ## resolve requirements/{linux,macos}{,-dev}.txt again (Linux, after make setup-dev)
 	scripts/lock.sh
 
-check-locks: $(STAMP)  ## whether those of macOS still hold together (Linux, asks the index)
-	scripts/lock.sh --check macos
+check-locks: $(STAMP)  ## whether they hold together, on arm64 and other Pythons too (Linux, asks the index)
+	scripts/lock.sh --check macos linux
 
 clean:  ## remove build products and caches
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,8 +5,10 @@
 # developers' environment. Pins already in the files are kept where they still fit; delete a file
 # to renew it all.
 #
-# lock.sh --check PLATFORM... writes nothing, and fails where the files would change: a pin without
-# a wheel for the platform, a requirement that no pin meets, a pin that nothing asks for.
+# lock.sh --check macos writes nothing, and fails where the files would change: a pin without a wheel
+# for the platform, a requirement that no pin meets, a pin that nothing asks for.
+# lock.sh --check linux says whether its files, resolved for x86 and Python 3.11, also serve the other
+# processors and Pythons: each pin has a wheel there, and nothing more is asked for.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,14 +32,16 @@ compile() (
         --excludes requirements/excludes.txt --only-binary :all: pyproject.toml "$@"
 )
 
+TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+GLIBC=manylinux_2_35 # of MLX's wheels
+
 compile_linux() {
     # The CPU build of torch: from PyTorch's index, or where UV_FIND_LINKS points.
     local torch_index=()
     if [ -z "${UV_FIND_LINKS:-}" ]; then
-        torch_index=(--index "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
-            --index-strategy unsafe-best-match)
+        torch_index=(--index "$TORCH_INDEX" --index-strategy unsafe-best-match)
     fi
-    compile --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
+    compile --python-version 3.11 --python-platform "x86_64-$GLIBC" \
         "${torch_index[@]}" requirements/vllm-linux.in "$@"
 }
 
@@ -89,12 +93,12 @@ lock() {
     mv "$work/$1-dev.txt" "$developers"
 }
 
-check() {
+check_macos() {
     local name status=0
     mkdir "$work/fresh"
-    for name in "$1.txt" "$1-dev.txt"; do cp "requirements/$name" "$work/fresh/"; done
-    lock "$1" "$work/fresh"
-    for name in "$1.txt" "$1-dev.txt"; do
+    for name in macos.txt macos-dev.txt; do cp "requirements/$name" "$work/fresh/"; done
+    lock macos "$work/fresh"
+    for name in macos.txt macos-dev.txt; do
         if diff -U 0 "requirements/$name" "$work/fresh/$name" >"$work/changes"; then
             echo "requirements/$name: $(grep -c == "requirements/$name") pins, none in conflict"
         else
@@ -107,9 +111,73 @@ check() {
     return $status
 }
 
+# The pins of the files, a line each, sorted; but torch, whose CPU build is on an index of its own.
+pins() {
+    sed -n 's/^\([^#= ]*==[^ ]*\).*/\1/p' "$@" | grep -v '^torch==' | sort
+}
+
+# FOLDER FILES OPTIONS: resolves what the project asks for, beside every pin of the files, to just
+# those pins.
+check_pins() {
+    local folder=$1 files=$2
+    shift 2
+    # shellcheck disable=SC2086 # a word each
+    pins $files >"$folder/pins.txt"
+    echo torch >"$folder/torch.txt"
+    compile --no-header --no-annotate --excludes "$folder/torch.txt" --group build "$@" \
+        requirements/vllm-linux.in "$folder/pins.txt" --output-file "$folder/all.txt" >/dev/null ||
+        return 1
+    pins "$folder/all.txt" >"$folder/resolved.txt"
+    diff -U 0 "$folder/pins.txt" "$folder/resolved.txt" >"$folder/changes"
+}
+
+# OPTIONS: whether the CPU build of torch has a wheel there.
+check_torch() {
+    local from=(--index-url "$TORCH_INDEX")
+    if [ -n "${UV_FIND_LINKS:-}" ]; then from=(--no-index); fi
+    sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/linux.txt |
+        .venv/bin/uv pip compile --quiet --no-config --no-python-downloads --no-deps \
+            --only-binary :all: "${from[@]}" "$@" - >/dev/null
+}
+
+# MACHINE PYTHON TORCH: fails where the files do not serve there.
+check_target() {
+    local there="Linux on $1, Python $2" folder=$work/$1-$2
+    local users=requirements/linux.txt developers=requirements/linux-dev.txt
+    local target=(--python-version "$2" --python-platform "$1-$GLIBC")
+    mkdir "$folder"
+    if check_pins "$folder" "$users" --extra gguf --extra embedded "${target[@]}" &&
+        check_pins "$folder" "$users $developers" --all-extras --group dev \
+            --no-emit-package vllm-metal-interpreter "${target[@]}" &&
+        { [ "$3" = 0 ] || check_torch "${target[@]}"; }; then
+        echo "$users, linux-dev.txt: $there: none in conflict"
+    else
+        echo "$users or linux-dev.txt does not serve $there:" >&2
+        grep -s '^[-+][^-+]' "$folder/changes" >&2 || true
+        return 1
+    fi
+}
+
+check_linux() {
+    local machine python job status=0 torch=1 jobs=()
+    if [ -z "${UV_FIND_LINKS:-}" ] &&
+        ! curl --head --silent --location --max-time 20 --output /dev/null "$TORCH_INDEX/torch/"; then
+        echo "torch is not checked: TORCH_INDEX=$TORCH_INDEX cannot be reached" >&2
+        torch=0
+    fi
+    for machine in x86_64 aarch64; do
+        for python in 3.11 3.12 3.13; do
+            check_target "$machine" "$python" $torch &
+            jobs+=($!)
+        done
+    done
+    for job in "${jobs[@]}"; do wait "$job" || status=1; done
+    return $status
+}
+
 if [ "${1:-}" = --check ]; then
     shift
-    for platform in "$@"; do check "$platform"; done
+    for platform in "$@"; do "check_$platform"; done
 else
     for platform in linux macos; do lock "$platform" requirements; done
 fi

@@ -18,7 +18,7 @@ die() {
     exit 1
 }
 
-# vLLM's macOS wheel is built for one Python version only. Sizes were measured.
+# The wheel of vLLM's release for macOS is built for one Python version only. Sizes were measured.
 case "$(uname -s)" in
     Linux) platform=linux candidates="python3 python3.11 python3.12 python3.13" oldest=11 newest=13
         wanted="3.11 to 3.13" specified=">=3.11,<3.14" size="0.5 GB to fetch, 1.8 GB in place" ;;
@@ -110,8 +110,23 @@ counted() {
          { fflush() }'
 }
 
+# macOS: sets `vllm`, what to install, before anything large is fetched. A wheel that is made is in a
+# folder that goes when this script ends.
+find_vllm() {
+    if [ -n "${VLLM_WHEEL:-}" ]; then
+        vllm=$VLLM_WHEEL
+        return
+    fi
+    wheels=$(mktemp -d)
+    trap 'rm -rf "$wheels"' EXIT
+    vllm=$(.venv/bin/python scripts/vllm_wheel.py obtain "$wheels") ||
+        die "there is no wheel of vLLM for macOS to be had; name one: make setup VLLM_WHEEL=..."
+    say "vLLM: ${vllm##*/}"
+}
+
 install_users() {
-    local lock=requirements/$platform.txt
+    local lock=requirements/$platform.txt vllm
+    if [ "$platform" = macos ]; then find_vllm; fi
     if [ "$platform" = linux ]; then
         # Plain indexes carry the CUDA build, so the lock file names the CPU build. Whoever
         # configured pip to find it is asked first, PyTorch's own CPU index second.
@@ -126,11 +141,8 @@ install_users() {
     say "vLLM and this plugin"
     if [ "$platform" = linux ]; then
         install --no-build-isolation requirements/vllm-alias
-    elif [ -n "${VLLM_WHEEL:-}" ]; then
-        install "$VLLM_WHEEL"
     else
-        install --requirement requirements/vllm-macos.txt ||
-            die "vLLM's macOS wheel is not at the address in requirements/vllm-macos.txt; name another: make setup VLLM_WHEEL=..."
+        install "$vllm"
     fi
     install --no-build-isolation --editable .
 }

