@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time goes until an engine is ready: first start and second, in processes of their own.
+
+A first start finds no bytecode, and empty caches of vLLM and of this plugin: it converts the
+embedded model. A second start finds what the first has left. With --before, another checkout of
+this repository is started in turn, under the same interpreter and packages.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+#: The parts of a start, in the order in which they are drawn.
+PHASES = ("imports", "converting", "configuration", "engine", "model", "profile", "pool", "warm-up")
+#: What of the worker is timed: its method, and the phase that it is.
+WORK = {
+    "load_model": "model",
+    "determine_available_memory": "profile",
+    "initialize_from_config": "pool",
+    "compile_or_warm_up_model": "warm-up",
+}
+COMMANDS = {"fit": ["fit", "{model}", "--memory", "16GB"], "doctor --help": ["doctor", "--help"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, to compare")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(start()))
+        return
+    from _shared import note
+
+    trees = {"before": args.before, "now": ROOT} if args.before else {"now": ROOT}
+    found: dict[str, dict[str, list[Any]]] = {name: {} for name in trees}
+    for run in range(args.runs):
+        for name, tree in trees.items():
+            with tempfile.TemporaryDirectory() as caches:
+                for which in ("first", "second"):
+                    phases = measured(tree, Path(caches))
+                    found[name].setdefault(which, []).append(phases)
+                    note(f"{name}, run {run + 1}, {which}: {sum(phases.values()):.1f} s")
+                for command, line in COMMANDS.items():
+                    seconds = timed(tree, Path(caches), line)
+                    found[name].setdefault(command, []).append(seconds)
+    report(found)
+
+
+def start() -> dict[str, float]:
+    """Seconds of each phase of a start in this process, which was asked for at STARTED."""
+    begun = float(os.environ["STARTED"])
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    sys.path.insert(0, str(ROOT / "examples"))
+    import _common
+
+    _common.prepare(offline=True)
+    clock = time.time()
+    model = _common.default_model()
+    converting = time.time() - clock
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    imported = time.time()
+    config = EngineArgs(
+        model=str(model), max_model_len=1024, max_num_seqs=1, max_num_batched_tokens=512
+    ).create_engine_config()
+    configured = time.time()
+    from vllm_metal.worker.worker import MetalWorker
+
+    phases: dict[str, float] = {}
+    for method, phase in WORK.items():
+        setattr(MetalWorker, method, _timed(getattr(MetalWorker, method), phase, phases))
+    engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    ready = time.time()
+    engine.engine_core.shutdown()
+    phases["imports"] = imported - begun - converting
+    phases["converting"] = converting
+    phases["configuration"] = configured - imported
+    phases["engine"] = ready - configured - sum(phases.get(phase, 0) for phase in WORK.values())
+    return {phase: phases[phase] for phase in PHASES}
+
+
+def _timed(method: Callable[..., Any], phase: str, phases: dict[str, float]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        begun = time.time()
+        result = method(*args, **options)
+        phases[phase] = phases.get(phase, 0.0) + time.time() - begun
+        return result
+
+    return call
+
+
+def environment(tree: Path, caches: Path) -> dict[str, str]:
+    """The environment of a process that runs a checkout and keeps what it caches in a folder."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {
+        "PYTHONPATH": str(tree),
+        "PYTHONPYCACHEPREFIX": str(caches / "bytecode"),
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "VLLM_METAL_CACHE": str(caches / "vllm-metal"),
+        "VLLM_METAL_DEVICE": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def measured(tree: Path, caches: Path) -> dict[str, float]:
+    """The phases of one start of a checkout, in a process of its own."""
+    asked = environment(tree, caches) | {"STARTED": str(time.time())}
+    line = [sys.executable, __file__, "--child"]
+    done = subprocess.run(line, env=asked, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{tree}: the engine did not start:\n{done.stderr[-3000:]}")
+    phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return phases
+
+
+def timed(tree: Path, caches: Path, line: list[str]) -> float:
+    """Seconds of a command of ours whose modules are compiled."""
+    (model,) = (caches / "vllm-metal" / "models").glob("SmolLM2*[0-9]")
+    words = [word.format(model=model) for word in line]
+    begun = time.time()
+    subprocess.run(
+        [sys.executable, "-c", "from vllm_metal.commands.cli import main; main()", *words],
+        env=environment(tree, caches),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    return time.time() - begun
+
+
+def report(found: dict[str, dict[str, list[Any]]]) -> None:
+    """Prints the medians, writes all that was measured, and draws the phases."""
+    from _shared import table
+
+    bars = {
+        f"{which} start, {name}": {
+            phase: statistics.median(phases[phase] for phases in runs[which]) for phase in PHASES
+        }
+        for which in ("first", "second")
+        for name, runs in found.items()
+    }
+    totals = {
+        f"{which} start, {name}": statistics.median(sum(phases.values()) for phases in runs[which])
+        for which in ("first", "second")
+        for name, runs in found.items()
+    }
+    table(
+        ["s, median", *PHASES, "ready"],
+        [[name, *parts.values(), totals[name]] for name, parts in bars.items()],
+    )
+    table(
+        ["s, median", *found],
+        [
+            [command, *(statistics.median(runs[command]) for runs in found.values())]
+            for command in COMMANDS
+        ],
+    )
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "start.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(bars, totals)
+
+
+def draw(bars: dict[str, dict[str, float]], totals: dict[str, float]) -> None:
+    """A bar a start, its phases one after the other, in results/start.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 0.7 * len(bars) + 1.4), layout="constrained")
+    names = list(bars)
+    lefts = [0.0] * len(names)
+    for phase in PHASES:
+        widths = [bars[name][phase] for name in names]
+        axes.barh(names, widths, left=lefts, label=phase)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    for place, name in enumerate(names):
+        axes.text(lefts[place] + 0.1, place, f"{totals[name]:.1f} s", va="center")
+    axes.set_xlim(0, max(lefts) * 1.1)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds until an engine with SmolLM2-135M is ready")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.45, 1.35), frameon=False)
+    figure.savefig(RESULTS / "start.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()
