@@ -146,8 +146,9 @@ MADE_AT_ONCE = (
     "engine_args.cache_prefixes_of_states",
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
-    "mlp_speculators.allow_mlp_speculators",
     "mlx_models.take_mlx_models",
+    "model_info.TextModel",
+    "model_info.answer_for_models",
     "prefill_chunks.end_chunks_within_blocks",
     "refusals.allow_min_p_and_logit_bias",
     "scheduler.end_failed_requests",
@@ -156,7 +157,6 @@ MADE_AT_ONCE = (
     "speculation.allow_lookup_methods",
     "stat_loggers.add_stat_logger",
     "step_budget.StepBudget",
-    "text_models.take_text_models",
     "torch_accelerator.answer_for_torch_accelerator",
 )
 

@@ -27,8 +27,8 @@ CHANGING = (
     "environment",
     "kv_transfer",
     "logs",
-    "mlp_speculators",
     "mlx_models",
+    "model_info",
     "prefill_chunks",
     "processes",
     "refusals",
@@ -37,7 +37,6 @@ CHANGING = (
     "speculation",
     "stat_loggers",
     "step_budget",
-    "text_models",
     "tokenizers",
     "torch_accelerator",
 )
@@ -231,18 +230,6 @@ def our_messages(folder):
     return not shown, shown
 
 
-@probe("mlp_speculators.allow_mlp_speculators", releases=("0.32",))
-def mlp_speculators(folder):
-    """vLLM has the module of MLP speculators, but does not list their architecture."""
-    from importlib.util import find_spec
-
-    from vllm.model_executor.models import ModelRegistry
-
-    listed = "MLPSpeculatorPreTrainedModel" in ModelRegistry.models
-    there = find_spec("vllm.model_executor.models.mlp_speculator") is not None
-    return there and not listed, f"module: {there}, listed: {listed}"
-
-
 @probe("processes.spawn_on_macos", on_mac=True)
 def start_method(folder):
     """vLLM forks on macOS, too."""
@@ -294,7 +281,16 @@ def no_chunk_at_all(folder):
     return chunk == 0, chunk
 
 
-@probe("text_models.take_text_models")
+@probe("model_info.TextModel")
+def own_class(folder):
+    """vLLM imports a class of torch's to ask what an architecture can do."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["LlamaForCausalLM"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("model_info.answer_for_models")
 def multimodal(folder):
     """A checkpoint of Qwen3.5 is one that takes images, or does not load without what they need."""
     import pathlib

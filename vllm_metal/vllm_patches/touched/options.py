@@ -159,14 +159,30 @@ _ENGINE_ARGUMENTS = (
     Touched("vllm.transformers_utils.config:_CONFIG_REGISTRY", by="vllm_patches/mlx_models.py"),
     Touched(
         "vllm.model_executor.models:ModelRegistry",
-        by="vllm_patches/mlp_speculators.py",
+        by="vllm_patches/model_info.py vllm_patches/mlx_models.py",
         fields="models",
-        calls={"register_model": "model_arch model_cls"},
     ),
     Touched(
-        "vllm.model_executor.models.mlp_speculator:MLPSpeculator",
-        by="vllm_patches/mlp_speculators.py",
-        releases=("0.32",),
+        "vllm.model_executor.models.registry:",
+        by="vllm_patches/model_info.py",
+        fields="_TEXT_GENERATION_MODELS _TRANSFORMERS_SUPPORTED_MODELS "
+        "_SPECULATIVE_DECODING_MODELS",
+    ),
+    Touched(
+        "vllm.model_executor.models.registry:_BaseRegisteredModel",
+        by="vllm_patches/model_info.py",
+        methods={"inspect_model_cls": "", "load_model_cls": ""},
+    ),
+    Touched(
+        "vllm.model_executor.models.registry:_ModelInfo",
+        by="vllm_patches/model_info.py",
+        called="architecture= is_text_generation_model= is_pooling_model= attn_type= "
+        "default_seq_pooling_type= default_tok_pooling_type= score_type= supports_multimodal= "
+        "supports_multimodal_raw_input_only= requires_raw_input_tokens= "
+        "supports_multimodal_encoder_tp_data= supports_pp= supports_hc_sp= has_inner_state= "
+        "is_attention_free= is_hybrid= has_noops= supports_mamba_prefix_caching= "
+        "supports_replayssm= supports_transcription= supports_transcription_only= "
+        "supported_video_pruning_methods= supports_mm_device_do_normalize=",
     ),
 )
 
@@ -179,6 +195,7 @@ _PLATFORM = (
             "get_device_name": "device_id",
             "get_device_total_memory": "device_id",
             "get_current_memory_usage": "device",
+            "import_kernels": "",
             "set_device": "device",
             "manual_seed_all": "seed",
             "inference_mode": "",
