@@ -23,12 +23,7 @@ PROGRAM = Path(unpatched.__file__)
 #: Modules that change nothing.
 APART = {"__init__", "probe", "releases", "replacing", "step_result"}
 #: Functions that tell something, or say how a change is made.
-QUESTIONS = {
-    "model_info.ServedModel",
-    "model_info.served_architectures",
-    "processes.is_engine_process",
-    "processes.in_users_process",
-}
+QUESTIONS = {"processes.is_engine_process", "processes.in_users_process"}
 
 
 def needing(release, on_mac=False):
@@ -152,7 +147,8 @@ MADE_AT_ONCE = (
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
     "mlx_models.take_mlx_models",
-    "model_info.answer_for_model_classes",
+    "model_info.TextModel",
+    "model_info.answer_for_models",
     "prefill_chunks.end_chunks_within_blocks",
     "refusals.allow_min_p_and_logit_bias",
     "scheduler.end_failed_requests",

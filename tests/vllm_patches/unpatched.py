@@ -230,26 +230,6 @@ def our_messages(folder):
     return not shown, shown
 
 
-@probe("model_info.answer_for_model_classes")
-def model_class(folder):
-    """vLLM imports its torch class of an architecture, in a process, to ask what it can do."""
-    import tempfile
-
-    from vllm.model_executor.models import ModelRegistry, registry
-
-    asked = []
-
-    def in_a_process(ask):
-        asked.append(ask)
-        raise RuntimeError("asked")
-
-    registry._run_in_subprocess = in_a_process
-    with tempfile.TemporaryDirectory() as cache:  # an empty one: vLLM remembers its answers
-        os.environ["VLLM_CACHE_ROOT"] = cache
-        found = raised(ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls)
-    return bool(asked), found
-
-
 @probe("partial_imports.plan_only")
 def dear_imports(folder):
     """An import of vLLM's planning of the cache brings torch's compiler, and transformers."""
@@ -308,6 +288,40 @@ def no_chunk_at_all(folder):
     )
     chunk = Scheduler._mamba_block_aligned_split(scheduler, request, 470)
     return chunk == 0, chunk
+
+
+@probe("model_info.TextModel")
+def own_class(folder):
+    """vLLM imports a class of torch's to ask what an architecture can do."""
+    from vllm.model_executor.models import ModelRegistry
+
+    found = ModelRegistry.models["LlamaForCausalLM"]
+    return hasattr(found, "module_name"), repr(found)
+
+
+@probe("model_info.answer_for_models")
+def multimodal(folder):
+    """A checkpoint of Qwen3.5 is one that takes images, or does not load without what they need."""
+    import pathlib
+    import tempfile
+
+    text = MODEL | {"model_type": "qwen3_5_text"}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        pathlib.Path(name, "config.json").write_text(json.dumps(config))
+
+        def make():
+            return arguments(name).create_engine_config().model_config.is_multimodal_model
+
+        try:
+            found = make()
+        except Exception as error:
+            return True, repr(error)
+        return found, found
 
 
 @probe("mlx_models.take_mlx_models")

@@ -144,7 +144,7 @@ class MetalPlatform(Platform):
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         from vllm_metal.metrics.stat_logger import MetalStatLogger
-        from vllm_metal.vllm_patches import model_info
+        from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
@@ -155,7 +155,7 @@ class MetalPlatform(Platform):
         shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
         speculation.refuse_missing_methods(SPECULATIVE_METHODS)
-        model_info.answer_for_model_classes()
+        model_info.answer_for_models()
         mlx_models.take_mlx_models()
         refusals.allow_min_p_and_logit_bias()
         kv_transfer.recompute_by_default()

@@ -12,8 +12,6 @@ from typing import Any
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
 
-#: vLLM's name for all of them, and the architecture that can do the same.
-_ARCHITECTURE, _ALIKE = "MlxForCausalLM", "LlamaForCausalLM"
 #: Names of transformers that vLLM asks every configuration for, and what families call the same.
 _OTHER_NAMES = {
     "hidden_size": ("d_model", "n_embd", "model_dim", "dim"),
@@ -23,19 +21,14 @@ _OTHER_NAMES = {
 
 
 def take_mlx_models() -> None:
-    """Has transformers read such a config.json, and vLLM serve its architecture.
+    """Has transformers read such a config.json, under an architecture that `model_info` registers.
 
-    vLLM asks its own class of an architecture what the model can do: these count as what they are
-    to it, text models. What their layers keep is read off the model that mlx-lm makes.
+    What the layers keep is read off the model that mlx-lm makes.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from vllm.model_executor.models import ModelRegistry
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    models = ModelRegistry.models
-    if _ALIKE in models:
-        models.setdefault(_ARCHITECTURE, models[_ALIKE])
     for model_type in _model_types({*CONFIG_MAPPING, *_CONFIG_REGISTRY}):
         AutoConfig.register(model_type, _config_class(model_type))
 
@@ -54,6 +47,8 @@ def _config_class(model_type: str) -> type:
     from transformers import PretrainedConfig
     from vllm.model_executor.models import ModelRegistry
 
+    from vllm_metal.vllm_patches.model_info import MLX_MODEL
+
     class MlxConfig(PretrainedConfig):
         """A configuration of which transformers knows no more than its keys."""
 
@@ -61,7 +56,7 @@ def _config_class(model_type: str) -> type:
             values.pop("layer_types", None)  # transformers takes no names that it does not know
             super().__init__(**values)
             if not any(name in ModelRegistry.models for name in self.architectures or ()):
-                self.architectures = [_ARCHITECTURE]
+                self.architectures = [MLX_MODEL]
             for name, others in _OTHER_NAMES.items():
                 if getattr(self, name, None) is None:
                     setattr(self, name, next((values[x] for x in others if x in values), 1))

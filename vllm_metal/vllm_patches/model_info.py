@@ -1,131 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of its class of a model before an engine is made, answered without the class.
-
-vLLM imports its torch class of an architecture, in a process of its own, to ask what a model can
-do. That takes seconds, and wants packages that serving text does not. The class would not be used:
-the model that serves is mlx-lm's.
-"""
+"""What vLLM may know of the architectures that we serve, told without its classes of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from vllm.model_executor.models import ModelRegistry, registry
-
-if TYPE_CHECKING:
-    from torch import nn
+from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
 
-#: Architectures with recurrent or convolution layers beside attention, as vLLM has them.
-_HYBRID = {
-    "BailingMoeV2_5ForCausalLM",
-    "BailingMoeV3ForCausalLM",
-    "FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "KimiK3ForConditionalGeneration",
-    "KimiLinearForCausalLM",
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "NemotronHForCausalLM",
-    "NemotronHPuzzleForCausalLM",
-    "OlmoHybridForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
+#: vLLM's name for families that it does not list; `mlx_models` has their configurations use it.
+MLX_MODEL = "MlxForCausalLM"
+#: Text models that are published as a part of a multimodal one, and MTP layers of such, by name.
+_TEXT_PARTS = (
     "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
-    "Zamba2ForCausalLM",
-}
-#: Architectures without attention.
-_ATTENTION_FREE = {"FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"}
-#: Architectures of which vLLM may keep the states of every block.
-_STATES_OF_ALL_BLOCKS = _ATTENTION_FREE | {
-    "FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "NemotronHForCausalLM",
-    "NemotronHPuzzleForCausalLM",
-    "Zamba2ForCausalLM",
-}
-#: Checkpoints of multimodal models whose text model mlx-lm serves, draft layers included.
-_TEXT_OF_MULTIMODAL = {
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiK3ForConditionalGeneration",
-    "KimiVLForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-}
-#: Models of text that vLLM's list of them lacks: its wrappers of transformers' models, and IBM's
-#: MLP speculators, which it lists no more.
-_UNLISTED = {
-    "MLPSpeculatorPreTrainedModel",
-    "TransformersForCausalLM",
-    "TransformersMoEForCausalLM",
-}
-#: The answers but those above, for every model. All else that vLLM asks for is a capability that
-#: the plugin does not have.
-_ANSWERS: dict[str, Any] = {
-    "is_text_generation_model": True,
-    "attn_type": "decoder",
-    "default_seq_pooling_type": "LAST",
-    "default_tok_pooling_type": "ALL",
-    "score_type": "bi-encoder",
-    "supports_pp": True,  # so that the platform's own refusal is heard
-    "supported_video_pruning_methods": (),
-}
+)
+#: vLLM's stand-ins for text models that transformers has and its own list has not.
+_BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+#: vLLM 0.32 has the method of MLP speculators, but lists their architecture no more.
+_MLP_SPECULATOR = "MLPSpeculatorPreTrainedModel"
+#: What vLLM lists among text models although they take images or sound: its own classes answer.
+_MULTIMODAL = frozenset(
+    {
+        "HCXVisionV2ForCausalLM",
+        "InklingForConditionalGeneration",
+        "MuseGlimmerForCausalLM",
+        "Emu3ForConditionalGeneration",
+        "HunYuanVLForConditionalGeneration",
+        "VibeVoiceAsrForConditionalGeneration",
+    }
+)
+
+#: Families by the start of an architecture's name. Their layers keep states, some of them ...
+_HYBRID = (
+    "BailingMoeV2_5For",
+    "BailingMoeV3For",
+    "FalconH1",
+    "Glm5NextFor",
+    "GraniteMoeHybrid",
+    "Jamba",
+    "KimiK3For",
+    "KimiLinear",
+    "Lfm2",
+    "NemotronHFor",
+    "NemotronHPuzzle",
+    "OlmoHybrid",
+    "Qwen3NextFor",
+    "Qwen3_5For",
+    "Qwen3_5MoeFor",
+    "Qwen4ExpFor",
+    "Zamba2",
+)
+#: ... or all.
+_ATTENTION_FREE = ("FalconMamba", "Mamba")
+#: Those of both whose states vLLM looks up at every block instead of where a chunk ended.
+_STATE_AT_EACH_BLOCK = (
+    *_ATTENTION_FREE,
+    "FalconH1",
+    "GraniteMoeHybrid",
+    "Jamba",
+    "NemotronHFor",
+    "NemotronHPuzzle",
+    "Zamba2",
+)
+#: Some of its blocks have no attention at all.
+_WITHOUT_SOME_LAYERS = ("DeciLMFor",)
 
 
 @dataclass(frozen=True)
-class ServedModel(registry._BaseRegisteredModel):
-    """An architecture in vLLM's registry that mlx-lm serves.
+class TextModel(_BaseRegisteredModel):
+    """A registered architecture that mlx-lm's module or a proposer of ours computes."""
 
-    vLLM remembers answers by the registered model, so it is hashable.
-    """
+    architecture: str
 
-    info: registry._ModelInfo
+    def inspect_model_cls(self) -> _ModelInfo:
+        """What `vllm.config.ModelConfig` asks of the architecture."""
+        name = self.architecture
+        hybrid, attention_free = name.startswith(_HYBRID), name.startswith(_ATTENTION_FREE)
+        return _ModelInfo(
+            architecture=name,
+            is_text_generation_model=True,
+            is_pooling_model=False,
+            attn_type="decoder",
+            default_seq_pooling_type="LAST",
+            default_tok_pooling_type="ALL",
+            score_type="bi-encoder",
+            supports_multimodal=False,
+            supports_multimodal_raw_input_only=False,
+            requires_raw_input_tokens=False,
+            supports_multimodal_encoder_tp_data=False,
+            supports_pp=True,  # so that the platform refuses the option by its name
+            supports_hc_sp=False,
+            has_inner_state=hybrid or attention_free,
+            is_attention_free=attention_free,
+            is_hybrid=hybrid,
+            has_noops=name.startswith(_WITHOUT_SOME_LAYERS),
+            supports_mamba_prefix_caching=name.startswith(_STATE_AT_EACH_BLOCK),
+            supports_replayssm=False,
+            supports_transcription=False,
+            supports_transcription_only=False,
+            supported_video_pruning_methods=(),
+            supports_mm_device_do_normalize=False,
+        )
 
-    @staticmethod
-    def of(architecture: str) -> ServedModel:
-        """The answers for an architecture by its name alone."""
-        own = {
-            "architecture": architecture,
-            "has_inner_state": architecture in _HYBRID | _ATTENTION_FREE,
-            "is_hybrid": architecture in _HYBRID,
-            "is_attention_free": architecture in _ATTENTION_FREE,
-            "supports_mamba_prefix_caching": architecture in _STATES_OF_ALL_BLOCKS,
-        }
-        names = [field.name for field in fields(registry._ModelInfo)]
-        answers = dict.fromkeys(names, False) | _ANSWERS | own
-        return ServedModel(registry._ModelInfo(**answers))
-
-    def inspect_model_cls(self) -> registry._ModelInfo:
-        return self.info
-
-    def load_model_cls(self) -> type[nn.Module]:
-        """Raises NotImplementedError: there is no such class here."""
+    def load_model_cls(self) -> NoReturn:
+        """Raises NotImplementedError: the model is MLX's, and has no class of torch's."""
         raise NotImplementedError(
-            f"vllm-metal serves {self.info.architecture} by mlx-lm's module, and does not import "
-            "vLLM's torch class of it"
+            f"vllm-metal computes {self.architecture} with MLX and never loads vLLM's class of it"
         )
 
 
-def served_architectures() -> list[str]:
-    """Architectures whose answers are ours: models of text, and draft layers."""
-    listed = {*registry._TEXT_GENERATION_MODELS, *registry._SPECULATIVE_DECODING_MODELS}
-    return sorted(listed | _TEXT_OF_MULTIMODAL | _UNLISTED)
+def answer_for_models() -> None:
+    """Registers every architecture of text models and draft heads with what vLLM asks of it.
 
-
-def answer_for_model_classes() -> None:
-    """Puts our answers into vLLM's registry; no class of a served architecture is imported.
-
-    Checkpoints of multimodal models become text models: vLLM would have images taken that nobody
-    looks at.
+    vLLM imports its own class, in a process of its own, only to ask that: seconds at a first start,
+    and a refusal where the class needs packages, or a processor, that serving text does not.
+    Architectures of other kinds (images, pooling) stay vLLM's.
     """
-    for architecture in served_architectures():
-        ModelRegistry.models[architecture] = ServedModel.of(architecture)
+    from vllm.model_executor.models import ModelRegistry, registry
+
+    listed: dict[str, Any] = {
+        **registry._TEXT_GENERATION_MODELS,
+        **registry._TRANSFORMERS_SUPPORTED_MODELS,
+        **registry._SPECULATIVE_DECODING_MODELS,
+    }
+    ours = {*listed, *_TEXT_PARTS, *_BY_TRANSFORMERS, _MLP_SPECULATOR, MLX_MODEL} - _MULTIMODAL
+    ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})

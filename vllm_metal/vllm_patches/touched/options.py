@@ -163,6 +163,12 @@ _ENGINE_ARGUMENTS = (
         fields="models",
     ),
     Touched(
+        "vllm.model_executor.models.registry:",
+        by="vllm_patches/model_info.py",
+        fields="_TEXT_GENERATION_MODELS _TRANSFORMERS_SUPPORTED_MODELS "
+        "_SPECULATIVE_DECODING_MODELS",
+    ),
+    Touched(
         "vllm.model_executor.models.registry:_BaseRegisteredModel",
         by="vllm_patches/model_info.py",
         methods={"inspect_model_cls": "", "load_model_cls": ""},
@@ -170,17 +176,13 @@ _ENGINE_ARGUMENTS = (
     Touched(
         "vllm.model_executor.models.registry:_ModelInfo",
         by="vllm_patches/model_info.py",
-        fields="architecture is_text_generation_model attn_type default_seq_pooling_type "
-        "default_tok_pooling_type score_type supports_pp has_inner_state is_hybrid "
-        "is_attention_free supports_mamba_prefix_caching supported_video_pruning_methods",
-    ),
-    Touched(
-        "vllm.model_executor.models.registry:_TEXT_GENERATION_MODELS",
-        by="vllm_patches/model_info.py",
-    ),
-    Touched(
-        "vllm.model_executor.models.registry:_SPECULATIVE_DECODING_MODELS",
-        by="vllm_patches/model_info.py",
+        called="architecture= is_text_generation_model= is_pooling_model= attn_type= "
+        "default_seq_pooling_type= default_tok_pooling_type= score_type= supports_multimodal= "
+        "supports_multimodal_raw_input_only= requires_raw_input_tokens= "
+        "supports_multimodal_encoder_tp_data= supports_pp= supports_hc_sp= has_inner_state= "
+        "is_attention_free= is_hybrid= has_noops= supports_mamba_prefix_caching= "
+        "supports_replayssm= supports_transcription= supports_transcription_only= "
+        "supported_video_pruning_methods= supports_mm_device_do_normalize=",
     ),
 )
 
@@ -193,6 +195,7 @@ _PLATFORM = (
             "get_device_name": "device_id",
             "get_device_total_memory": "device_id",
             "get_current_memory_usage": "device",
+            "import_kernels": "",
             "set_device": "device",
             "manual_seed_all": "seed",
             "inference_mode": "",
