@@ -39,12 +39,13 @@ def made(store, pool, **options):
     return stores
 
 
-def step(stores):
+def step(stores, num_left=0):
     """A step that takes a lot along; how many pages that was."""
     arrays = stores.queue_lot()
     mx.async_eval(arrays)
     stores.handed_over()
     stores.end_step()
+    stores.steps_computed(num_left)
     return len(arrays[0]) if arrays else 0
 
 
@@ -201,9 +202,7 @@ class Machine:
             keys = keys_of(names, namespace, group=number % 2)
             stores.add(job_id, f"r{number % 3}", keys, range(1, 1 + len(names)))
         elif action == "step":
-            mx.async_eval(stores.queue_lot())
-            stores.handed_over()
-            stores.end_step()
+            step(stores, num_left=number % 3)
         elif action == "fails":
             stores.queue_lot()
             stores.lose_pool()
