@@ -119,30 +119,30 @@ def test_no_token_of_a_step_that_failed_is_told(
     assert len(warnings()) == 1
 
 
+@pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.more)])
 def test_what_a_step_that_failed_left_is_neither_kept_nor_found(
-    tiny, device, tmp_path, monkeypatch
+    tiny, device, tmp_path, monkeypatch, at
 ):
     """Blocks leave the pool with the step after the one that completes them."""
     monkeypatch.setattr("vllm_metal.worker.transfer_hooks.LOT_STEPS", 0)
     settings = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 48}
     rng = np.random.default_rng(6)
-    cases = [(at, ends) for at in (1, 4) for ends in ENDS]
-    texts = [[rng.integers(2, VOCAB, n).tolist() for n in (40, 25, 90, 33)] for _ in cases]
+    texts = [[rng.integers(2, VOCAB, n).tolist() for n in (40, 25, 90, 33)] for _ in ENDS]
     with engine(tiny, **settings) as llm:
         answers = [ask(llm, prompts, STEPS_THAT_END_A_ROW) for prompts in texts]
     with disk_engine(tiny, tmp_path, **settings) as llm:
-        for number, ((at, ends), prompts) in enumerate(zip(cases, texts, strict=True)):
+        for number, (ends, prompts) in enumerate(zip(ENDS, texts, strict=True)):
             device.fail_step(at, ends)
             completions = serve(llm, prompts, STEPS_THAT_END_A_ROW)
             run_out(llm)
-            assert len(device.taken) == failures(llm) == number + 1, (at, ends)
+            assert len(device.taken) == failures(llm) == number + 1, ends
             assert "error" in [each.finish_reason for each in completions]
             for _ in range(2):  # from disk what there is; the second time, all
                 assert llm.reset_prefix_cache()
                 found = ask(llm, prompts, STEPS_THAT_END_A_ROW)
                 check_same(found, answers[number])
                 run_out(llm)
-            assert all(answer.cached for answer in found), (at, ends)
+            assert all(answer.cached for answer in found), ends
         assert {thread for _, thread in device.taken} == {"MainThread"}
 
 

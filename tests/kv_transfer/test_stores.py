@@ -100,7 +100,7 @@ def test_copies_are_written_once_their_step_is_known_to_be_computed(store, pool)
     step(stores, num_left=9)
     time.sleep(0.02)
     assert stores.finished() == []
-    stores.steps_computed(2)  # those of "a" and "b", after a step that took none along
+    stores.steps_computed(3)  # the steps with "a" and "b"; the last took none along
     assert finish(stores, 0, 1).keys() == {0, 1}
     stores.lose_pool()
     lost = finish(stores, 2, 3)
@@ -116,7 +116,6 @@ def test_what_is_taken_back_before_its_step_is_known_is_not_written(store, pool,
     second = keys_of("ab")
     second.keys, second.ends = second.keys[1:], second.ends[1:]
     stores.add(1, "s", second, [3])
-    step(stores)
     step(stores, num_left=9)
     if how == "requests":
         stores.drop_requests({"s"})
@@ -132,7 +131,6 @@ def test_copies_between_steps_prove_those_of_before_and_errors_are_raised(store,
     stores = made(store, pool, lot_steps=0)
     for number, name in enumerate("ab"):
         stores.add(number, "r", keys_of(name), [3 + number])
-    step(stores)
     step(stores, num_left=9)
     stores.add(2, "r", keys_of("c"), [5])
 
