@@ -168,8 +168,15 @@ def test_steps_that_are_right_between_do_not_hide_a_model_that_fails(tiny, dense
     assert len(device.taken) == MAX_FAILURES_IN_A_ROW + 1
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["draft_model", pytest.param("eagle", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("name", "async_scheduling"),
+    [
+        pytest.param("draft_model", True, marks=pytest.mark.more),
+        pytest.param("eagle", True, marks=pytest.mark.more),
+        pytest.param("draft_model", False, marks=pytest.mark.slow),
+        pytest.param("eagle", False, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts(toys, device, name, async_scheduling):
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, FEW, length).tolist() for length in (20, 45, 33)]
@@ -198,6 +205,7 @@ def test_two_steps_in_flight_on_kernels_whose_drafts_nobody_has_read(tmp_path, d
             assert failures(llm) == len(device.taken) == number
 
 
+@pytest.mark.more
 def test_an_error_between_steps_fails_those_in_flight(tiny, dense, prompts, device):
     """Whoever waits for the device meets it: a caller from outside, who is none the wiser."""
     for call in ("synchronize_device", "check_health"):
