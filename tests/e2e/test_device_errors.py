@@ -57,28 +57,35 @@ def prompts():
     return [rng.integers(2, VOCAB, length).tolist() for length in (40, 25, 90, 33)]
 
 
-def serve(llm, prompts, max_tokens=NUM_TOKENS):
-    """The completion of each prompt, all sent at once; none may wait for ever."""
+def serve(llm, prompts, max_tokens=NUM_TOKENS, between=lambda: None):
+    """The completion of each prompt, all sent at once, and the longest text of it that was told.
+
+    None may wait for ever.
+    """
     for index, prompt in enumerate(prompts):
         llm.llm_engine.add_request(
             str(index), {"prompt_token_ids": prompt}, greedy(max_tokens, logprobs=0)
         )
-    done = {}
+    done, told = {}, {}
     for step in count():
         if not llm.llm_engine.has_unfinished_requests():
-            return [done[str(index)] for index in range(len(prompts))]
+            return [(done[str(index)], told[str(index)]) for index in range(len(prompts))]
+        between()
         assert step < MOST_STEPS, f"of {len(prompts)} requests these ended: {sorted(done)}"
         for output in llm.llm_engine.step():
+            completion = output.outputs[0]
+            before = told.get(output.request_id, [])
+            told[output.request_id] = max(before, list(completion.token_ids), key=len)
             if output.finished:
-                done[output.request_id] = output.outputs[0]
+                done[output.request_id] = completion
 
 
 def check(dense, prompts, completions):
     """Asserts that every token is right, of failed requests too; indices of those that failed."""
     failed = []
-    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if completion.token_ids:
-            dense.check(prompt, list(completion.token_ids))
+    for index, (prompt, (completion, told)) in enumerate(zip(prompts, completions, strict=True)):
+        if told:
+            dense.check(prompt, told)
         if completion.finish_reason == "error":
             assert completion.stop_reason == f"the step failed: {MESSAGE}"
             failed.append(index)
@@ -136,7 +143,7 @@ def test_what_a_step_that_failed_left_is_neither_kept_nor_found(
             completions = serve(llm, prompts, STEPS_THAT_END_A_ROW)
             run_out(llm)
             assert len(device.taken) == failures(llm) == number + 1, ends
-            assert "error" in [each.finish_reason for each in completions]
+            assert "error" in [each.finish_reason for each, _ in completions]
             for _ in range(2):  # from disk what there is; the second time, all
                 assert llm.reset_prefix_cache()
                 found = ask(llm, prompts, STEPS_THAT_END_A_ROW)
@@ -213,15 +220,12 @@ def test_an_error_between_steps_fails_those_in_flight(tiny, dense, prompts, devi
             outlive(llm, dense, prompts)
             device.fail_step(2, ENDS[1])
             core = llm.llm_engine.engine_core.engine_core
-            for index, prompt in enumerate(prompts):
-                llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(5))
-            done, first = {}, device.num_steps
-            while llm.llm_engine.has_unfinished_requests():
+            first = device.num_steps
+
+            def meet(call=call, core=core, first=first):
                 if device.num_steps == first + 3:
                     core.model_executor.collective_rpc(call)
-                for output in llm.llm_engine.step():
-                    if output.finished:
-                        done[int(output.request_id)] = output.outputs[0]
-            completions = [done[index] for index in range(len(prompts))]
+
+            completions = serve(llm, prompts, between=meet)
             assert check(dense, prompts, completions) == [0, 1, 2, 3]
             assert failures(llm) == 1
