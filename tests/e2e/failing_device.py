@@ -128,12 +128,17 @@ class FailingDevice:
         for each in arrays:
             flat += each if isinstance(each, (list, tuple)) else [each]
         self._evaluate(flat)
+        spoilt: set[int] = set()  # addresses: some arrays are views of others
         for array in flat:
+            if array.dtype not in (mx.int32, mx.float32):
+                continue
+            values = np.asarray(array)
+            if values.ctypes.data in spoilt:
+                continue
+            spoilt.add(values.ctypes.data)
             if array.dtype == mx.int32:
-                values = np.asarray(array)
                 values[...] ^= 1
-            elif array.dtype == mx.float32:
-                values = np.asarray(array)
+            else:
                 values *= -0.5
                 values += 0.25
 
