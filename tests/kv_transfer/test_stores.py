@@ -39,12 +39,13 @@ def made(store, pool, **options):
     return stores
 
 
-def step(stores):
+def step(stores, num_left=0):
     """A step that takes a lot along; how many pages that was."""
     arrays = stores.queue_lot()
     mx.async_eval(arrays)
     stores.handed_over()
     stores.end_step()
+    stores.steps_computed(num_left)
     return len(arrays[0]) if arrays else 0
 
 
@@ -88,6 +89,65 @@ def test_pages_go_in_lots_of_bytes(stores, store, pool, monkeypatch):
     assert ended[0].num_bytes == 2 * PAGE_BYTES and ended[1].num_bytes == PAGE_BYTES
     assert on_disk(store, keys) == [pool.block(5), pool.block(3), pool.block(7)]
     assert not stores.busy
+
+
+def test_copies_are_written_once_their_step_is_known_to_be_computed(store, pool):
+    stores = made(store, pool, lot_steps=0)
+    keys = [keys_of(name) for name in "abcd"]
+    for number, of in enumerate(keys):
+        stores.add(number, "r", of, [3 + number])
+        step(stores, num_left=9)
+    step(stores, num_left=9)
+    time.sleep(0.02)
+    assert stores.finished() == []
+    stores.steps_computed(3)  # the steps with "a" and "b"; the last took none along
+    assert finish(stores, 0, 1).keys() == {0, 1}
+    stores.lose_pool()
+    lost = finish(stores, 2, 3)
+    assert [job.num_bytes for job in lost.values()] == [0, 0] and not stores.busy
+    assert [on_disk(store, of) for of in keys] == [[pool.block(3)], [pool.block(4)], [None], [None]]
+
+
+@pytest.mark.parametrize("how", ["requests", "keys"])
+def test_what_is_taken_back_before_its_step_is_known_is_not_written(store, pool, how):
+    stores = made(store, pool, lot_steps=0)
+    keys = keys_of("ab")
+    stores.add(0, "r", keys_of("a"), [5])
+    second = keys_of("ab")
+    second.keys, second.ends = second.keys[1:], second.ends[1:]
+    stores.add(1, "s", second, [3])
+    step(stores, num_left=9)
+    if how == "requests":
+        stores.drop_requests({"s"})
+    else:
+        stores.drop_keys(second.keys)
+    stores.steps_computed(0)
+    ended = finish(stores, 0, 1)
+    assert ended[0].num_bytes == PAGE_BYTES and ended[1].num_bytes == 0
+    assert on_disk(store, keys) == [pool.block(5), None]
+
+
+def test_copies_between_steps_prove_those_of_before_and_errors_are_raised(store, pool, monkeypatch):
+    stores = made(store, pool, lot_steps=0)
+    for number, name in enumerate("ab"):
+        stores.add(number, "r", keys_of(name), [3 + number])
+    step(stores, num_left=9)
+    stores.add(2, "r", keys_of("c"), [5])
+
+    def fail():
+        raise RuntimeError("the device failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.errors, "wait", fail)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            stores.copy_now()
+    assert finish(stores, 2)[2].num_bytes == 0
+    assert on_disk(store, keys_of("abc")) == [None] * 3
+    stores.add(3, "r", keys_of("d"), [6])
+    stores.copy_now()
+    finish(stores, 0, 1, 3)
+    expected = [pool.block(3), pool.block(4), None, pool.block(6)]
+    assert on_disk(store, keys_of("abcd")) == expected
 
 
 def test_a_page_waits_for_so_many_steps_at_most(store, pool):
@@ -201,9 +261,7 @@ class Machine:
             keys = keys_of(names, namespace, group=number % 2)
             stores.add(job_id, f"r{number % 3}", keys, range(1, 1 + len(names)))
         elif action == "step":
-            mx.async_eval(stores.queue_lot())
-            stores.handed_over()
-            stores.end_step()
+            step(stores, num_left=number % 3)
         elif action == "fails":
             stores.queue_lot()
             stores.lose_pool()

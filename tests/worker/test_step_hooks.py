@@ -86,7 +86,7 @@ class Runner:
 def make(raising=None):
     calls, raising, made = [], [raising] if raising else [], []
 
-    def make_runner():
+    def make_runner(graphs):
         made.append(Runner(calls, len(made), raising))
         return made[-1]
 

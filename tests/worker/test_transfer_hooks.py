@@ -60,7 +60,11 @@ def load_job(req_id, names, blocks):
 
 
 def step(hooks, stores=(), loads=(), new=(), scheduled=(), computed=True, sound=True, **told):
-    """A step's hooks; the jobs and requests that the scheduler hears have ended."""
+    """A step's hooks; the jobs and requests that the scheduler hears have ended.
+
+    It is known at once that the step was computed, unless `known` says no.
+    """
+    known = told.pop("known", True)
     finished = told.pop("finished", set())
     metadata = TransferMetadata(dict(loads), dict(stores), **told)
     output = replace(
@@ -75,7 +79,10 @@ def step(hooks, stores=(), loads=(), new=(), scheduled=(), computed=True, sound=
         hooks.before_forward()
     if scheduled and computed:
         hooks.before_hand_over()
-    return hooks.after_step(computed)
+    outcome = hooks.after_step(computed)
+    if scheduled and computed and known:
+        hooks.steps_computed(0)
+    return outcome
 
 
 def finish(hooks, *jobs, before=None):

@@ -281,7 +281,7 @@ def _fence_of(copies: Sequence[mx.array]) -> mx.array:
 
 
 def page_rows(
-    arrays: Sequence[mx.array],
+    arrays: Sequence[mx.array | memoryview],
     start: int = 0,
     stop: int | None = None,
     memory: np.ndarray | None = None,
@@ -292,7 +292,7 @@ def page_rows(
     nothing of them.
 
     Args:
-        arrays: of a `BlockPages`.
+        arrays: of a `BlockPages`, or views of their memory.
         start: the first page.
         stop: the page after the last; None: all.
         memory: [n or more, page_bytes] uint8, where the rows go; None: new memory, of which every
@@ -306,7 +306,7 @@ def page_rows(
     return np.concatenate(parts, axis=1, out=rows)
 
 
-def _bytes_of(array: mx.array) -> np.ndarray:
+def _bytes_of(array: mx.array | memoryview) -> np.ndarray:
     """[n, bytes of the part] uint8, in place."""
     return np.asarray(memoryview(array).cast("B")).reshape(len(array), -1)  # type: ignore[arg-type]
 

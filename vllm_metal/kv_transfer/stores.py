@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
+from vllm_metal.device import errors
 from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.messages import PageKeys
 
@@ -72,6 +73,7 @@ class _Lot:
     parts: Sequence[PagePart]
     arrays: list[mx.array]
     num_bytes: int
+    unwanted: set[_Page] = field(default_factory=set)  # given up before they were written
 
 
 def _ends(pages: Iterable[_Page]) -> dict[str, int]:
@@ -86,6 +88,9 @@ class Stores:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
     A page is due once the step that completes it is with the device: the step after takes it along.
+    Copies are written once it is known that this step, and with it all before, was computed: what a
+    step leaves that fails must not be found later. The thread gets memory, not MLX's arrays, so it
+    cannot be the one that MLX tells of an error.
     Copies that are not on disk yet take `staging_bytes` at most, and the rows that are made of them
     ROWS_BYTES, or a page, more. A block whose memory is wanted for another request before there is
     room for its copy is dropped. No step ever waits for the disk.
@@ -114,6 +119,7 @@ class Stores:
         self._lot_steps = lot_steps
         self._due: deque[_Page] = deque()
         self._lots: list[_Lot] = []  # copies queued, but not handed to the device
+        self._unproven: deque[list[_Lot]] = deque()  # by step that has them, the oldest first
         self._due_bytes = self._staged_bytes = 0
         self._step = 0
         self._ended: list[Finished] = []
@@ -180,10 +186,20 @@ class Stores:
         return [array for lot in self._lots for array in lot.arrays]
 
     def handed_over(self) -> None:
-        """The device has the copies that `queue_lot` gave."""
-        for lot in self._lots:
-            self._store.writer.submit(self._write, lot)
+        """The device has a step, with the copies that `queue_lot` gave."""
+        self._unproven.append(self._lots)
         self._lots = []
+
+    def steps_computed(self, num_left: int) -> None:
+        """All steps handed over, but for the last so many, were computed: copies can be written."""
+        while len(self._unproven) > num_left:
+            self._submit(self._unproven.popleft())
+
+    def _submit(self, lots: Iterable[_Lot]) -> None:
+        for lot in lots:
+            memory = [memoryview(array) for array in lot.arrays]  # type: ignore[arg-type]
+            lot.arrays.clear()
+            self._store.writer.submit(self._write, lot, memory)
 
     def copy_now(self, job_ids: Collection[int] | None = None) -> None:
         """Copies due pages of some jobs, or of all; waits for the device, between steps.
@@ -191,11 +207,18 @@ class Stores:
         Pages of `job_ids` that have no room are dropped, for their blocks are about to change.
         """
         self._take_written()
-        for lot in self._copied(job_ids, self._pages.export):
-            self._store.writer.submit(self._write, lot)
+        lots = self._copied(job_ids, self._export)
+        if lots:
+            self.steps_computed(0)  # they have ended as well
+        self._submit(lots)
         if job_ids is not None:
             dropped = self.drop(lambda page: page.job.job_id in job_ids)
             self._store.count_dropped(dropped)
+
+    def _export(self, group: int, blocks_np: np.ndarray) -> list[mx.array]:
+        copies = self._pages.export(group, blocks_np)
+        errors.wait()  # else what these are copies of need not have been computed
+        return copies
 
     def _worthwhile(self) -> bool:
         if not self._due:
@@ -251,7 +274,7 @@ class Stores:
             self._due_bytes -= page.size
         return taken
 
-    def _write(self, lot: _Lot) -> None:
+    def _write(self, lot: _Lot, copies: list[memoryview]) -> None:
         """Keeps the pages of a lot; runs in the store's thread, and never raises."""
         sizes = [0] * len(lot.pages)
         try:
@@ -259,19 +282,21 @@ class Stores:
             if self._memory.nbytes < count * lot.pages[0].size:
                 self._memory = np.empty(count * lot.pages[0].size, np.uint8)
             for first in range(0, len(sizes), count):
-                sizes[first : first + count] = self._write_pages(lot, first, first + count)
+                sizes[first : first + count] = self._write_pages(lot, copies, first, first + count)
         except Exception:
             logger.exception("Blocks that left the KV pool could not be kept")
-        lot.arrays.clear()  # before the room they took is given to others
+        copies.clear()  # before the room they took is given to others
         self._written.put((lot, sizes))
 
-    def _write_pages(self, lot: _Lot, start: int, stop: int) -> list[int]:
+    def _write_pages(self, lot: _Lot, copies: list[memoryview], start: int, stop: int) -> list[int]:
         """Keeps some pages of a lot; how many bytes of each."""
         pages, sizes = lot.pages[start:stop], []
         memory = self._memory[: len(pages) * pages[0].size].reshape(len(pages), -1)
-        rows = page_rows(lot.arrays, start, stop, memory)
+        rows = page_rows(copies, start, stop, memory)
         for page, row, finite in zip(pages, rows, finite_rows(lot.parts, rows), strict=True):
             sizes.append(0)
+            if page in lot.unwanted:
+                continue
             if not finite:
                 logger.warning_once("A block with numbers that are not finite is not kept")
                 continue
@@ -307,22 +332,28 @@ class Stores:
         return len(dropped)
 
     def drop_requests(self, req_ids: Collection[str]) -> None:
-        """Gives up due pages of some requests."""
+        """Gives up pages of some requests that are not on their way to the disk."""
         if req_ids:
-            self.drop(lambda page: page.job.req_id in req_ids)
+            self._give_up(lambda page: page.job.req_id in req_ids)
 
     def drop_keys(self, keys: Collection[bytes]) -> None:
-        """Gives up due pages of some keys, whosever they are."""
-        self.drop(lambda page: page.key in keys)
+        """Gives up pages of some keys likewise, whosever they are."""
+        self._give_up(lambda page: page.key in keys)
+
+    def _give_up(self, which: Callable[[_Page], bool]) -> None:
+        self.drop(which)
+        for lot in (lot for lots in self._unproven for lot in lots):
+            lot.unwanted.update(page for page in lot.pages if which(page))
 
     def lose_pool(self) -> None:
-        """Gives up all that was not copied: what the pool held is lost."""
+        """Gives up all copies that are not known to be right: what the pool held is lost."""
         self.drop()
-        for lot in self._lots:  # queued behind a step that failed
+        for lot in (lot for lots in (*self._unproven, self._lots) for lot in lots):
             self._staged_bytes -= lot.num_bytes
             for page in lot.pages:
                 self._count_off(page)
         self._lots = []
+        self._unproven.clear()
         del self._pages
 
     def finished(self) -> list[Finished]:
@@ -332,7 +363,9 @@ class Stores:
         return ended
 
     def drain(self, seconds: float) -> None:
-        """Copies and writes all that is due, for so long at most; between steps."""
+        """Copies and writes all that is due, for so long at most; waits for the device."""
+        errors.wait()
+        self.steps_computed(0)
         deadline = self._clock() + seconds
         while self.busy and self._clock() < deadline:
             self.copy_now()

@@ -28,6 +28,14 @@ _MAX_GRAPHS = 64
 
 
 @dataclass
+class Graphs:
+    """Whether an engine's forwards may be built by graphs, and how many were."""
+
+    allowed: bool = True
+    num_built: int = 0  # forwards, ever
+
+
+@dataclass
 class _Graph:
     """A compiled forward, and what it leaves."""
 
@@ -51,6 +59,7 @@ class CompiledForwards:
         caches: Sequence[Any],
         scopes: Sequence[StepScope],
         states: Sequence[LayerState],
+        graphs: Graphs,
     ) -> None:
         """
         Args:
@@ -58,13 +67,15 @@ class CompiledForwards:
             caches: of its layers.
             scopes: of the caches.
             states: the storage that forwards read and write.
+            graphs: whether to make any; forwards that they build are counted there.
         """
         self._parts = parts
         self._caches = list(caches)
         self._scopes = list(scopes)
         self._states = list(states)
+        self._of_all = graphs
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._traceable = all(state.traceable for state in states)
+        self._traceable = graphs.allowed and all(state.traceable for state in states)
         self._weights = TransposedWeights(parts.model)
 
     def forward_hidden(self, input_ids: mx.array) -> mx.array:
@@ -104,6 +115,7 @@ class CompiledForwards:
                 return None
         else:
             hidden, *others = graph.compute(arrays)
+        self._of_all.num_built += 1
         self._accept(graph, plans, iter(others))
         return hidden
 

@@ -11,7 +11,7 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.models.compiled import CompiledForwards
+from vllm_metal.models.compiled import CompiledForwards, Graphs
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 
@@ -26,16 +26,20 @@ class ModelExecutor(PagedLayers):
         layer_states: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_size: int,
+        graphs: Graphs | None = None,
     ) -> None:
         """
         Args:
             parts: an mlx-lm model's.
             layers, layer_states, group_of, block_size: see PagedLayers.
+            graphs: whether forwards may be built by graphs; None: they may, and nobody counts.
         """
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
         scopes = [scope for _, scope in self._scopes]
-        self._forwards = CompiledForwards(parts, self._caches, scopes, self._own_states)
+        self._forwards = CompiledForwards(
+            parts, self._caches, scopes, self._own_states, graphs or Graphs()
+        )
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, embeddings: mx.array | None = None

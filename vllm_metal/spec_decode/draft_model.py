@@ -18,6 +18,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader
+from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
@@ -75,10 +76,11 @@ class DraftModel(DraftNetwork):
         kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
+        graphs: Graphs,
     ) -> Proposer:
         own = self._own(kv_caches)
         block_size = self._config.cache_config.block_size
-        executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size)
+        executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size, graphs)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
         return DraftModelProposer(
             executor, block_tables, max_num_reqs, self._num_drafts, self._max_len

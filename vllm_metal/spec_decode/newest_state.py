@@ -16,6 +16,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
+from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
@@ -81,6 +82,7 @@ class StateNetwork(DraftNetwork):
         kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
+        graphs: Graphs,
     ) -> Proposer:
         return StateProposer(self._heads, self._states, self._num_drafts)
 

@@ -18,6 +18,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
+from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
@@ -92,6 +93,7 @@ class HeadNetwork(DraftNetwork):
         kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
+        graphs: Graphs,
     ) -> Proposer:
         paged = self._paged(kv_caches, group_of)
         return HeadProposer(self._head, paged, block_tables, self._states, self._num_drafts)

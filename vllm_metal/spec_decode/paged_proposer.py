@@ -19,6 +19,7 @@ from vllm_metal.batch.rows import Rows, device_positions
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
 
@@ -45,6 +46,7 @@ class DraftNetwork(ABC):
         kv_caches: Mapping[str, LayerState],
         group_of: Mapping[str, int],
         block_tables: BlockTables,
+        graphs: Graphs,
     ) -> Proposer:
         """The proposer over the pool.
 
@@ -52,6 +54,7 @@ class DraftNetwork(ABC):
             kv_caches: a layer's K/V storage by layer name.
             group_of: KV cache group by layer name.
             block_tables: of the requests, shared with the target.
+            graphs: whether forwards may be built by graphs, and where such are counted.
         """
 
     def writer(

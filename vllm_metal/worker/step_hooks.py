@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class StepHooks:
     """Calls around each step that do nothing. What moves K/V overrides those it needs.
 
-    The engine's thread makes them; the thread that asks for a step's results does so where that
-    step turns out to have failed. None may hold an array of the pool beyond the call: MLX copies a
+    The engine's thread makes them. None may hold an array of the pool beyond the call: MLX copies a
     whole pool that is written while something else holds it. A call that raises fails the step, as
     an array does that cannot be computed: blocks that leave the pool wait for the device.
     """
@@ -67,6 +66,8 @@ class StepHooks:
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         """The step is with the device, or has failed, or had nothing scheduled.
 
+        What the device was given may still fail, see `steps_computed`.
+
         Args:
             computed: whether the pool holds what the scheduler believes, this step included. False
                 where the step failed, or is skipped until the scheduler hears of one that did.
@@ -76,6 +77,17 @@ class StepHooks:
             becomes of the step. Where the call raises it is lost: tell it after the next step.
         """
         return None
+
+    def steps_computed(self, num_left: int) -> None:
+        """Steps that the device was given are known to have been computed, without an error.
+
+        Nothing that a step copied out of the pool may be kept before. Not called where the pool is
+        lost: `before_pool_goes` says so.
+
+        Args:
+            num_left: how many of the steps given last are not known to have been computed; all
+                others are.
+        """
 
 
 #: Hooks that do nothing.

@@ -53,9 +53,10 @@ class TransferHooks(StepHooks):
     """Carries out a step's store and load jobs; both end in some later step.
 
     Stores: a job's blocks are complete after the step that brings it. The step after copies them
-    out, and a thread writes the copies. Loads: threads read pages into staging memory, and they are
-    put into the pool before a step. A job that cannot be done ends as well: what is not stored is
-    computed again some day, and a load that failed is computed by its request.
+    out, and once that is known to have been computed a thread writes the copies. Loads: threads
+    read pages into staging memory, and they are put into the pool before a step. A job that cannot
+    be done ends as well: what is not stored is computed again some day, and a load that failed is
+    computed by its request.
     """
 
     def __init__(
@@ -168,7 +169,8 @@ class TransferHooks(StepHooks):
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         metadata = self._metadata
-        self._stores.handed_over()
+        if computed and self._decoding:
+            self._stores.handed_over()
         for job_id, job in metadata.store_jobs.items():
             if computed:
                 self._add_store(job_id, job)
@@ -182,6 +184,9 @@ class TransferHooks(StepHooks):
             self._runner.settle_drafts(self._stores.all_due_ends())
             self._stores.copy_now()  # nothing else keeps the device busy
         return self._outcome()
+
+    def steps_computed(self, num_left: int) -> None:
+        self._stores.steps_computed(num_left)
 
     def _outcome(self) -> KVConnectorOutput | None:
         """What has ended since the step before."""

@@ -33,6 +33,7 @@ from vllm_metal.memory.profile import profile_step
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.models import loader
+from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import CustomProcessors, Sampler
@@ -255,8 +256,12 @@ class MetalWorker(WorkerBase):
         """The store of pages, by (pipeline rank, tensor rank), for the scheduler's connector."""
         return None if self._transfers is None else {(0, 0): self._transfers.store}
 
-    def _make_runner(self) -> ModelRunner:
-        """Allocates the pool, and makes all that works on it."""
+    def _make_runner(self, graphs: Graphs) -> ModelRunner:
+        """Allocates the pool, and makes all that works on it.
+
+        Args:
+            graphs: whether forwards may be built by graphs, and where such are counted.
+        """
         networks, block_size = self.networks, self.cache_config.block_size
         kv_caches = allocate_kv_caches(
             self._kv_cache_config,
@@ -267,13 +272,15 @@ class MetalWorker(WorkerBase):
         )
         groups = self._kv_cache_config.kv_cache_groups
         group_of = {name: g for g, group in enumerate(groups) for name in group.layer_names}
-        executor = ModelExecutor(networks.target, networks.layers, kv_caches, group_of, block_size)
+        executor = ModelExecutor(
+            networks.target, networks.layers, kv_caches, group_of, block_size, graphs
+        )
         mx.eval(executor.pool_arrays())
         requests, proposer, writer = self._requests, None, None
         if networks.draft is not None and drafts_for_others(self.vllm_config):
             writer = networks.draft.writer(kv_caches, group_of, requests)
         elif networks.draft is not None:
-            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables)
+            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,
@@ -366,6 +373,8 @@ class MetalWorker(WorkerBase):
 
     def check_health(self) -> None:
         """Raises where the device no longer computes."""
+        if hasattr(self, "runner"):
+            self.runner.wait()  # an error of a step is the step's, not the caller's
         mx.eval(mx.zeros(1) + 1)
 
     def synchronize_device(self) -> None:
@@ -389,7 +398,6 @@ class MetalWorker(WorkerBase):
 
     def shutdown(self) -> None:
         """Lets go of the model and the pool, once nothing on the device uses them."""
-        mx.synchronize()
         if hasattr(self, "runner"):  # start-up may have failed before
             self.runner.close()
             del self.runner

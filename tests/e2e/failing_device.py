@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLX's CPU backend, with errors as MLX's Metal backend has them.
+
+Read in MLX's source (mlx/error.h, mlx/array.cpp, mlx/backend/metal/device.cpp): where a command
+buffer failed, what it should have written is undefined. The error is noted when it ends, and thrown
+once: to whoever begins a command buffer, by giving the device work; to whoever waits for one that
+has not ended; or to who synchronises. To read an array whose command buffer has ended asks nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from vllm_metal.batch.outputs import StepOutput
+from vllm_metal.kv_transfer import stores
+from vllm_metal.worker.model_runner import ModelRunner
+
+MESSAGE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
+#: When the command buffers of a step that fails end.
+ENDS = (
+    "before the next step",  # so that step's hand-over asks first
+    "behind the next hand-over",  # so the tokens can be read without asking
+    "when waited for",  # whoever reads first
+)
+
+
+class FailingDevice:
+    """Has chosen steps fail.
+
+    taken: who was thrown an error, by name of the call and of the thread.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: list[tuple[str, str]] = []
+        self.num_steps = 0  # that were handed over, ever
+        self._fails: Callable[[int], bool] = lambda step: False
+        self._ends = ENDS[0]
+        self._lock = threading.Lock()
+        self._in_flight = self._ended = False  # of a command buffer that fails
+        self._by_graph = self._spoiling = False
+        self._evaluate = mx.eval
+        hand_over, synchronise, make_graph = mx.async_eval, mx.synchronize, mx.compile
+        sample, read, make_rows = ModelRunner.sample_tokens, StepOutput.token_ids, stores.page_rows
+
+        def async_eval(*arrays: Any) -> None:
+            self._ask("async_eval")
+            hand_over(*arrays)
+            if self._spoiling:
+                self._spoil(arrays)
+
+        def evaluate(*arrays: Any) -> None:
+            self._wait("eval")
+            self._evaluate(*arrays)
+
+        def synchronize(*arguments: Any) -> None:
+            synchronise(*arguments)
+            self._ended |= self._in_flight
+            self._ask("synchronize")
+
+        def compiled(function: Any) -> Any:
+            graph = make_graph(function)
+
+            def build(arrays: Any) -> Any:
+                self._by_graph = True
+                return graph(arrays)
+
+            return build
+
+        def sample_tokens(runner: ModelRunner, grammar_output: Any) -> StepOutput:
+            self._spoiling = self._fails(self.num_steps)
+            self.num_steps += 1
+            before = self._in_flight
+            try:
+                output = sample(runner, grammar_output)
+                if self._spoiling:
+                    self._spoil(runner.layers.pool_arrays())
+                    self._in_flight = True
+                    self._ended = self._ends == ENDS[0]
+                self._ended |= before and self._ends == ENDS[1]
+                return output
+            finally:
+                self._spoiling = self._by_graph = False
+
+        def token_ids(output: StepOutput) -> list[list[int]]:
+            if not output.is_read and not self._ended:
+                self._ended = self._in_flight
+                self._ask("token_ids")
+            return read(output)
+
+        def page_rows(arrays: Any, *arguments: Any) -> np.ndarray:
+            if any(isinstance(array, mx.array) for array in arrays):
+                self._wait("page_rows")
+            return make_rows(arrays, *arguments)
+
+        for name, call in {
+            "async_eval": async_eval,
+            "eval": evaluate,
+            "synchronize": synchronize,
+            "compile": compiled,
+        }.items():
+            monkeypatch.setattr(mx, name, call)
+        monkeypatch.setattr(ModelRunner, "sample_tokens", sample_tokens)
+        monkeypatch.setattr(StepOutput, "token_ids", token_ids)
+        monkeypatch.setattr(stores, "page_rows", page_rows)
+
+    def fail_step(self, number: int, ends: str = ENDS[0]) -> None:
+        """Has the step fail that is handed over after so many others from now on."""
+        first = self.num_steps + number
+        self.fail_steps(lambda step: step == first, ends)
+
+    def fail_steps(self, which: Callable[[int], bool], ends: str = ENDS[0]) -> None:
+        """Has the steps fail of whose number, counted from the first ever, `which` is true."""
+        self._fails, self._ends = which, ends
+
+    def fail_graphs(self, ends: str = ENDS[0]) -> None:
+        """Has every step fail that a compiled graph has part in."""
+        self.fail_steps(lambda step: self._by_graph, ends)
+
+    def _spoil(self, arrays: Any) -> None:
+        """Puts what nobody computed into arrays that the device was given."""
+        flat: list[mx.array] = []
+        for each in arrays:
+            flat += each if isinstance(each, (list, tuple)) else [each]
+        self._evaluate(flat)
+        spoilt: set[int] = set()  # addresses: some arrays are views of others
+        for array in flat:
+            if array.dtype not in (mx.int32, mx.float32):
+                continue
+            values = np.asarray(array)
+            if values.ctypes.data in spoilt:
+                continue
+            spoilt.add(values.ctypes.data)
+            if array.dtype == mx.int32:
+                values[...] ^= 1
+            else:
+                values *= -0.5
+                values += 0.25
+
+    def _wait(self, what: str) -> None:
+        if self._ends == ENDS[2]:
+            self._ended |= self._in_flight
+            self._ask(what)
+
+    def _ask(self, what: str) -> None:
+        with self._lock:
+            if not self._ended:
+                return
+            self._in_flight = self._ended = False
+        self.taken.append((what, threading.current_thread().name))
+        raise RuntimeError(MESSAGE)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's scheduler is told of a step: its tokens, or that there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.vllm_patches.step_result import StepResult
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+
+@dataclass(eq=False)
+class Step:
+    """A step as the scheduler sent it."""
+
+    req_ids: list[str]
+    pool: int  # the pool it is computed on, counted from the first
+    num_by_graph: int = 0  # forwards that graphs had built when it was handed over, ever
+
+
+@dataclass(frozen=True)
+class PoolLoss:
+    """A pool is gone: what the scheduler hears of it, once."""
+
+    req_ids: list[str]  # the requests that fail; all others start again
+    reason: str  # why they fail
+
+
+def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
+    """The results of a step that has none.
+
+    Args:
+        step: the step.
+        loss: what the scheduler is to hear; None: it has heard, and drops these results.
+    """
+    return StepResult(
+        req_ids=step.req_ids,
+        req_id_to_index={req_id: index for index, req_id in enumerate(step.req_ids)},
+        sampled_token_ids=[[] for _ in step.req_ids],
+        failures={} if loss is None else dict.fromkeys(loss.req_ids, loss.reason),
+        pool_lost=loss is not None,
+    )
+
+
+class LateOutput(AsyncOutput):
+    """A step's results, which are found out when vLLM asks for them."""
+
+    def __init__(
+        self, result: Callable[[], ModelRunnerOutput], transfers: KVConnectorOutput | None
+    ) -> None:
+        """
+        Args:
+            result: finds them out.
+            transfers: what the scheduler hears besides, whatever became of the step.
+        """
+        self._result, self._transfers = result, transfers
+
+    def get_output(self) -> ModelRunnerOutput:
+        result = self._result()
+        result.kv_connector_output = self._transfers
+        return result
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return self._transfers
