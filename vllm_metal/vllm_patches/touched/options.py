@@ -30,8 +30,7 @@ _CONFIGURATION = (
     Touched(
         "vllm.config:CacheConfig",
         by="platform worker/worker.py kv_cache/specs.py memory/planner.py memory/profile.py "
-        "spec_decode kv_transfer commands/fit/engine.py",
-        called="block_size=",
+        "spec_decode kv_transfer",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
         "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout "
         "enable_prefix_caching prefix_caching_hash_algo kv_offloading_size mamba_cache_mode "
@@ -52,17 +51,14 @@ _CONFIGURATION = (
     ),
     Touched(
         "vllm.config:ParallelConfig",
-        by="platform commands/fit/engine.py",
-        called="",
+        by="platform",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
         "data_parallel_size decode_context_parallel_size _api_process_count",
     ),
     Touched(
         "vllm.config:SchedulerConfig",
         by="worker/worker.py memory/planner.py memory/profile.py spec_decode "
-        "commands/fit/engine.py vllm_patches/step_budget.py",
-        called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
-        "async_scheduling= disable_hybrid_kv_cache_manager=",
+        "vllm_patches/step_budget.py",
         fields="max_num_seqs max_num_batched_tokens enable_chunked_prefill",
     ),
     Touched(
@@ -77,7 +73,15 @@ _CONFIGURATION = (
         "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob",
         calls={"use_multi_module_mtp": ""},
     ),
-    Touched("vllm.config:AttentionConfig", by="commands/fit/engine.py", called=""),
+    Touched("vllm.config.attention:AttentionConfig", by="commands/fit/engine.py", called=""),
+    Touched("vllm.config.cache:CacheConfig", by="commands/fit/engine.py", called="block_size="),
+    Touched("vllm.config.parallel:ParallelConfig", by="commands/fit/engine.py", called=""),
+    Touched(
+        "vllm.config.scheduler:SchedulerConfig",
+        by="commands/fit/engine.py",
+        called="max_num_batched_tokens= max_num_seqs= max_model_len= is_encoder_decoder= "
+        "async_scheduling= disable_hybrid_kv_cache_manager=",
+    ),
     Touched(
         "vllm.config.model:_is_valid_dtype", by="commands/fit/engine.py", called="model_type dtype"
     ),
