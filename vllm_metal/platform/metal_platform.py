@@ -85,6 +85,10 @@ class MetalPlatform(Platform):
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
+    def import_kernels(cls) -> None:
+        """Imports nothing: vLLM's compiled kernels are made for processors with AVX-512 BF16."""
+
+    @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         return mlx_device.name(cls.mlx_device)
 
