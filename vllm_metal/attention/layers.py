@@ -37,6 +37,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self._value_shape: tuple[int, ...] | None = None
         self._num_heads: int | None = None
         self._sinks: mx.Dtype | None = None
+        self._softcap: float | None = None
         self._latent = False
 
     def __getattr__(self, name: str) -> Any:
@@ -66,6 +67,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self.num_calls += 1
         self._num_heads = queries.shape[1]
         self._sinks = None if sinks is None else sinks.dtype
+        self._softcap = softcap
         assert self._value_shape is not None  # a layer writes before it attends
         return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
 
@@ -98,6 +100,7 @@ class _AttentionProbe(AttendingCache, Probe):
             None if value_size == head_size else value_size,
             self.num_calls - 1 if self.shared else 0,
             self._latent,
+            self._softcap,
         )
 
 
