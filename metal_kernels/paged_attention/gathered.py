@@ -31,6 +31,8 @@ def run(
 ) -> tuple[mx.array, list[mx.array]]:
     """Attention of one layer; arguments, results and errors are those of `paged_attention.run`.
 
+    Of latents the result is [T, H, D]: its first DV elements are the values.
+
     Args:
         plan: of the step, by `reference.plan`; what it lays over the pool's rows is left out.
     """

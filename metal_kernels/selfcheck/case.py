@@ -104,7 +104,7 @@ class Outcome:
         return Check(self.kernel, self.rows)
 
     def gain(self, way: str) -> float:
-        """Time of the first way over that of `way`: the mean ratio of the calls, each as weighty."""
+        """Time of the first way over that of `way`: the geometric mean over the calls."""
         first = self.times[WAYS[0]]
         return exp(fmean(log(first[call] / seconds) for call, seconds in self.times[way].items()))
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
-from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome
 from metal_kernels.selfcheck import timing
+from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome
 from metal_kernels.selfcheck.findings import findings
 
 #: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.

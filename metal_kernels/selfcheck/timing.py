@@ -14,13 +14,14 @@ import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
+from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention import Tiles, gathered, reference
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
 _ROUNDS = 5
 _CALLS = 20  # of a round, queued together
-#: What is timed to choose a way: by choice, (requests, rows of each, positions of each). Each of a
-#: prompt's calls is 0.1 TFLOP at most for 64 heads of 128, some 0.1 s on the slowest GPU.
+#: What is timed to choose a way: by choice, (requests, rows of each, positions of each). Contexts
+#: are halved where the calls of a round would be too much for a command buffer.
 _COMPARED = {
     "decode_way": ((8, 1, 1024), (1, 1, 8192)),
     "prefill_way": ((1, 512, 512), (1, 512, 4096)),
@@ -114,7 +115,8 @@ def compare(
     Returns:
         By way, then call: the median of the rounds' seconds for one call.
     """
-    batches, calls = batches or _COMPARED[choice], _COMPARED_CALLS[choice]
+    calls = _COMPARED_CALLS[choice]
+    batches = [_bounded(case, batch, calls) for batch in batches or _COMPARED[choice]]
     layer = _Layer(case, max(requests * context for requests, _, context in batches))
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for requests, query, context in batches:
@@ -128,9 +130,15 @@ def compare(
     return found
 
 
-def _in_turn(
-    ways: Sequence[Call], calls: int, clock: Callable[[], float]
-) -> Iterator[float]:
+def _bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, int, int]:
+    requests, query, context = batch
+    rows = query * case.shape.group
+    while context > query and calls * case.shape.work(rows, requests * context) > MOST_WORK:
+        context = max(context // 2, query)
+    return requests, query, context
+
+
+def _in_turn(ways: Sequence[Call], calls: int, clock: Callable[[], float]) -> Iterator[float]:
     """Median seconds of a call each way; the first round, which compiles, does not count."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
