@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
 from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 __all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
@@ -136,7 +138,8 @@ def attention_layers(
         NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
     """
     try:
-        placed = _probed(model, probes, 1)
+        with library_kernels.noted() as calls:
+            placed = _probed(model, probes, 1)
         states = _recurrent(placed)
         if states:
             longer = _recurrent(_probed(model, probes, 2))
@@ -153,13 +156,17 @@ def attention_layers(
             f"of which {sum(num_calls)} attend through the paged cache"
         )
     try:
-        return [
+        layers = [
             probe.layer(name)
             for index, of_layer in enumerate(placed)
             for name, probe in _named(index, of_layer)
         ]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+    return [
+        replace(layer, launched=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
+        for layer in layers
+    ]
 
 
 def _probed(

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
-from vllm_metal.device import selfcheck
+from vllm_metal.device import library_kernels, selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
@@ -58,6 +58,8 @@ def kv_cache_type(
     Raises:
         ValueError: the kernels were asked for by name, and cannot serve the model or machine.
     """
+    if device == "metal":
+        _settle_library_kernels(layers)
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return ScatterKVCache
@@ -118,6 +120,20 @@ def needed_cases(
         found = found or [_STATES_ALONE]
         return [replace(case, kernels=(*case.kernels, "kv_states")) for case in found]
     return found
+
+
+def _settle_library_kernels(layers: Sequence[StatefulLayer]) -> None:
+    """Has mlx-lm's own kernels checked, where the model launches any."""
+    calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
+    if not calls:
+        return
+    logger.info("Checking mlx-lm's Metal kernels; what is found is kept for later starts")
+    for verdict in library_kernels.settle(calls):
+        logger.warning(
+            "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",
+            verdict.call.name,
+            verdict.detail,
+        )
 
 
 def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelKVCache] | None:
