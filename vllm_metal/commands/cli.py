@@ -155,8 +155,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "vLLM chooses; an engine that generates ten tokens and shuts down, then a server that does "
         "the same; and the Metal kernels against their references, for a few shapes and the models "
         "that this machine has served, with times. It takes some three minutes; what it found of "
-        "kernels is kept, for servers and for the next run, which goes on where this one stopped. Each "
-        "problem is printed with advice, and everything is written to a file, without the names of the user, the home folder and the "
+        "kernels is kept, for servers and for the next run, which goes on where this one stopped. "
+        "Each problem is printed with advice, and everything is written to a file, without the "
+        "names of the user, the home folder and the "
         "machine. The exit status is 1 if a check fails. Without a Metal device, an interpreter "
         "runs the kernels for a few shapes."
     )

@@ -242,7 +242,7 @@ def _stepwise(module: ModuleType, *arguments: Any) -> tuple[mx.array, mx.array]:
     outputs = []
     for token in range(rows[0].shape[1]):
         output, state = module._wkv7_step_ops(*(row[:, token] for row in rows), state)
-        outputs.append(output)
+        outputs.append(output.squeeze(-1))
     return mx.stack(outputs, axis=1).astype(rows[0].dtype), state
 
 

@@ -101,7 +101,8 @@ class Record:
     def forget(self) -> None:
         """Deletes what was found here; what was served is remembered."""
         served = list(self.rows("served"))
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink()
         for fields in served:
             self.add("served", fields)
 
