@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +14,8 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import Tiles, gathered, reference
+from metal_kernels.paged_attention import AttentionPlan, Tiles, gathered, reference
+from metal_kernels.paged_attention.buckets import BucketPlan
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
 _ROUNDS = 5
@@ -145,8 +145,9 @@ def _in_turn(ways: Sequence[Call], calls: int, clock: Callable[[], float]) -> It
         for call, seconds in zip(ways, rounds, strict=True):
             start = clock()
             _queue(call, calls)
+            took = clock() - start
             if number:
-                seconds.append((clock() - start) / calls)
+                seconds.append(took / calls)
     return map(statistics.median, rounds)
 
 
@@ -203,7 +204,9 @@ class _Layer:
         )
         return self._attending(plan, gathered.run, requests * query)
 
-    def _layout(self, requests: int, query: int, context: int) -> tuple[np.ndarray, ...]:
+    def _layout(
+        self, requests: int, query: int, context: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         width = -(-context // self._case.block_size)
         return (
             np.arange(requests + 1, dtype=np.int32) * query,
@@ -211,7 +214,12 @@ class _Layer:
             self._blocks[: requests * width].reshape(requests, width),
         )
 
-    def _attending(self, plan: Any, run: Callable[..., Any], num_rows: int) -> Call:
+    def _attending(
+        self,
+        plan: AttentionPlan | BucketPlan,
+        run: Callable[..., tuple[mx.array, list[mx.array]]],
+        num_rows: int,
+    ) -> Call:
         shape = self._case.shape
         queries = mx.ones((num_rows, shape.num_heads, shape.head_size), self._case.dtype)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's own kernels: compared once with the same in MLX's operations, which stand in for them."""
+"""mlx-lm's own kernels: compared once with MLX's operations, which stand in for them."""
 
 import json
 import sys
@@ -173,7 +173,6 @@ def test_operations_take_the_place_of_a_kernel_that_fails(tmp_path: Path, lines:
 def test_what_takes_a_kernels_place_computes_the_same(name):
     entry, call = BY_MODULE[name], CALLS[name]
     library_kernels.use_operations(entry)
-    assert library_kernels.check(call).ok
     arguments = [
         0.1 * mx.random.normal(described[0]) if index < entry.state + 1 else described
         for index, described in enumerate(call.arguments)

@@ -64,7 +64,8 @@ class Entry:
     def operations(self, module: ModuleType) -> Callable[..., Any]:
         """The twin."""
         if self.twin is not None:
-            return getattr(module, self.twin)  # type: ignore[no-any-return]
+            twin: Callable[..., Any] = getattr(module, self.twin)
+            return twin
         return lambda *arguments: _stepwise(module, *arguments)
 
 

@@ -86,7 +86,9 @@ def rows_of(layout: StepLayout, requests: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.repeat(requests, lens)).astype(np.int32)
 
 
-def others_of(layout: StepLayout, requests: np.ndarray) -> tuple[np.ndarray, ...]:
+def others_of(
+    layout: StepLayout, requests: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """query_start_loc, seq_lens and block tables of the requests that are not among these."""
     lens = np.diff(layout.query_start_loc_np)[~requests]
     starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
