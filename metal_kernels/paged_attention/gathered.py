@@ -11,6 +11,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from metal_kernels import kv_gather
+from metal_kernels.op_common import merged
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.buckets import BucketPlan
@@ -31,7 +32,8 @@ def run(
 ) -> tuple[mx.array, list[mx.array]]:
     """Attention of one layer; arguments, results and errors are those of `paged_attention.run`.
 
-    Of latents the result is [T, H, D]: its first DV elements are the values.
+    The reads' fences come as one. Of latents the result is [T, H, D], whose first DV elements are
+    the values.
 
     Args:
         plan: of the step, by `reference.plan`; what it lays over the pool's rows is left out.
@@ -58,4 +60,4 @@ def run(
         pace=pace,
         gather=gather,
     )
-    return out, fences
+    return out, [merged(fences)]
