@@ -6,7 +6,7 @@ bucket too, of all their rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -46,6 +46,9 @@ class Bucket:
     fresh: mx.array  # [f] int32, places in the flat [n * S] context that this step writes
     sources: mx.array | None  # [f] int32, batch row whose K/V go there; None: all rows, in order
     mask: mx.array | None  # [n, 1, Q, S] bool, True where a query may look; None: everywhere
+    #: Slots that are no padding, where the rows are the last of one request and see all before
+    #: themselves: MLX's fused attention then skips what no row sees. None: the mask says it all.
+    causal_len: int | None = None
     _places: dict[int, tuple[Places, Places]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -105,6 +108,7 @@ def plan(
     block_size: int,
     window: int | None = None,
     share: bool = False,
+    causal: bool = False,
 ) -> BucketPlan:
     """Groups R requests into buckets of like shape.
 
@@ -122,6 +126,8 @@ def plan(
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
         share: whether blocks that requests begin with in common are gathered once for all of them.
             `run` then takes plain operations, and needs a plan without a window.
+        causal: whether buckets of a prompt's rows tell their `causal_len`, which differs from step
+            to step where the padded shape does not. For MLX's fused attention.
     """
     pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
     query_start_loc, seq_lens, block_tables = pieces
@@ -154,7 +160,10 @@ def plan(
         )
         queries = _padded_queries(query_start_loc[members], query_lens[members])
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
-        own.add(_bucket(table, queries, first_query, writes, block_size, window), queries)
+        bucket = _bucket(table, queries, first_query, writes, block_size, window)
+        if causal and window is None and len(members) == 1 and not decodes[members[0]]:
+            bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
+        own.add(bucket, queries)
     return BucketPlan(
         num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()
     )

@@ -11,12 +11,14 @@ all. Each row's two results are then joined by the sums of their softmaxes.
 """
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.buckets import (
+    DECODE_ROWS,
     MAX_GATHERED,
     MAX_SCORES,
     MIN_ROWS,
@@ -25,9 +27,23 @@ from metal_kernels.paged_attention.buckets import (
     plan,
 )
 
-__all__ = ["MAX_GATHERED", "MAX_SCORES", "MIN_ROWS", "Bucket", "BucketPlan", "plan", "run"]
+__all__ = [
+    "DECODE_ROWS",
+    "MAX_GATHERED",
+    "MAX_SCORES",
+    "MIN_ROWS",
+    "Bucket",
+    "BucketPlan",
+    "Gather",
+    "plan",
+    "run",
+]
 
 _LOG2_E = math.log2(math.e)
+
+#: Takes a pool, an [n, W] block table and the pool's scales, if it is one of codes; returns the
+#: blocks' rows as values, [Hkv, n, W * block_size, D].
+Gather = Callable[[mx.array, mx.array, mx.array | None], mx.array]
 
 
 def run(
@@ -44,6 +60,7 @@ def run(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
+    gather: Gather | None = None,
 ) -> mx.array:
     """Attention of one layer.
 
@@ -62,6 +79,7 @@ def run(
         key_scales: [Hkv, B, block_size] bfloat16, of a pool of codes.
         value_scales: likewise.
         pace: ends command buffers between calls that take long; None: MLX alone ends them.
+        gather: reads contexts that hold this step's K/V already; None: by an indexed read.
 
     Returns:
         [T, H, DV], the dtype of `queries`.
@@ -75,11 +93,11 @@ def run(
         if pace is not None:
             pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
-        k = _context(bucket, keys, key_pool, key_scales, queries.dtype)
+        k = _context(bucket, keys, key_pool, key_scales, queries.dtype, gather)
         if value_pool is key_pool:  # latents, of which the caller takes what are values
             v = k
         else:
-            v = _context(bucket, values, value_pool, value_scales, queries.dtype)
+            v = _context(bucket, values, value_pool, value_scales, queries.dtype, gather)
         if fused and softcap is None and not plan.shared:
             out = _attend_fused(picked, k, v, bucket, scale, sinks)
         else:
@@ -112,11 +130,14 @@ def _context(
     pool: mx.array,
     scales: mx.array | None,
     dtype: mx.Dtype,
+    gather: Gather | None,
 ) -> mx.array:
     """The bucket's padded K or V, [Hkv, n, S, D], with this step's rows laid over the pool's.
 
     Head outermost, so that what is gathered is already laid out for the matrix products.
     """
+    if gather is not None:
+        return gather(pool, bucket.block_table, scales)
     blocks, places = bucket.places(pool.shape[0])
     shape = pool.shape[0], bucket.num_requests, bucket.context_len
     context = pool[blocks].reshape(*shape, -1)
@@ -137,12 +158,16 @@ def _attend_fused(
     sinks: mx.array | None,
 ) -> mx.array:
     """[n * Q, H, D] queries over [Hkv, n, S, D] keys and values; same shape back."""
+    mask: mx.array | str | None = bucket.mask
+    if bucket.causal_len is not None:
+        keys, values = (part[:, :, : bucket.causal_len] for part in (keys, values))
+        mask = "causal"
     out = mx.fast.scaled_dot_product_attention(
         queries.reshape(bucket.num_requests, bucket.query_len, *queries.shape[1:]).swapaxes(1, 2),
         keys.swapaxes(0, 1),
         values.swapaxes(0, 1),
         scale=scale,
-        mask=bucket.mask,
+        mask=mask,
         sinks=sinks,
     )
     return out.swapaxes(1, 2).flatten(0, 1)

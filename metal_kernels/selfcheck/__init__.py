@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plays engine steps on this machine's kernels and compares them with the references."""
 
-from metal_kernels.selfcheck.case import KERNELS, Case, Check, Outcome, dtype_name
+from metal_kernels.selfcheck.case import CHOICES, KERNELS, WAYS, Case, Check, Outcome, dtype_name
 from metal_kernels.selfcheck.checks import (
     STEPS,
     check,
@@ -14,8 +14,10 @@ from metal_kernels.selfcheck.checks import (
 from metal_kernels.selfcheck.timing import Timing, Work, copy_bandwidth, works
 
 __all__ = [
+    "CHOICES",
     "KERNELS",
     "STEPS",
+    "WAYS",
     "Case",
     "Check",
     "Outcome",

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import exp, log
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,6 +25,13 @@ KERNELS = (
     "reduce",
     "graph",
 )
+#: Checked after the kernels: by which way rows attend faster. An outcome has the times of each way.
+CHOICES = ("decode_way", "prefill_way")
+#: The ways: our kernels; or MLX's fused attention over contexts that `kv_gather` reads.
+WAYS = ("metal", "mlx")
+#: The first way of WAYS is left only where another is faster by more than this share: two runs of
+#: one thing differ by a few per cent.
+TIE = 0.05
 _DTYPES = ("dtype", "cache_dtype")
 
 
@@ -37,7 +46,7 @@ class Case:
     window: int | None = None  # positions a query sees, itself included; None: all before it
     sinks: bool = False  # in every other step
     softcap: float | None = None
-    kernels: tuple[str, ...] = KERNELS  # which of them to check
+    kernels: tuple[str, ...] = KERNELS  # which of them, and of CHOICES, to check
 
     def to_json(self) -> dict[str, Any]:
         dtypes = {name: dtype_name(getattr(self, name)) for name in _DTYPES}
@@ -67,7 +76,7 @@ class Case:
 class Check(NamedTuple):
     """One kernel of a case; for a kernel that works in tiles, one size of tile."""
 
-    kernel: str  # of KERNELS
+    kernel: str  # of KERNELS or CHOICES
     rows: int | None = None  # packed rows of a tile; None: the kernel has none
 
     def __str__(self) -> str:
@@ -87,10 +96,23 @@ class Outcome:
     seconds: float = 0.0  # compiling included
     rows: int | None = None  # packed rows of the tile that was checked; None: the kernel has none
     log: str = ""  # an exception's whole message, of which `detail` is a line
+    #: For one of CHOICES: by way, then call, median seconds. Empty: nothing was timed.
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def check(self) -> Check:
         return Check(self.kernel, self.rows)
+
+    def gain(self, way: str) -> float:
+        """Time of the first way over that of `way`: the geometric mean over the calls."""
+        first = self.times[WAYS[0]]
+        return exp(fmean(log(first[call] / seconds) for call, seconds in self.times[way].items()))
+
+    @property
+    def fastest(self) -> str:
+        """The fastest way; the first, also in a tie, and where the ways could not be timed."""
+        best = max(self.times, key=self.gain) if self.ok and self.times else WAYS[0]
+        return best if best in self.times and self.gain(best) > 1 + TIE else WAYS[0]
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "case": self.case.to_json()}

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
-from metal_kernels.selfcheck.case import KERNELS, Case, Check, Outcome
+from metal_kernels.selfcheck import timing
+from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome
 from metal_kernels.selfcheck.findings import findings
 
 #: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.
@@ -34,11 +35,11 @@ def checks(case: Case) -> list[Check]:
             found += [Check(kernel, rows) for rows in getattr(sizes, kernel)]
         elif kernel != "reduce" or sizes.split:
             found.append(Check(kernel))
-    return found
+    return found + [Check(choice) for choice in CHOICES if choice in case.kernels]
 
 
 def in_use(case: Case) -> list[str]:
-    """The kernels of `case.kernels` that layers of its shape ever launch."""
+    """What of `case.kernels` layers of its shape ever need."""
     return list(dict.fromkeys(check.kernel for check in checks(case)))
 
 
@@ -47,7 +48,7 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
 
     Where kv_write failed, nothing else is checked, as it would fail for that reason. `reduce` joins
     the results of decode or prefill, and `graph` has them in a graph, so both are checked only if
-    one of their tiles passed.
+    one of their tiles passed. A choice is left where one of the ways does not work.
     """
     ours = {outcome.check: outcome.ok for outcome in outcomes if outcome.case == case}
     if ours.get(Check("kv_write"), True) is False:
@@ -56,7 +57,10 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
         if check in ours:
             continue
         tiles = usable(case, outcomes)
-        if check.kernel not in ("reduce", "graph") or tiles.decode or tiles.prefill:
+        attends = bool(tiles.decode or tiles.prefill)
+        if check.kernel in CHOICES and not (attends and ours.get(Check("kv_gather"))):
+            continue
+        if check.kernel not in ("reduce", "graph") or attends:
             return check
     return None
 
@@ -81,7 +85,7 @@ def check_kernel(
         case: of the layer.
         check: of checks(case).
         num_steps: steps to play.
-        tiles: that passed, for `reduce` and `graph` to use; None: all.
+        tiles: that passed, for `reduce`, `graph` and choices to use; None: all.
     """
     start = time.perf_counter()
     every = Tiles.of(case.shape, case.window)
@@ -89,17 +93,21 @@ def check_kernel(
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))
     error = tolerance = None
-    log = ""
+    log = detail = ""
+    times: dict[str, dict[str, float]] = {}
     try:
-        found = findings(case, check, num_steps, tiles or every)
-        worst = max(found, key=lambda finding: finding.share)
-        error, tolerance = worst.error, worst.tolerance
-        detail = "" if worst.share <= 1 else worst.detail
+        if check.kernel in CHOICES:
+            times = timing.compare(case, check.kernel, tiles or every)
+        else:
+            found = findings(case, check, num_steps, tiles or every)
+            worst = max(found, key=lambda finding: finding.share)
+            error, tolerance = worst.error, worst.tolerance
+            detail = "" if worst.share <= 1 else worst.detail
     except Exception as failure:  # a compiler's or a driver's error is this check's outcome
         detail, log = _first_error(failure), str(failure)
     seconds = round(time.perf_counter() - start, 3)
     return Outcome(
-        check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log
+        check.kernel, case, not detail, detail, error, tolerance, seconds, check.rows, log, times
     )
 
 

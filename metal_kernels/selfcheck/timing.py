@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long each kernel takes, and how fast it reads or writes K/V."""
+"""How long each kernel takes, how fast it reads or writes K/V, and which way is faster."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
-from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE
-from metal_kernels.selfcheck.case import Case, dtype_name
+from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
+from metal_kernels.pace import MOST_WORK
+from metal_kernels.paged_attention import AttentionPlan, Tiles, gathered, reference
+from metal_kernels.paged_attention.buckets import BucketPlan
+from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
 _ROUNDS = 5
 _CALLS = 20  # of a round, queued together
+#: What is timed to choose a way: by choice, (requests, rows of each, positions of each). Contexts
+#: are halved where the calls of a round would be too much for a command buffer.
+_COMPARED = {
+    "decode_way": ((8, 1, 1024), (1, 1, 8192)),
+    "prefill_way": ((1, 512, 512), (1, 512, 4096)),
+}
+_COMPARED_CALLS = {"decode_way": 20, "prefill_way": 2}
 
 #: Takes the fence of the call before; returns its own fence and its other outputs.
 Call = Callable[[mx.array], list[mx.array]]
@@ -86,6 +96,61 @@ def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
     return [Work(f"{name}: {what}", call, moved) for what, call, moved in calls]
 
 
+def compare(
+    case: Case,
+    choice: str,
+    tiles: Tiles,
+    batches: Sequence[tuple[int, int, int]] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, dict[str, float]]:
+    """Times the ways of WAYS in turn, so that what slows the machine slows both.
+
+    Args:
+        case: of the layer.
+        choice: of CHOICES.
+        tiles: that the kernels may use.
+        batches: requests, rows of each, positions of each; none: those of the choice.
+        clock: seconds.
+
+    Returns:
+        By way, then call: the median of the rounds' seconds for one call.
+    """
+    calls = _COMPARED_CALLS[choice]
+    batches = [_bounded(case, batch, calls) for batch in batches or _COMPARED[choice]]
+    layer = _Layer(case, max(requests * context for requests, _, context in batches))
+    found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    for requests, query, context in batches:
+        name = f"{requests} x {query} of {context}"
+        ways = (
+            layer.attend(requests, query, context, tiles),
+            layer.attend_gathered(requests, query, context),
+        )
+        for way, seconds in zip(WAYS, _in_turn(ways, calls, clock), strict=True):
+            found[way][name] = seconds
+    return found
+
+
+def _bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, int, int]:
+    requests, query, context = batch
+    rows = query * case.shape.group
+    while context > query and calls * case.shape.work(rows, requests * context) > MOST_WORK:
+        context = max(context // 2, query)
+    return requests, query, context
+
+
+def _in_turn(ways: Sequence[Call], calls: int, clock: Callable[[], float]) -> Iterator[float]:
+    """Median seconds of a call each way; the first round, which compiles, does not count."""
+    rounds: list[list[float]] = [[] for _ in ways]
+    for number in range(_ROUNDS + 1):
+        for call, seconds in zip(ways, rounds, strict=True):
+            start = clock()
+            _queue(call, calls)
+            took = clock() - start
+            if number:
+                seconds.append(took / calls)
+    return map(statistics.median, rounds)
+
+
 class _Layer:
     """A pool, and calls of kernels over it."""
 
@@ -98,9 +163,13 @@ class _Layer:
         self._keys, self._values = (
             mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)
         )
+        if shape.latent:
+            self._values = self._keys
         self._key_scales, self._value_scales = (
             mx.zeros(pool, SCALE_DTYPE) if coded else None for _ in range(2)
         )
+        if shape.latent:
+            self._value_scales = self._key_scales
         mx.eval(self._arrays())
         #: Bytes of one position's K, or V, of all heads.
         self.row_bytes = shape.num_kv_heads * (
@@ -117,32 +186,57 @@ class _Layer:
             kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
         ]
 
-    def attend(self, requests: int, query: int, context: int) -> Call:
+    def attend(self, requests: int, query: int, context: int, tiles: Tiles | None = None) -> Call:
+        """By our kernels."""
         case = self._case
-        width = -(-context // case.block_size)
-        plan = paged_attention.plan(
+        layout = self._layout(requests, query, context)
+        plan = paged_attention.plan(*layout, case.shape, case.window, tiles)
+        return self._attending(plan, paged_attention.run, requests * query)
+
+    def attend_gathered(self, requests: int, query: int, context: int) -> Call:
+        """By MLX's attention over what `kv_gather` reads."""
+        plan = reference.plan(
+            *self._layout(requests, query, context),
+            np.full(requests * query, -1, np.int32),
+            self._case.block_size,
+            self._case.window,
+            causal=mx.default_device().type == mx.DeviceType.gpu,
+        )
+        return self._attending(plan, gathered.run, requests * query)
+
+    def _layout(
+        self, requests: int, query: int, context: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        width = -(-context // self._case.block_size)
+        return (
             np.arange(requests + 1, dtype=np.int32) * query,
             np.full(requests, context, np.int32),
             self._blocks[: requests * width].reshape(requests, width),
-            case.shape,
-            case.window,
         )
-        rows = (requests * query, case.shape.num_heads, case.shape.head_size)
-        queries = mx.ones(rows, case.dtype)
-        scale = case.shape.head_size**-0.5
+
+    def _attending(
+        self,
+        plan: AttentionPlan | BucketPlan,
+        run: Callable[..., tuple[mx.array, list[mx.array]]],
+        num_rows: int,
+    ) -> Call:
+        shape = self._case.shape
+        queries = mx.ones((num_rows, shape.num_heads, shape.head_size), self._case.dtype)
 
         def call(fence: mx.array) -> list[mx.array]:
-            out, (read, *_) = paged_attention.run(
+            out, reads = run(
                 plan,
                 queries,
                 self._keys,
                 self._values,
                 after=fence,
-                scale=scale,
+                scale=shape.head_size**-0.5,
+                softcap=self._case.softcap,
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
             )
-            return [read, out]  # where contexts are split, the output comes after the fence
+            # Where contexts are split, the output comes after the fence.
+            return [merged(reads), out]
 
         return call
 
@@ -179,14 +273,16 @@ class _Layer:
 
 
 def _of_call(call: Call) -> float:
-    def once() -> None:
-        fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
-        for _ in range(_CALLS):
-            fence, *others = call(fence)
-            results += others
-        mx.eval(fence, results)
+    return _median(lambda: _queue(call, _CALLS)) / _CALLS
 
-    return _median(once) / _CALLS
+
+def _queue(call: Call, count: int) -> None:
+    """So many calls, each after the one before, to their end."""
+    fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
+    for _ in range(count):
+        fence, *others = call(fence)
+        results += others
+    mx.eval(fence, results)
 
 
 def _median(once: Callable[[], None]) -> float:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check in a process of its own: what it survives, and what it remembers."""
 
-import json
 import os
 import sys
 import time
@@ -12,7 +11,8 @@ import pytest
 
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case
-from vllm_metal.device import selfcheck
+from vllm_metal.device import record, selfcheck
+from vllm_metal.device.record import Record
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
@@ -86,7 +86,14 @@ def counting(tmp_path: Path, *lines: str):
     return child(note, *lines), lambda: len(runs.read_text())
 
 
-@pytest.mark.parametrize("lines", [(GOOD,), (GOOD, RUNNING, "os.abort()\n")], ids=["pass", "fail"])
+ONE_FAILS = (
+    GOOD.replace("request['cases']", "request['cases'][:1]"),
+    RUNNING.replace("decode", "kv_write").replace("4", "None"),
+    "os.abort()\n",
+)
+
+
+@pytest.mark.parametrize("lines", [(GOOD,), ONE_FAILS], ids=["pass", "fail"])
 def test_results_are_kept_until_something_changes(tmp_path: Path, lines: tuple[str, ...]):
     command, runs = counting(tmp_path, *lines)
     folder = tmp_path / "results"
@@ -97,14 +104,12 @@ def test_results_are_kept_until_something_changes(tmp_path: Path, lines: tuple[s
     first = found()
     assert (found(), runs()) == (first, 1)
     found(CASES[::-1])
-    assert runs() == 2
-    assert set(selfcheck.remembered(folder)) <= set(CASES)
-    selfcheck.forget(folder)
-    assert selfcheck.remembered(folder) == []
-    assert (found(), runs()) == (first, 3)
-    for path in folder.iterdir():
-        path.write_text(path.read_text()[:50])  # cut off
-    assert (found(), runs()) == (first, 4)
+    found(CASES[1:])  # by layer, not by model
+    assert runs() == 1
+    assert record.served(folder) == CASES
+    Record(folder).forget()
+    assert record.served(folder) == CASES
+    assert (found(), runs()) == (first, 2)
 
 
 def test_a_folder_that_cannot_be_written_only_means_another_check(tmp_path: Path):
@@ -147,15 +152,19 @@ def test_processes_that_go_on_dying_are_given_up(tmp_path: Path):
     assert not any(outcome.ok for outcome in found)
 
 
-def test_results_of_another_format_are_not_read(tmp_path: Path):
-    command, runs = counting(tmp_path, GOOD)
-    folder = tmp_path / "results"
-    selfcheck.results(CASES, command, folder=folder)
-    (path,) = folder.iterdir()
-    kept = json.loads(path.read_text())
-    for other in (kept["outcomes"], kept | {"format": kept["format"] - 1}):
-        before = runs()
-        path.write_text(json.dumps(other))
-        assert selfcheck.remembered(folder) == []
-        selfcheck.results(CASES, command, folder=folder)
-        assert runs() == before + 1
+def test_an_interrupted_check_goes_on_where_it_stopped(tmp_path: Path):
+    command, runs = counting(tmp_path, REST.replace("if check == 'decode': os.abort()", "pass"))
+    shape = AttentionShape(8, 1, 64, 64)
+    case = Case(shape, mx.float16, mx.float16, 16, window=100, kernels=("kv_write", "decode"))
+    kept = Record(tmp_path / "results")
+    first = next(selfcheck.outcomes([case], command, record=kept))  # and no more is asked of it
+    assert first.kernel == "kv_write" and kept.outcomes([case]) == [first]
+    rest = list(selfcheck.outcomes([case], command, record=kept))
+    assert [outcome.kernel for outcome in rest] == ["decode", "prefill"]
+    assert runs() == 2
+
+
+def test_a_process_that_does_not_start_is_tried_again(tmp_path: Path):
+    died = [sys.executable, "-c", "raise SystemExit('no memory')"]
+    assert failures(CASES, died, folder=tmp_path)
+    assert failures(CASES, child(GOOD), folder=tmp_path) == []

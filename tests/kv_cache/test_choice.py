@@ -10,7 +10,7 @@ import pytest
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import Case, Check, Outcome, check, checks, in_use
+from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, check, checks, in_use, timing
 from tests.metal_kernels.doubles import Refusing
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
@@ -71,7 +71,8 @@ def test_a_models_layers_make_a_case_of_each_kind():
 
 def test_a_server_checks_all_that_it_launches():
     case, _ = choice.needed_cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
-    assert in_use(case) == ["kv_write", "kv_blocks", "decode", "prefill", "reduce", "graph"]
+    attending = ["decode", "prefill", "reduce", "graph"]
+    assert in_use(case) == ["kv_write", "kv_gather", "kv_blocks", *attending, *CHOICES]
 
 
 def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
@@ -141,12 +142,95 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     assert issubclass(kv_cache_type(), KernelKVCache)
 
 
+def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None], float]) -> None:
+    """Has the self-check find all right, and MLX's attention to take so much of the kernels' time.
+
+    By choice and window; what is not there could not be timed.
+    """
+
+    def results(cases):
+        for case in cases:
+            for one in checks(case):
+                share = mlx.get((one.kernel, case.window))
+                ways = {"metal": 1.0, "mlx": share}
+                calls = {"1 x 1 of 16": 1e-3, "8 x 1 of 16": 4e-3}
+                times = {
+                    way: {call: seconds * factor for call, seconds in calls.items()}
+                    for way, factor in ways.items()
+                    if factor is not None
+                }
+                timed = one.kernel in CHOICES
+                yield Outcome(
+                    one.kernel,
+                    case,
+                    share is not None or not timed,
+                    "ended its process with signal 9" if timed and share is None else "",
+                    rows=one.rows,
+                    times=times if timed and share is not None else {},
+                )
+
+    monkeypatch.setattr(selfcheck, "results", lambda cases: list(results(cases)))
+
+
+WAYS = {  # MLX's share of the kernels' time by choice and window: what MLX then serves
+    "kernels": ({("decode_way", None): 2.0, ("prefill_way", None): 1.2}, {}),
+    "a tie": ({("prefill_way", None): 0.96}, {}),
+    "prompts": ({("decode_way", None): 3.0, ("prefill_way", None): 0.5}, {None: {"prefill"}}),
+    "both": (
+        {("decode_way", None): 0.5, ("prefill_way", None): 0.5, ("prefill_way", 512): 0.9},
+        {None: {"decode", "prefill"}, 512: {"prefill"}},
+    ),
+    "no times": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
+    shares, served = WAYS[name]
+    said: list[str] = []
+    monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
+    times_are(monkeypatch, shares)
+    chosen = kv_cache_type()
+    assert issubclass(chosen, KernelKVCache) and chosen.pipelined and chosen.repeatable
+    assert chosen.by_mlx == {(SHAPE, window): phases for window, phases in served.items()}
+    assert chosen.gathers == bool(served)
+    assert not warned
+    lines = [line for line in said if "µs" in line]
+    assert len(lines) == len(shares)
+    assert sum("by MLX's attention" in line for line in lines) == sum(map(len, served.values()))
+    if served:
+        assert "1 x 1 of 16: 1000 and 500 µs, 8 x 1 of 16: 4000 and 2000 µs" in "".join(lines)
+    with kernel.using(metal_interpreter.metal_kernel):
+        assert_right(chosen, SHAPE)
+
+
+def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
+    asked = []
+
+    def results(cases):
+        asked.extend(check for case in cases for check in checks(case))
+        return [Outcome(one.kernel, case, True, rows=one.rows) for case in cases for one in asked]
+
+    monkeypatch.setattr(selfcheck, "results", results)
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
+    assert issubclass(kv_cache_type(), KernelKVCache)
+    assert asked and not [check for check in asked if check.kernel in CHOICES]
+
+
+def test_the_memory_of_gathered_contexts_is_measured(monkeypatch):
+    times_are(monkeypatch, {("prefill_way", None): 0.5})
+    assert LAYERS[0].gathers(kv_cache_type())
+    assert not LAYERS[0].gathers(KernelKVCache)
+
+
 TABLES = np.array([range(40), [40, 41] * 20], np.int32)  # of two requests
 STEPS = [  # (positions before, rows) of each
     [(0, 30), (0, 12)],
     [(30, 1), (12, 3)],
     [(31, 1), (15, 1)],
     [(600, 1), (16, 1)],  # in parts
+    [(601, 1), (17, 20)],  # a chunk beside a decode
+    [(602, 20), (37, 1)],
 ]
 
 
@@ -211,6 +295,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
             return [outcome for case in cases for outcome in check(case, 8)]
 
     monkeypatch.setattr(selfcheck, "results", results)
+    monkeypatch.setattr(timing, "compare", lambda *case: {})
     try:
         chosen = kv_cache_type(layers, mx.float32)
         whole = Tiles.of(layers[0].shape)

@@ -81,6 +81,29 @@ STEPS = [
 ]
 
 
+BY_MLX = {  # MLX attends to what a kernel gathers: to all rows, or to prompts alone
+    phases: KernelKVCache.limited(
+        {}, True, True, dict.fromkeys([(SHAPE, None), (SHAPE, 10)], frozenset(phases))
+    )
+    for phases in (("decode", "prefill"), ("prefill",))
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("phases", BY_MLX, ids="+".join)
+def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(phases, window, dtype):
+    ours, other = make(BY_MLX[phases], dtype), make(ScatterKVCache, dtype)
+    arrays = ours.arrays
+    logger = Logger(metal_interpreter.metal_kernel)
+    with kernel.using(logger.metal_kernel):
+        for seed, requests in enumerate(STEPS):
+            found, wanted = (step(kv_cache, requests, seed, window) for kv_cache in (ours, other))
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert all(now is then for now, then in zip(ours.arrays, arrays, strict=True))
+    assert prove_always(logger.log) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 10])
 def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):

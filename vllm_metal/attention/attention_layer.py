@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from metal_kernels import paged_attention
 from metal_kernels.paged_attention import AttentionShape, reference
-from metal_kernels.selfcheck import Case
+from metal_kernels.selfcheck import CHOICES, Case
 from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import (
@@ -31,8 +31,11 @@ from vllm_metal.kv_cache.layer_cache import (
 from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
-#: The kernels that serve attention layers.
-_KERNELS = ("kv_write", "kv_blocks", "decode", "prefill", "reduce", "graph")
+#: The kernels that serve attention layers, and where MLX's operations may be faster.
+_KERNELS = (
+    *("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph"),
+    *CHOICES,
+)
 _TRIAL_BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
 
 
@@ -48,6 +51,7 @@ class AttentionLayer(StatefulLayer):
     value_size: int | None = None  # where V's heads have another size than K's
     readers: int = 0  # other layers that attend to its K/V, and keep none
     latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
+    softcap: float | None = None  # of scores
 
     @property
     def shape(self) -> AttentionShape:
@@ -122,7 +126,8 @@ class AttentionLayer(StatefulLayer):
 
     def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
         size = block_size // parts_of(block_size)
-        return [Case(self.shape, dtype, elements, size, self.window, sinks=True, kernels=_KERNELS)]
+        kind = (self.shape, dtype, elements, size, self.window)
+        return [Case(*kind, sinks=True, softcap=self.softcap, kernels=_KERNELS)]
 
     def trials(
         self,
@@ -133,10 +138,10 @@ class AttentionLayer(StatefulLayer):
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
         kv_cache: LayerKVCache | None = None
-        for trial in kv_cache_type.trials(self.kind):
+        size = block_size // parts_of(block_size)
+        for trial in kv_cache_type.trials(self.kind, size):
             first = kv_cache is None
             if kv_cache is None:
-                size = block_size // parts_of(block_size)
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
             pipeline = (self.shape, self.sinks, trial.pipeline)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
 from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 __all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
@@ -37,6 +39,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self._value_shape: tuple[int, ...] | None = None
         self._num_heads: int | None = None
         self._sinks: mx.Dtype | None = None
+        self._softcap: float | None = None
         self._latent = False
 
     def __getattr__(self, name: str) -> Any:
@@ -66,6 +69,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self.num_calls += 1
         self._num_heads = queries.shape[1]
         self._sinks = None if sinks is None else sinks.dtype
+        self._softcap = softcap
         assert self._value_shape is not None  # a layer writes before it attends
         return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
 
@@ -98,6 +102,7 @@ class _AttentionProbe(AttendingCache, Probe):
             None if value_size == head_size else value_size,
             self.num_calls - 1 if self.shared else 0,
             self._latent,
+            self._softcap,
         )
 
 
@@ -133,7 +138,8 @@ def attention_layers(
         NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
     """
     try:
-        placed = _probed(model, probes, 1)
+        with library_kernels.noted() as calls:
+            placed = _probed(model, probes, 1)
         states = _recurrent(placed)
         if states:
             longer = _recurrent(_probed(model, probes, 2))
@@ -150,13 +156,17 @@ def attention_layers(
             f"of which {sum(num_calls)} attend through the paged cache"
         )
     try:
-        return [
+        layers = [
             probe.layer(name)
             for index, of_layer in enumerate(placed)
             for name, probe in _named(index, of_layer)
         ]
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+    return [
+        replace(layer, launched=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
+        for layer in layers
+    ]
 
 
 def _probed(

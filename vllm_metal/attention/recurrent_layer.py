@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm_metal.attention import recurrent_calls
 from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_calls import Call, SequenceCache
+from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState, StepScope
@@ -34,6 +35,11 @@ class RecurrentLayer(StatefulLayer):
     """One layer's share of the KV cache: a state a request."""
 
     form: StateFormat
+    launched: tuple[library_kernels.Call, ...] = ()  # of mlx-lm's kernels, by the whole model
+
+    @property
+    def library_calls(self) -> tuple[library_kernels.Call, ...]:
+        return self.launched
 
     @property
     def kind(self) -> Hashable:

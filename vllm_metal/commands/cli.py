@@ -155,9 +155,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check what serving needs, quick checks first: versions, macOS and memory; which platform "
         "vLLM chooses; an engine that generates ten tokens and shuts down, then a server that does "
-        "the same; and every Metal kernel against its reference, for all dtypes, head sizes, block "
-        "sizes and caches (some minutes), with times. Each problem is printed with advice, and "
-        "everything is written to a file, without the names of the user, the home folder and the "
+        "the same; and the Metal kernels against their references, for a few shapes and the models "
+        "that this machine has served, with times. It takes some three minutes; what it found of "
+        "kernels is kept, for servers and for the next run, which goes on where this one stopped. "
+        "Each problem is printed with advice, and everything is written to a file, without the "
+        "names of the user, the home folder and the "
         "machine. The exit status is 1 if a check fails. Without a Metal device, an interpreter "
         "runs the kernels for a few shapes."
     )
@@ -172,6 +174,17 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help="use a small KV cache, and check the kernels for a few shapes",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="check the kernels for all dtypes, head sizes, block sizes and caches, too (the first "
+        "time perhaps half an hour; it may be interrupted and goes on the next time)",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="check anew what was checked before on this machine",
     )
     parser.add_argument(
         "--model",
@@ -284,7 +297,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from vllm_metal.commands import doctor
 
     parts = (args.only,) if args.only else doctor.PARTS
-    return doctor.run(args.report, args.quick, args.model, parts)
+    return doctor.run(args.report, args.quick, args.model, parts, args.all, args.again)
 
 
 def _cache(args: argparse.Namespace) -> int:

@@ -3,27 +3,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-import mlx.core as mx
-
 import metal_kernels
 from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
-from vllm_metal.device import mlx_device
-from vllm_metal.settings import envs
+from vllm_metal.device.record import Record
 
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
 #: Seconds for one check. It compiles a few variants, of well under a second each, and then runs for
@@ -32,8 +25,6 @@ TIME_LIMIT = 60.0
 #: Processes that one check after the other may hang or kill before the rest is given up.
 _PROCESSES = 4
 _SAID_LINES = 200  # of a process that dies, for reports
-#: Changes with what results on disk look like.
-_FORMAT = 2
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
@@ -48,18 +39,15 @@ def results(
     A kernel without an outcome could not be checked, and must not be used.
 
     Args:
-        wanted: what to check.
+        wanted: what to check, for a server.
         command: of the checking process; it reads cases and prints as metal_kernels.selfcheck does.
         time_limit: seconds for each check.
         folder: where results are kept; None: in the user's cache folder.
     """
-    folder = folder or results_folder()
-    path = folder / f"{_key(wanted)}.json"
-    found = _read(path)
-    if found is None:
-        found = list(outcomes(wanted, command, time_limit))
-        _write(path, found)
-    return found
+    record = Record(folder)
+    record.add_served(wanted)
+    known = record.outcomes(wanted)
+    return [*known, *outcomes(wanted, command, time_limit, record)]
 
 
 def describe_failures(found: Sequence[Outcome]) -> list[str]:
@@ -78,20 +66,30 @@ def describe_failures(found: Sequence[Outcome]) -> list[str]:
 
 
 def outcomes(
-    wanted: Sequence[Case], command: Sequence[str] = COMMAND, time_limit: float = TIME_LIMIT
+    wanted: Sequence[Case],
+    command: Sequence[str] = COMMAND,
+    time_limit: float = TIME_LIMIT,
+    record: Record | None = None,
 ) -> Iterator[Outcome]:
     """Checks the cases in a child process, and in further ones what is left after a hang or crash.
 
     A check that hangs or kills its process has failed. If a process fails before its first check,
-    the first kernel has failed, and no other process is started.
+    the first kernel has failed, and no other process is started; that is not recorded, as it may
+    say nothing of the kernel.
+
+    Args:
+        wanted, command, time_limit: see `results`.
+        record: has what need not be checked again, and is given each outcome; None: check all.
     """
-    found: list[Outcome] = []
+    found = [] if record is None else record.outcomes(wanted)
     for _ in range(_PROCESSES):
         if all(next_check(case, found) is None for case in wanted):
             return
         child = _Child(wanted, found, command)
         for outcome in child.outcomes(time_limit):
             found.append(outcome)
+            if record is not None:
+                record.add_outcome(outcome)
             yield outcome
         if child.blamed is None:
             return
@@ -99,6 +97,8 @@ def outcomes(
         log = "\n".join(child.said)
         stopped = Outcome(check.kernel, case, False, child.end, rows=check.rows, log=log)
         found.append(stopped)
+        if record is not None and child.began:
+            record.add_outcome(stopped)
         yield stopped
         if not child.began:
             return
@@ -164,22 +164,6 @@ class _Child:
             self._process.wait()
 
 
-def results_folder() -> Path:
-    return envs.cache_dir() / "selfcheck"
-
-
-def remembered(folder: Path | None = None) -> list[Case]:
-    """The cases of all results on disk: those of models that this machine has served."""
-    paths = sorted((folder or results_folder()).glob("*.json"))
-    return list(dict.fromkeys(outcome.case for path in paths for outcome in _read(path) or ()))
-
-
-def forget(folder: Path | None = None) -> None:
-    """Deletes all results, so that the next start checks again."""
-    for path in (folder or results_folder()).glob("*.json"):
-        path.unlink(missing_ok=True)
-
-
 def _python_path() -> str:
     """PYTHONPATH with which a child imports the metal_kernels of this process."""
     inherited = os.environ.get("PYTHONPATH")
@@ -208,47 +192,3 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return message if isinstance(message, dict) and "case" in message else None
-
-
-def _key(wanted: Sequence[Case]) -> str:
-    """A digest of all that could change a result."""
-    sources = hashlib.sha256()
-    for path in sorted(_KERNELS_FOLDER.rglob("*")):
-        name = path.relative_to(_KERNELS_FOLDER)
-        if path.suffix in (".metal", ".py"):
-            sources.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
-    facts = {
-        "format": _FORMAT,
-        "chip": mlx_device.name("metal" if mx.metal.is_available() else "cpu"),
-        "system": platform.platform(),
-        "mlx": version("mlx"),
-        "sources": sources.hexdigest(),
-        "cases": [case.to_json() for case in wanted],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path) -> list[Outcome] | None:
-    """Results of a file; None if there is none, or it is cut off or of another format."""
-    try:
-        kept = json.loads(path.read_text())
-        if kept["format"] != _FORMAT:
-            return None
-        return [Outcome.from_json(fields) for fields in kept["outcomes"]]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _write(path: Path, found: Sequence[Outcome]) -> None:
-    """Writes results whole or not at all; if it cannot, the next start checks again."""
-    kept = {"format": _FORMAT, "outcomes": [outcome.to_json() for outcome in found]}
-    text = json.dumps(kept, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".part", delete=False
-        ) as part:
-            part.write(text)
-        os.replace(part.name, path)
-    except OSError:
-        return

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -12,8 +13,9 @@ from vllm.logger import init_logger
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import Case, Outcome, usable
-from vllm_metal.device import selfcheck
+from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
+from vllm_metal.device import library_kernels, selfcheck
+from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -32,7 +34,9 @@ _STATES_ALONE = Case(
     BLOCK_SIZES[0],
     kernels=("kv_write", "kv_blocks", "decode", "prefill", "reduce", "graph"),
 )
-_ADVICE = "`vllm-metal doctor` checks anew and writes a report to attach to a bug report"
+_ADVICE = "`vllm-metal doctor --again` checks anew and writes a report to attach to a bug report"
+#: The rows that a choice of the self-check is for.
+_PHASES: Mapping[str, Phase] = MappingProxyType({"decode_way": "decode", "prefill_way": "prefill"})
 
 
 def kv_cache_type(
@@ -54,6 +58,8 @@ def kv_cache_type(
     Raises:
         ValueError: the kernels were asked for by name, and cannot serve the model or machine.
     """
+    if device == "metal":
+        _settle_library_kernels(layers)
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return ScatterKVCache
@@ -73,15 +79,19 @@ def kv_cache_type(
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)
-        logger.info("Checking the Metal kernels; the result is kept for the next start")
+        if wanted == "metal":  # nothing is to be chosen
+            cases = [_without(case, CHOICES) for case in cases]
+        logger.info("Checking the Metal kernels; what is found is kept for later starts")
         found = selfcheck.results(cases)
         chosen = _of_what_works(cases, found)
-        failed = selfcheck.describe_failures(found)
+        failed = selfcheck.describe_failures(_of_kernels(found))
         if chosen is not None:
             if failed:
                 logger.warning(
                     "Some Metal kernels are not used: %s. %s", "; ".join(failed), _ADVICE
                 )
+            for line in _described_choices(found):
+                logger.info("%s", line)
             return chosen
         reasons = {f"they fail their self-check: {'; '.join(failed)}. {_ADVICE}"}
     if not reasons:
@@ -112,12 +122,27 @@ def needed_cases(
     return found
 
 
+def _settle_library_kernels(layers: Sequence[StatefulLayer]) -> None:
+    """Has mlx-lm's own kernels checked, where the model launches any."""
+    calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
+    if not calls:
+        return
+    logger.info("Checking mlx-lm's Metal kernels; what is found is kept for later starts")
+    for verdict in library_kernels.settle(calls):
+        logger.warning(
+            "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",
+            verdict.call.name,
+            verdict.detail,
+        )
+
+
 def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelKVCache] | None:
     """A KernelKVCache that uses only what passed its check.
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
     contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
-    Python builds each forward.
+    Python builds each forward. Where the kernels are right and MLX's attention is faster, over what
+    `kv_gather` reads, it serves the rows for which it is.
 
     Returns:
         None where the K/V of some layer cannot be written, or not attended to, or where states
@@ -134,6 +159,42 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     moves_blocks = all((case, "kv_blocks") in passed for case in cases)
     repeatable = all((case, "graph") in passed for case in cases)
     every_size = all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items())
-    if moves_blocks and repeatable and every_size:
+    by_mlx = _faster_by_mlx(found)
+    if moves_blocks and repeatable and every_size and not by_mlx:
         return KernelKVCache
-    return KernelKVCache.limited(tiles, moves_blocks, repeatable)
+    return KernelKVCache.limited(tiles, moves_blocks, repeatable, by_mlx)
+
+
+def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Phase]]:
+    """Rows that MLX's attention serves faster over gathered contexts, by kind of layer."""
+    faster: dict[AttentionKind, frozenset[Phase]] = {}
+    for outcome in found:
+        if outcome.kernel in _PHASES and outcome.fastest == "mlx":
+            kind = AttentionKind(outcome.case.shape, outcome.case.window)
+            faster[kind] = faster.get(kind, frozenset()) | {_PHASES[outcome.kernel]}
+    return faster
+
+
+def _described_choices(found: Sequence[Outcome]) -> Iterator[str]:
+    """A line for each choice: what serves, and the times."""
+    for outcome in found:
+        if outcome.kernel not in _PHASES:
+            continue
+        phase, case = _PHASES[outcome.kernel], outcome.case
+        if not outcome.ok:
+            yield f"{phase} ({case}) by our kernels: no times, {outcome.detail}"
+        elif outcome.times:
+            serves = "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
+            ours, others = (outcome.times[way] for way in WAYS)
+            times = ", ".join(
+                f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours
+            )
+            yield f"{phase} ({case}) by {serves}; our kernels' time and MLX's for {times}"
+
+
+def _of_kernels(found: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in found if outcome.kernel not in CHOICES]
+
+
+def _without(case: Case, checks: Collection[str]) -> Case:
+    return replace(case, kernels=tuple(name for name in case.kernels if name not in checks))

@@ -14,7 +14,10 @@ import numpy as np
 from metal_kernels import kernel, kv_blocks, kv_states, kv_write, op_common, paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionPlan, Tiles
+from metal_kernels.paged_attention import AttentionPlan, Tiles, reference
+from metal_kernels.paged_attention import gathered as by_gathering
+from vllm_metal.kv_cache import gathered
+from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout, Written
 
@@ -24,16 +27,20 @@ class KernelPlan:
     """A step of one group and kind of layer."""
 
     slot_mapping: mx.array  # [max(T, MIN_ELEMENTS)] int32
-    attention: AttentionPlan
+    attention: AttentionPlan | None  # of the rows that the kernels serve; None: of none
+    gathered: GatheredPlan | None  # of those that MLX's attention serves
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
 
     @property
     def num_tokens(self) -> int:
-        return self.attention.num_tokens
+        plans = (self.attention, self.gathered)
+        return sum(plan.num_tokens for plan in plans if plan is not None)
 
     @property
     def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
         """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
+        if self.attention is None:  # contexts are gathered by one pipeline
+            return ()
         return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
 
 
@@ -49,6 +56,8 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
     pipelined = True
     fenced = True
     gathers = False
+    #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
+    by_mlx: ClassVar[Mapping[AttentionKind, frozenset[Phase]]] = {}
     #: Tiles that attention may use, by kind of layer; all, for one that is not here.
     tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
     #: Whether whole blocks are moved by the kernel; else by MLX's operations.
@@ -58,11 +67,16 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     @classmethod
     def limited(
-        cls, tiles: Mapping[AttentionKind, Tiles], moves_blocks: bool, repeatable: bool = True
+        cls,
+        tiles: Mapping[AttentionKind, Tiles],
+        moves_blocks: bool,
+        repeatable: bool = True,
+        by_mlx: Mapping[AttentionKind, frozenset[Phase]] | None = None,
     ) -> type[KernelKVCache]:
-        """Layer caches that keep to what works on this machine."""
+        """Layer caches that keep to what works on this machine, and to what is fastest."""
         works = {"tiles": tiles, "moves_blocks": moves_blocks, "repeatable": repeatable}
-        return type(cls.__name__, (cls,), works)
+        faster = {"by_mlx": by_mlx or {}, "gathers": any((by_mlx or {}).values())}
+        return type(cls.__name__, (cls,), works | faster)
 
     def __init__(
         self,
@@ -82,28 +96,34 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
-        attention = paged_attention.plan(
-            layout.query_start_loc_np,
-            layout.seq_lens_np,
-            layout.block_tables_np,
-            kind.shape,
-            kind.window,
-            cls._tiles_of(kind),
-            behind=layout.behind,
-        )
+        attention, split = None, None
+        parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
+        behind, work = layout.behind, 0
+        phases = cls.by_mlx.get(kind)
+        if phases and (requests := gathered.chosen(layout, phases)).any():
+            split = gathered.plan(layout, requests, kind.window)
+            parts, work = gathered.others_of(layout, requests), split.work(kind)
+            behind = behind and behind.of(np.flatnonzero(~requests))
+        if len(parts[1]):
+            tiles = cls._tiles_of(kind)
+            attention = paged_attention.plan(*parts, kind.shape, kind.window, tiles, behind=behind)
+            work += attention.work
         pace = layout.pace
         if pace is not None:
-            pace = pace_of(pace, attention.num_tokens, attention.work)
+            pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
         slots = layout.slot_mapping
         if slots is None:
-            return KernelPlan(_padded(layout.slot_mapping_np), attention, pace)
+            return KernelPlan(_padded(layout.slot_mapping_np), attention, split, pace)
         missing = max(0, MIN_ELEMENTS - slots.size)
-        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, pace)
+        return KernelPlan(mx.pad(slots, (0, missing), constant_values=-1), attention, split, pace)
 
     @classmethod
-    def trials(cls, kind: AttentionKind) -> Iterator[KernelPlan]:
+    def trials(cls, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
         for trial in paged_attention.trials(*kind, cls._tiles_of(kind)):
-            yield KernelPlan(_padded(np.arange(trial.num_tokens, dtype=np.int32)), trial, None)
+            slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
+            yield KernelPlan(slots, trial, None, None)
+        for phase in sorted(cls.by_mlx.get(kind, ())):
+            yield cls.plan(_trial_of(phase, block_size), kind)
 
     @classmethod
     def _tiles_of(cls, kind: AttentionKind) -> Tiles:
@@ -208,23 +228,37 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         assert written is not None  # a layer writes its K/V before it attends
         if plan.pace is not None:
             plan.pace.end(written)  # the layers before
-        out, read = paged_attention.run(
-            plan.attention,
-            # Some models hand queries over in float32, lest products overflow: the kernels' do not.
-            queries.astype(self._row_dtype),
-            self.keys.elements,
-            self.held_values.elements,
-            written,
-            scale,
-            softcap,
-            sinks=sinks,
-            key_scales=self.keys.scales,
-            value_scales=self.held_values.scales,
-            pace=plan.pace,
-        )
+        # Some models hand queries over in float32, lest products overflow: the kernels' do not.
+        rows = queries.astype(self._row_dtype)
+        outputs, reads = [], []
+        split, held = plan.gathered, self.held_values
+        pools = self.keys.elements, held.elements, written, scale, softcap, sinks
+        rest = self.keys.scales, held.scales, plan.pace
+        if plan.attention is not None:
+            picked = rows if split is None else rows[split.others]
+            out, read = paged_attention.run(plan.attention, picked, *pools, *rest)
+            outputs.append(out)
+            reads += read
+        if split is not None:
+            picked = rows if split.rows is None else rows[split.rows]
+            out, read = by_gathering.run(split.attention, picked, *pools, *rest)
+            outputs.append(out[..., : self.value_size])
+            reads += read
         # A reader comes after the write, and stands for it; several readers stand side by side.
-        self._since = [*(fence for fence in self._since if fence is not written), *read]
+        self._since = [*(fence for fence in self._since if fence is not written), *reads]
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        if split is not None and split.order is not None:
+            out = out[split.order]
         return out.astype(queries.dtype)
+
+
+def _trial_of(phase: Phase, block_size: int) -> StepLayout:
+    """One request of as few rows as make such a phase, in the first blocks of the pool."""
+    rows = 1 if phase == "decode" else reference.DECODE_ROWS + 1
+    slots = np.arange(rows, dtype=np.int32)
+    table = np.arange(-(-rows // block_size), dtype=np.int32)[None]
+    starts, lens = np.array([0, rows], np.int32), np.array([rows], np.int32)
+    return StepLayout(starts, lens, table, slots, block_size)
 
 
 def _padded(slots: np.ndarray) -> mx.array:

@@ -169,7 +169,7 @@ class LayerKVCache(LayerState, Generic[PlanT]):
         """What `write` and `attend` need of a step, for layers of one group and kind."""
 
     @classmethod
-    def trials(cls, kind: AttentionKind) -> Iterable[TrialPlan]:
+    def trials(cls, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
         """Small plans that launch, between them, every pipeline such layers may ever launch.
 
         Of the class's own plans; none where there are no kernels.

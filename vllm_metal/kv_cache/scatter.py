@@ -85,6 +85,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             layout.block_size,
             kind.window,
             share=not on_gpu,
+            causal=on_gpu,
         )
         pace = None
         if layout.pace is not None and on_gpu:

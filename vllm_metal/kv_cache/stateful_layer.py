@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from metal_kernels.selfcheck import Case
+    from vllm_metal.device.library_kernels import Call
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,11 @@ class StatefulLayer(ABC):
     def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
         """What the layer asks of our kernels, to be checked before it is served by them."""
         return []
+
+    @property
+    def library_calls(self) -> tuple[Call, ...]:
+        """Kernels of mlx-lm's own that the model launches on a GPU beside this layer's state."""
+        return ()
 
     def trials(
         self,

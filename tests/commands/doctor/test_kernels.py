@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernels the doctor tries, in which order, and what it says of them."""
 
+import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
+import mlx.core as mx
 from commands.doctor.conftest import ignore
 
 from metal_kernels.paged_attention import unsupported
 from metal_kernels.selfcheck import KERNELS, Outcome, in_use
 from vllm_metal.commands.doctor import kernels, messages, tables
+from vllm_metal.device import record
+from vllm_metal.device.record import Record
 
 
 def test_the_matrix_is_of_kernels_that_exist():
@@ -42,6 +47,53 @@ def test_failures_are_named_and_shown_beside_what_works():
     assert "ok 0.50" in row and "FAILED" in row and "ok 0.10" not in row
     assert any("error: planted" in line for line in tables.legend(outcomes))
     assert kernels.finding(outcomes[:2], on_metal=True).status == "ok"
+
+
+def test_a_run_goes_on_where_the_budget_ended_the_one_before(tmp_path, script):
+    command = script(
+        "import json, sys\n"
+        "request = json.load(sys.stdin)\n"
+        "done = [(one['case'], one['kernel']) for one in request['done']]\n"
+        "for case in request['cases']:\n"
+        "    if (case, 'kv_write') not in done:\n"
+        "        print(json.dumps({'kernel': 'kv_write', 'case': case, 'ok': False}), flush=True)\n"
+    )
+    runner = kernels.Runner("by a double", command, 60.0)
+    wanted, kept = kernels.quick_cases(), Record(tmp_path / "record")
+
+    def looked(seconds):
+        ticks = itertools.count()
+        budget = (ignore, kept, seconds, lambda: float(next(ticks)))
+        return list(kernels.check(wanted, runner, *budget))
+
+    first = looked(1.0)  # two ticks after the start
+    assert [outcome.case for outcome in first] == wanted[:2]
+    left = kernels.left_over(wanted, first)
+    assert left is not None and left.status == "warning"
+    assert left.seen.startswith("1 of 3 kinds") and "goes on" in left.advice
+    second = looked(0.0)
+    assert [outcome.case for outcome in second] == wanted
+    assert kernels.left_over(wanted, second) is None
+    assert [outcome.case for outcome in looked(0.0)] == wanted  # known already
+
+
+def test_by_default_what_was_served_is_checked_and_all_else_if_asked(monkeypatch):
+    served = replace(kernels.quick_cases()[0], window=77)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(record, "served", lambda: [served])
+    quick = kernels.quick_cases()
+    assert kernels.wanted_cases(quick=True) == quick
+    assert kernels.wanted_cases(quick=False) == [*quick, served]
+    every = kernels.wanted_cases(quick=False, every=True)
+    assert every[:4] == [*quick, served] and set(kernels.all_cases()) <= set(every)
+
+
+def test_times_of_both_ways_are_shown():
+    case = kernels.quick_cases()[0]
+    times = {"metal": {"1 x 512 of 4096": 3e-3}, "mlx": {"1 x 512 of 4096": 1e-3}}
+    timed = Outcome("prefill_way", case, ok=True, times=times)
+    text = "\n".join(tables.legend([timed]))
+    assert "prefill_way: mlx" in text and "metal 3000 µs, mlx 1000 µs" in text
 
 
 def test_a_kernel_that_ends_its_process_costs_its_own_time_only(script):

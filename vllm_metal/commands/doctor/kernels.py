@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ import mlx.core as mx
 
 from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import Case, Outcome
+from metal_kernels.selfcheck import CHOICES, Case, Outcome, next_check
 from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.finding import Finding
-from vllm_metal.device import mlx_device, selfcheck
+from vllm_metal.device import mlx_device, record, selfcheck
+from vllm_metal.device.record import Record
 
 # Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
 # models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
@@ -24,6 +26,8 @@ _GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
 _LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, value_size=512)
 _INTERPRETED_STEPS = 8  # steps of a shape; on a Metal device the self-check's own number
 _TIMING_LIMIT = 60.0  # seconds for one kernel, whose calls take milliseconds: only a hang is longer
+#: Seconds for checks of kernels in one run, so that the whole doctor takes three minutes.
+BUDGET = 80.0
 #: Processes to start at most, should each die at once whatever it times.
 _MOST_TIMING_PROCESSES = 6
 
@@ -71,11 +75,15 @@ def _shape(head_size: int) -> AttentionShape:
     return AttentionShape(2 * _GROUPS[head_size], 2, head_size, head_size)
 
 
-def wanted_cases(quick: bool) -> list[Case]:
-    """Cases to check on this machine. A few kinds come first: a kernel that fails shows at once."""
+def wanted_cases(quick: bool, every: bool = False) -> list[Case]:
+    """Cases to check on this machine. A few kinds come first: a kernel that fails shows at once.
+
+    Then those that its servers have asked for and, if `every`, all others.
+    """
     if not mx.metal.is_available() or quick:
         return quick_cases()
-    return list(dict.fromkeys([*quick_cases(), *selfcheck.remembered(), *all_cases()]))
+    others = all_cases() if every else []
+    return list(dict.fromkeys([*quick_cases(), *record.served(), *others]))
 
 
 def find_runner() -> Runner | None:
@@ -90,21 +98,57 @@ def find_runner() -> Runner | None:
     return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
 
 
-def check(wanted: Sequence[Case], runner: Runner, progress: Progress) -> Iterator[Outcome]:
-    """All outcomes. Where a kernel hangs or kills its process, a new one checks the next case."""
-    left = list(wanted)
+def check(
+    wanted: Sequence[Case],
+    runner: Runner,
+    progress: Progress,
+    found: Record | None = None,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Outcome]:
+    """Outcomes of the cases. Where a kernel kills its process, a new one checks the next case.
+
+    Args:
+        wanted, runner: what to check, and by what.
+        progress: is told of each check.
+        found: has what was checked before, and keeps what is checked now; None: check all anew.
+        seconds: after which no other check counts, so that the next run goes on from there; None:
+            no limit.
+        clock: seconds.
+    """
+    began = clock()
+    known = [] if found is None else found.outcomes(wanted)
+    yield from known
+    left = [case for case in wanted if next_check(case, known) is not None]
     while left:
         last = None
-        for outcome in selfcheck.outcomes(left, runner.command, runner.time_limit):
+        for outcome in selfcheck.outcomes(left, runner.command, runner.time_limit, found):
             last = outcome
             place = wanted.index(outcome.case) + 1
             progress(f"kernels: {place} of {len(wanted)}: {outcome.case}, {outcome.check}")
             yield outcome
+            if seconds is not None and clock() - began > seconds:
+                return
         left = left[left.index(last.case) + 1 :] if last is not None else []
+
+
+def remaining(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> int:
+    """How many of the cases have checks left."""
+    return sum(next_check(case, outcomes) is not None for case in wanted)
+
+
+def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
+    """What the budget left for another run; None: nothing."""
+    if not (left := remaining(wanted, outcomes)):
+        return None
+    seen = f"{left} of {len(wanted)} kinds of layer are not checked yet: {BUDGET:.0f} s had passed"
+    advice = "Run `vllm-metal doctor --only kernels` again: it goes on from there."
+    return Finding("kernels left", "warning", seen, advice)
 
 
 def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
     """One finding for all outcomes."""
+    outcomes = [outcome for outcome in outcomes if outcome.kernel not in CHOICES]
     cases = len({outcome.case for outcome in outcomes})
     failed = sorted({str(outcome.check) for outcome in outcomes if not outcome.ok})
     of = f"{cases} kind{'s' * (cases > 1)} of layer"

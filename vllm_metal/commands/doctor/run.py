@@ -24,7 +24,12 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def run(
-    report: Path, quick: bool, model_name: str | None = None, parts: Sequence[str] = PARTS
+    report: Path,
+    quick: bool,
+    model_name: str | None = None,
+    parts: Sequence[str] = PARTS,
+    every: bool = False,
+    again: bool = False,
 ) -> int:
     """Runs the checks, prints and writes each finding, and returns the exit status.
 
@@ -34,6 +39,8 @@ def run(
         model_name: folder or hub name of a model to try; None: the embedded one if it is installed,
             else a tiny one with random weights.
         parts: which of PARTS; the machine is always checked.
+        every: whether to check the kernels for all shapes, however long it takes.
+        again: whether to check anew what was checked before.
 
     Raises:
         OSError: the report cannot be written.
@@ -45,7 +52,7 @@ def run(
             _try_engine(found, looked, quick, model_name)
     if "kernels" in parts:
         with _guarded(found, "kernels"):
-            _try_kernels(found, looked, quick)
+            _try_kernels(found, looked, quick, every, again)
     return found.close()
 
 
@@ -148,14 +155,16 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
         yield made
 
 
-def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
+def _try_kernels(
+    found: Report, looked: Ended, quick: bool, every: bool = False, again: bool = False
+) -> None:
     if not looked.ok:
         found.add_facts(kernels="not run: MLX does not run")
         found.add(Finding("kernels", "warning", "not run: correct what failed above first"))
         return
     # Imports MLX, which a child process has shown to work.
     from vllm_metal.commands.doctor import kernels, tables
-    from vllm_metal.device import selfcheck
+    from vllm_metal.device.record import Record
 
     runner = kernels.find_runner()
     if runner is None:
@@ -165,11 +174,15 @@ def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
         found.add(Finding("kernels", "warning", seen, advice))
         return
     on_metal = bool(looked.told["metal"])
-    wanted = kernels.wanted_cases(quick)
+    wanted = kernels.wanted_cases(quick, every)
+    record = Record() if on_metal else None  # what an interpreter finds says nothing of a GPU
+    if again and record is not None:
+        record.forget()
     found.announce(f"kernels, for {len(wanted)} kinds of layer")
     found.show([f"{runner.how}:", tables.header()])
     outcomes = []
-    checked = kernels.check(wanted, runner, found.progress)
+    budget = kernels.BUDGET if on_metal and not every else None
+    checked = kernels.check(wanted, runner, found.progress, record, budget)
     for case, alike in itertools.groupby(checked, key=lambda outcome: outcome.case):
         outcomes += (last := list(alike))
         found.show([tables.row(case, last)])
@@ -177,7 +190,8 @@ def _try_kernels(found: Report, looked: Ended, quick: bool) -> None:
     found.show(tables.legend(outcomes))
     found.add(kernels.finding(outcomes, on_metal))
     if on_metal:
-        selfcheck.forget()
+        if (left := kernels.left_over(wanted, outcomes)) is not None:
+            found.add(left)
         timed = kernels.time_all(found.progress)
         found.add_facts(timings=timed)
         found.show(tables.times_table(timed))

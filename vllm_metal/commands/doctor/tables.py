@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from metal_kernels.selfcheck import KERNELS, Case, Outcome, dtype_name
+from metal_kernels.selfcheck import KERNELS, WAYS, Case, Outcome, dtype_name
 
 
 def header() -> str:
@@ -32,6 +32,11 @@ def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """What the cells mean, and the details of what failed."""
     yield "ok: largest error as a share of what rounding allows; -: kernel not used, or not reached"
     for outcome in outcomes:
+        if outcome.times:
+            yield f"\n{outcome.check}: {outcome.fastest}, {outcome.case}"
+            for call in outcome.times[WAYS[0]]:
+                each = (f"{way} {found[call] * 1e6:.0f} µs" for way, found in outcome.times.items())
+                yield f"  {call}: {', '.join(each)}"
         if not outcome.ok:
             yield f"\n{outcome.check} failed: {outcome.case}\n  {outcome.detail}"
 

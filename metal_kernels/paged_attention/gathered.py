@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by MLX's operations over contexts that `kv_gather` reads out of the pool.
+
+On a GPU with matrix units MLX's fused attention may be faster than our kernels, but it takes dense
+K and V. An indexed read by MLX itself would not wait for kernels that write into the pool; this one
+lies between their fences.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_kernels import kv_gather
+from metal_kernels.op_common import merged
+from metal_kernels.pace import Pace
+from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention.buckets import BucketPlan
+
+
+def run(
+    plan: BucketPlan,
+    queries: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array,
+    after: mx.array,
+    scale: float,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    key_scales: mx.array | None = None,
+    value_scales: mx.array | None = None,
+    pace: Pace | None = None,
+) -> tuple[mx.array, list[mx.array]]:
+    """Attention of one layer; arguments, results and errors are those of `paged_attention.run`.
+
+    The reads' fences come as one. Of latents the result is [T, H, D], whose first DV elements are
+    the values.
+
+    Args:
+        plan: of the step, by `reference.plan`; what it lays over the pool's rows is left out.
+    """
+    fences: list[mx.array] = []
+
+    def gather(pool: mx.array, table: mx.array, scales: mx.array | None) -> mx.array:
+        context, read = kv_gather.gather(pool, table, queries.dtype, [after], scales)
+        fences.append(read)
+        return context
+
+    out = reference.run(
+        plan,
+        queries,
+        None,
+        None,
+        key_pool,
+        value_pool,
+        scale,
+        sinks,
+        softcap,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        pace=pace,
+        gather=gather,
+    )
+    return out, [merged(fences)]

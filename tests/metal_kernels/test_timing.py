@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way is faster: timed in turn, by the median, and left to the kernels in a tie."""
+
+import metal_interpreter
+import mlx.core as mx
+import pytest
+
+from metal_kernels import kernel
+from metal_kernels.pace import MOST_WORK
+from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.selfcheck import CHOICES, Case, Outcome, timing
+
+CASES = [
+    Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=40, softcap=30.0),
+    Case(AttentionShape(16, 1, 576, 512), mx.float16, mx.float16, 16),
+]
+BATCHES = {"decode_way": [(2, 1, 64)], "prefill_way": [(1, 20, 64)]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
+    # The clock is read before and after the calls of a way: its 12 pairs are six rounds of both.
+    took = [100.0, 100.0, 1.0, 20.0, 2.0, 10.0, 9.0, 30.0, 3.0, 40.0, 4.0, 50.0]
+    now, ticks = 0.0, []
+    for seconds in took:
+        ticks += [now, now + seconds]
+        now += seconds + 7.0
+    left = iter(ticks)
+    with kernel.using(metal_interpreter.metal_kernel):
+        tiles = Tiles.of(case.shape, case.window)
+        found = timing.compare(case, choice, tiles, BATCHES[choice], lambda: next(left))
+    assert next(left, None) is None
+    ((requests, query, context),) = BATCHES[choice]
+    calls = 20 if choice == "decode_way" else 2
+    name = f"{requests} x {query} of {context}"
+    assert found == {"metal": {name: 3.0 / calls}, "mlx": {name: 30.0 / calls}}
+
+
+def test_calls_of_a_round_fit_a_command_buffer(monkeypatch):
+    asked = []
+    monkeypatch.setattr(timing._Layer, "attend", lambda self, *batch: asked.append(batch) or list)
+    monkeypatch.setattr(timing, "_in_turn", lambda ways, calls, clock: [1.0] * len(ways))
+    monkeypatch.setattr(timing, "_COMPARED_CALLS", {"prefill_way": 1})
+    monkeypatch.setattr(timing, "_COMPARED", {"prefill_way": ((1, 8, 2**16), (1, 8, 16))})
+    large = Case(AttentionShape(2048, 1, 576, 512), mx.float16, mx.float16, 16)
+    timing.compare(large, "prefill_way", Tiles.of(large.shape))
+    (_, query, context, _), (_, _, short, _) = asked
+    assert 8 < context < 2**16 and short == 16
+    work = large.shape.work(query * large.shape.group, context)
+    assert MOST_WORK // 2 < work <= MOST_WORK
+
+
+@pytest.mark.parametrize(
+    ("mlx", "fastest"),
+    [((1.0, 1.0), "metal"), ((0.96, 0.96), "metal"), ((0.9, 0.9), "mlx"), ((0.25, 4.0), "metal")],
+)
+def test_another_way_wins_only_clearly_and_over_all_calls(mlx, fastest):
+    times = {"metal": {"a": 1.0, "b": 1.0}, "mlx": dict(zip("ab", mlx, strict=True))}
+    assert Outcome("decode_way", CASES[0], True, times=times).fastest == fastest
+    assert Outcome("decode_way", CASES[0], False, times=times).fastest == "metal"
+    assert Outcome("decode_way", CASES[0], True).fastest == "metal"
+    more = times | {"other": {"a": 0.1, "b": 0.1}}
+    assert Outcome("decode_way", CASES[0], True, times=more).fastest == "other"
