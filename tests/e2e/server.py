@@ -17,8 +17,8 @@ from types import MappingProxyType
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-# The `vllm` command of this interpreter, whether or not its folder is on the PATH.
-_VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+# The `vllm` command of an interpreter, whether or not its folder is on the PATH.
+_VLLM = ("-m", "vllm.entrypoints.cli.main")
 #: What the tests of in-process engines set; and a ban on bytecode, as some environments have it:
 #: without it vLLM's imports take 9 s instead of 20 s (measured on two cores) after the first time.
 _NOT_FOR_THE_SERVER = (
@@ -74,6 +74,8 @@ def serve(
     log: Path,
     port: int | None = None,
     environment: Mapping[str, str] = _NO_VARIABLES,
+    python: str = sys.executable,
+    start_timeout_s: float = _START_TIMEOUT_S,
 ) -> Iterator[Server]:
     """Runs `vllm serve` until the block ends, however it ends.
 
@@ -83,14 +85,16 @@ def serve(
         log: file for what it prints.
         port: to listen on; None: any that is free.
         environment: variables to add to this process's.
+        python: the interpreter that runs it.
+        start_timeout_s: how long it may take to answer.
 
     Raises:
         AssertionError: it exited, or did not answer in time; the message has the end of the log.
     """
     port = port or free_port()
-    with started(model, [*options, "--port", str(port)], environment, log) as process:
+    with started(model, [*options, "--port", str(port)], environment, log, python) as process:
         server = Server(f"http://127.0.0.1:{port}", log, process)
-        _wait_until_healthy(process, server)
+        _wait_until_healthy(process, server, start_timeout_s)
         yield server
 
 
@@ -114,13 +118,17 @@ def refused_start(
 
 @contextmanager
 def started(
-    model: str, options: Sequence[str], environment: Mapping[str, str], log: Path
+    model: str,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    python: str = sys.executable,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of a `vllm serve` that may not answer yet; see `serve` and `refused_start`."""
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*_VLLM, "serve", model, "--host", "127.0.0.1", *options],
+            [python, *_VLLM, "serve", model, "--host", "127.0.0.1", *options],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -153,8 +161,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
+def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if server.health() == 200:

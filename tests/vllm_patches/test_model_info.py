@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM is told of the architectures that are served, against its own classes of them."""
+
+import dataclasses
+import importlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import registry as vllms
+from vllm.platforms import current_platform
+
+from vllm_metal.spec_decode.registry import BY_NAME
+from vllm_metal.vllm_patches.model_info import TextModel
+
+#: Fields that differ from those of vLLM's class, for whole kinds of architectures, with reasons.
+REASONS = {
+    "architecture": "vLLM has one class for several architectures; it only logs this name",
+    "supports_pp": "always so, for the platform refuses --pipeline-parallel-size by its name",
+    "supports_replayssm": "a mode of vLLM's kernels for recurrent layers, which are not used",
+}
+#: Text parts of multimodal models and the draft heads of such: served without images and sound.
+TEXT_PARTS = {
+    "Gemma3nForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+    "MiMoV2OmniMTPModel",
+    "Exaone4_5_MTP",
+    # their classes cannot be imported without torchvision
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MTP",
+    "Qwen3_5MoeMTP",
+    "InternS2MobiusMTP",
+    "Gemma4ForConditionalGeneration",
+}
+OF_IMAGES_AND_SOUND = {
+    "supports_multimodal",
+    "supports_multimodal_encoder_tp_data",
+    "supports_mm_device_do_normalize",
+    "supported_video_pruning_methods",
+    "supports_transcription",
+}
+#: vLLM's classes of draft heads that lack a method of text models; vLLM does not ask it of drafts.
+NO_TEXT_MODELS = {
+    "ExtractHiddenStatesModel",
+    "ExaoneMoeMTP",
+    "NemotronHMTPModel",
+    "LongCatFlashMTPModel",
+    "MedusaModel",
+    "HYV3MTPModel",
+    "HYV4MTPModel",
+}
+#: Classes that cannot be imported here, and what they lack.
+NOT_IMPORTED = {
+    "torchvision": {
+        "Qwen4ExpForCausalLM",
+        "Glm5NextForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "MiniMaxM3MTP",
+        "Glm5NextMTPModel",
+        "Qwen4ExpMTP",
+        "Qwen3_5MTP",
+        "Qwen3_5MoeMTP",
+        "InternS2MobiusMTP",
+    },
+    "numba": {"InklingForCausalLM", "InklingMTPModel"},
+    "torchvision, for Gemma4Processor": {"Gemma4ForConditionalGeneration"},
+    "vLLM's FlashAttention": {"Dots3NoteMTPModel"},
+}
+#: Registered by this plugin alone.
+NOT_VLLMS = {"MlxForCausalLM", "MLPSpeculatorPreTrainedModel"}
+
+
+def ours():
+    current_platform.pre_register_and_update()
+    return {
+        name: model for name, model in ModelRegistry.models.items() if isinstance(model, TextModel)
+    }
+
+
+def expected_differences(name):
+    different = set(REASONS)
+    if name in TEXT_PARTS:
+        different |= OF_IMAGES_AND_SOUND
+    if name in NO_TEXT_MODELS:
+        different.add("is_text_generation_model")
+    return different
+
+
+@pytest.mark.slow  # imports some two hundred of vLLM's classes
+def test_the_answers_are_those_of_vllms_classes():
+    allowed = set().union(*NOT_IMPORTED.values())
+    compared, failed, wrong = set(), set(), {}
+    for name, model in ours().items():
+        if name in NOT_VLLMS:
+            continue
+        module, class_name = vllms._VLLM_MODELS[name]
+        try:
+            imported = importlib.import_module(vllms._resolve_module_name(module))
+            info = vllms._ModelInfo.from_model_cls(getattr(imported, class_name))
+        except (ImportError, ModuleNotFoundError):
+            failed.add(name)
+            continue
+        compared.add(name)
+        theirs, told = dataclasses.asdict(info), dataclasses.asdict(model.inspect_model_cls())
+        different = {field for field in theirs if theirs[field] != told[field]}
+        if different - expected_differences(name):
+            wrong[name] = different - expected_differences(name)
+    assert not wrong
+    assert failed <= allowed  # an environment with more packages compares more
+    assert len(compared) > 150
+
+
+def test_no_class_is_imported_to_answer():
+    program = (
+        "import sys\n"
+        "from vllm.model_executor.models import ModelRegistry\n"
+        "from vllm.platforms import current_platform\n"
+        "current_platform.pre_register_and_update()\n"
+        "for name in ('LlamaForCausalLM', 'Qwen3_5ForCausalLM', 'EagleLlamaForCausalLM'):\n"
+        "    assert ModelRegistry._try_inspect_model_cls(name).is_text_generation_model\n"
+        "apart = {'interfaces', 'interfaces_base', 'registry'}\n"
+        "print([name for name in sys.modules if name.startswith('vllm.model_executor.models.')\n"
+        "       and name.rsplit('.')[-1] not in apart])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+def test_a_class_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="MixtralForCausalLM with MLX"):
+        ours()["MixtralForCausalLM"].load_model_cls()
+
+
+def test_vllm_may_remember_and_send_an_answer():
+    model = ours()["JambaForCausalLM"]
+    assert {model: 1}[pickle.loads(pickle.dumps(model))] == 1
+    info = model.inspect_model_cls()
+    assert pickle.loads(pickle.dumps(info)) == info
+    assert (info.is_hybrid, info.has_inner_state, info.is_attention_free) == (True, True, False)
+
+
+def test_every_head_that_drafts_is_known():
+    served = ours()
+    heads = {name for method in BY_NAME.values() for name in method.architectures}
+    assert heads and heads <= served.keys()
+    assert {"MedusaModel", "MLPSpeculatorPreTrainedModel"} <= served.keys()
+
+
+def test_models_of_images_stay_vllms():
+    names = ("Qwen3VLForConditionalGeneration", "MuseGlimmerForCausalLM", "BertModel")
+    assert not set(names) & ours().keys()
+    assert set(names) <= ModelRegistry.models.keys()
