@@ -203,12 +203,15 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
         # Query rows that fill a tile. A tile of less than one query row may reach into the next,
         # and so see one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
-        # A window's first key is rounded down to a strip: one of four contexts is longest.
+        # The shortest context that is split, and one that is split in a window: its first key is
+        # rounded down to a strip, so one of four contexts is longest.
         lengths = [queries[0]] + (
-            [2 * _SHORTEST_SPLIT + k for k in range(_STRIP)] if tiles.split else []
+            [_SHORTEST_SPLIT + 1, *(2 * _SHORTEST_SPLIT + k for k in range(_STRIP))]
+            if tiles.split
+            else []
         )
         made = {
-            trial.dispatches[0].num_splits > 1: trial
+            _variant(trial): trial
             for trial in (
                 plan(
                     np.array([0, query], np.int32),
@@ -223,6 +226,13 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
             )
         }
         yield from made.values()
+
+
+def _variant(trial: AttentionPlan) -> tuple[bool, bool]:
+    """What sets the pipelines of one tile apart: splits, and statistics too few for a buffer."""
+    (dispatch,) = trial.dispatches
+    statistics = 2 * dispatch.num_splits * dispatch.num_rows * trial.shape.num_heads
+    return dispatch.num_splits > 1, dispatch.num_splits > 1 and statistics < MIN_ELEMENTS
 
 
 def _power_of_two(count: int) -> int:
