@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +73,20 @@ def counter(metrics: str, name: str) -> float:
 
 
 @contextmanager
-def serve(model: str, options: Sequence[str], log: Path, timeout: float) -> Iterator[Server]:
+def serve(
+    model: str,
+    options: Sequence[str],
+    log: Path,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """Runs `vllm serve` until the block ends, however it ends.
 
     Args:
         options: more of its command line.
         log: file for what it prints.
         timeout: seconds it may take to answer.
+        environment: of the server; None: this process's.
 
     Raises:
         ServerError: it exited, or did not answer in time.
@@ -88,7 +95,8 @@ def serve(model: str, options: Sequence[str], log: Path, timeout: float) -> Iter
     url = f"http://127.0.0.1:{port}"
     command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(port), *options]
     # Endpoints that change the server's state, such as the reset of its cache, are for this mode.
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**(os.environ if environment is None else environment)}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"
     with log.open("w") as output:
         process = subprocess.Popen(
             command,

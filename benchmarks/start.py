@@ -2,8 +2,9 @@
 """Where the time goes until an engine is ready: first start and second, in processes of their own.
 
 A first start finds no bytecode, and empty caches of vLLM and of this plugin: it converts the
-embedded model. A second start finds what the first has left. With --before, another checkout of
-this repository is started in turn, under the same interpreter and packages.
+embedded model. A second start finds what the first has left. The engine has the settings of
+examples/demo.py. With --before, another checkout of this repository is started in turn, under the
+same interpreter and packages.
 """
 
 import argparse
@@ -52,8 +53,7 @@ def main() -> None:
                     phases = measured(tree, Path(caches))
                     found[name].setdefault(which, []).append(phases)
                     note(f"{name}, run {run + 1}, {which}: {sum(phases.values()):.1f} s")
-                for command, line in COMMANDS.items():
-                    seconds = timed(tree, Path(caches), line)
+                for command, seconds in commands(tree, Path(caches)).items():
                     found[name].setdefault(command, []).append(seconds)
     report(found)
 
@@ -64,6 +64,7 @@ def start() -> dict[str, float]:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     sys.path.insert(0, str(ROOT / "examples"))
     import _common
+    import demo
 
     _common.prepare(offline=True)
     clock = time.time()
@@ -75,7 +76,11 @@ def start() -> dict[str, float]:
 
     imported = time.time()
     config = EngineArgs(
-        model=str(model), max_model_len=1024, max_num_seqs=1, max_num_batched_tokens=512
+        model=str(model),
+        max_model_len=demo.MAX_MODEL_LEN,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=int(demo.KV_CACHE_GIB * 2**30),
     ).create_engine_config()
     configured = time.time()
     from vllm_metal.worker.worker import MetalWorker
@@ -128,19 +133,29 @@ def measured(tree: Path, caches: Path) -> dict[str, float]:
     return phases
 
 
-def timed(tree: Path, caches: Path, line: list[str]) -> float:
-    """Seconds of a command of ours whose modules are compiled."""
+def commands(tree: Path, caches: Path) -> dict[str, float]:
+    """Seconds that a checkout's commands take whose modules are compiled; of a server, until it
+    is healthy."""
+    from _server import serve
+
     (model,) = (caches / "vllm-metal" / "models").glob("SmolLM2*[0-9]")
-    words = [word.format(model=model) for word in line]
-    begun = time.time()
-    subprocess.run(
-        [sys.executable, "-c", "from vllm_metal.commands.cli import main; main()", *words],
-        env=environment(tree, caches),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=True,
-    )
-    return time.time() - begun
+    asked, found = environment(tree, caches), {}
+    for command, line in COMMANDS.items():
+        words = [word.format(model=model) for word in line]
+        begun = time.time()
+        subprocess.run(
+            [sys.executable, "-c", "from vllm_metal.commands.cli import main; main()", *words],
+            env=asked,
+            capture_output=True,
+            check=True,
+        )
+        found[command] = time.time() - begun
+    for which in ("server, first start", "server, second start"):  # of modules that only it has
+        begun = time.time()
+        options = ("--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28))
+        with serve(str(model), options, caches / "log", 300, asked):
+            found[which] = time.time() - begun
+    return found
 
 
 def report(found: dict[str, dict[str, list[Any]]]) -> None:
@@ -167,7 +182,7 @@ def report(found: dict[str, dict[str, list[Any]]]) -> None:
         ["s, median", *found],
         [
             [command, *(statistics.median(runs[command]) for runs in found.values())]
-            for command in COMMANDS
+            for command in (*COMMANDS, "server, first start", "server, second start")
         ],
     )
     RESULTS.mkdir(exist_ok=True)
