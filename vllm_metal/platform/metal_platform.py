@@ -84,7 +84,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports nothing: vLLM's compiled kernels are made for processors with AVX-512 BF16."""
+        """Imports nothing: none of vLLM's compiled kernels is used, and some processors lack what they need."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
