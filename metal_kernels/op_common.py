@@ -13,7 +13,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels import command_buffers
 from metal_kernels.kernel import MIN_ELEMENTS
+
+command_buffers.raise_limit()  # before the arrays below
 
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales

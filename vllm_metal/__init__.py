@@ -14,13 +14,16 @@ def register() -> str | None:
     """
     import gc
 
+    from metal_kernels import command_buffers
     from vllm_metal.settings.envs import requested_device
 
     # vLLM asks amid its imports, with torch's half a million objects made. Without them the
     # collector takes a tenth less of a start's time; they stay for as long as the process anyway.
     gc.freeze()
     try:
-        applies = requested_device() is not None
+        device = requested_device()
     except ValueError:
-        applies = True
-    return PLATFORM if applies else None
+        return PLATFORM
+    if device == "metal":
+        command_buffers.raise_limit()  # before anything of this process makes an array
+    return None if device is None else PLATFORM

@@ -13,6 +13,7 @@ from vllm_metal.memory.budget import (
     GIB,
     AskedPool,
     Measured,
+    Most,
     Request,
     Settings,
     budget_of,
@@ -65,7 +66,7 @@ def flags(draw):
         max_num_seqs=draw(st.integers(1, 1024)),
         max_model_len=draw(st.integers(1, 1_000_000)),
         fitted=draw(st.booleans()),
-        most=draw(st.none() | st.just(4 * GIB)),
+        most=draw(st.none() | st.just(Most(4 * GIB, "on a CPU"))),
         asked=asked,
     )
 
@@ -89,7 +90,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
         assert not fits(machine, flag, request)
         return
     pool = pool_bytes(machine, flag)
-    assert pool >= request.needed(1 if flag.fitted else flag.max_model_len)
+    assert pool >= request.needed(flag.least_context)
     used = machine.other_engines + machine.weights + machine.draft_weights + pool
     used += machine.transfers
     if flag.asked is None:
@@ -254,7 +255,7 @@ def test_a_pool_asked_for_too_small_names_the_size_that_would_do():
 
 def test_a_cpus_pool_is_bounded_unless_asked_for():
     linux = replace(EIGHT_GB_MAC, total=64 * GIB, weights=GIB)
-    settings = replace(DEFAULTS, most=4 * GIB)
+    settings = replace(DEFAULTS, most=Most(4 * GIB, "on a CPU"))
     assert budget_of(linux, settings).left == 4 * GIB
     with pytest.raises(BudgetError, match=r"--kv-cache-memory-bytes \d+"):
         check(linux, replace(settings, max_model_len=100_000), QWEN)

@@ -115,12 +115,29 @@ def test_what_the_model_itself_takes_does_not_count_against_it(serve):
 
 
 def test_an_idle_mac_gives_what_metal_recommends(serve):
-    pool = serve(IDLE, max_model_len=16_384)
-    assert pool > 0.92 * IDLE.ram * IDLE.gpu_share - WEIGHTS - GIB
+    pool = serve(IDLE, max_model_len=16_384, gpu_memory_utilization=0.9)
+    assert pool > 0.9 * IDLE.ram * IDLE.gpu_share - WEIGHTS - GIB
+
+
+def test_a_quarter_of_it_will_do_unless_a_request_or_its_user_wants_more(serve):
+    quarter = int(IDLE.ram * IDLE.gpu_share) // 4
+    assert serve(IDLE, max_model_len=4096) == quarter
+    longest = (16_384 + 16) * KV_BYTES_PER_TOKEN  # and the block that vLLM keeps for itself
+    assert serve(IDLE, max_model_len=16_384) == quarter > longest
+    longest = (24_576 + 16) * KV_BYTES_PER_TOKEN
+    assert serve(IDLE, max_model_len=24_576) == longest > quarter
+
+
+def test_a_context_that_nobody_asked_for_is_what_fits(serve):
+    """131,072 tokens take 16 GiB."""
+    left = serve(IDLE, gpu_memory_utilization=0.9)
+    assert 1024 * KV_BYTES_PER_TOKEN < left < CONTEXT * KV_BYTES_PER_TOKEN
+    assert "1024 tokens, the least that is served unasked" in refusal(serve, FULL)
 
 
 def test_staging_of_transfers_is_taken_off_the_pool(serve):
-    pools = [serve(IDLE, max_model_len=4096, transfer_bytes=nbytes) for nbytes in (0, GIB // 8)]
+    options = {"max_model_len": 4096, "gpu_memory_utilization": 0.9}
+    pools = [serve(IDLE, transfer_bytes=nbytes, **options) for nbytes in (0, GIB // 8)]
     assert pools[0] - pools[1] == GIB // 8
 
 

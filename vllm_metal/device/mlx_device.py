@@ -2,7 +2,6 @@
 """The MLX device of this process and its memory figures."""
 
 import gc
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -21,13 +20,6 @@ class MemoryFigures:
     active: int  # held by live MLX arrays
 
 
-#: MLX ends a command buffer once the arrays bound in it hold this many Mi elements, by default 40
-#: or 50. It counts a KV pool whole, so each layer would end two command buffers. MLX's limit on the
-#: number of dispatches stays, and steps of much work end command buffers by themselves
-#: (metal_kernels/pace.py). MLX reads the variable when it first uses the GPU.
-_BOUND_PER_COMMAND_BUFFER = ("MLX_MAX_MB_PER_BUFFER", str(2**20))
-
-
 def select(device: Device) -> None:
     """Makes `device` MLX's default.
 
@@ -39,8 +31,6 @@ def select(device: Device) -> None:
             "VLLM_METAL_DEVICE=metal: MLX finds no Metal device; "
             "set VLLM_METAL_DEVICE=cpu for MLX's CPU backend"
         )
-    if device == "metal":
-        os.environ.setdefault(*_BOUND_PER_COMMAND_BUFFER)
     mx.set_default_device(mx.Device(mx.gpu if device == "metal" else mx.cpu))
 
 

@@ -52,7 +52,9 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     budget = budget_of(measured, settings)
     if fits(measured, settings, request):
         return budget
-    tokens = "a token" if settings.fitted else f"--max-model-len {settings.max_model_len}"
+    tokens = f"--max-model-len {settings.max_model_len}"
+    if settings.fitted:
+        tokens = f"{settings.least_context} tokens, the least that is served unasked,"
     problem = (
         f"one request of {tokens} needs {least(settings, request) / GIB:.2f} GiB of KV cache, and "
         f"there are {pool_bytes(measured, settings) / GIB:.2f}"
@@ -98,7 +100,7 @@ def _other_pool(now: Change) -> Iterator[Change]:
     needed = least(now.settings, now.request)
     asked = now.settings.asked
     if asked is None:
-        if now.settings.most is not None and needed > now.settings.most:
+        if now.settings.most is not None and needed > now.settings.most.nbytes:
             pool = AskedPool("--kv-cache-memory-bytes", needed, 1)
             if needed <= budget_of(now.measured, replace(now.settings, most=None)).left:
                 settings = replace(now.settings, asked=pool)

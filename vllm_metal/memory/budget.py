@@ -17,6 +17,10 @@ GIB = 2**30
 #: what that would be on a Mac of 8 GB, whose working set is 5.3.
 MARGIN_SHARE = 1 / 16
 MARGIN_FLOOR = GIB // 2
+#: Where the length of a context is what fits, the least that will do: a share of what the model is
+#: made for, and so many tokens at most, a question of a page and its answer.
+LEAST_CONTEXT_SHARE = 1 / 8
+LEAST_CONTEXT = 1024
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,23 @@ class Settings:
     max_num_seqs: int
     max_model_len: int
     fitted: bool = False  # --max-model-len -1: the longest that the pool has room for
-    most: int | None = None  # bytes of the largest pool that is made unasked
+    most: Most | None = None
     asked: AskedPool | None = None
+
+    @property
+    def least_context(self) -> int:
+        """Tokens that one request must have room for."""
+        if not self.fitted:
+            return self.max_model_len
+        return max(min(int(self.max_model_len * LEAST_CONTEXT_SHARE), LEAST_CONTEXT), 1)
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest pool that is made unasked."""
+
+    nbytes: int
+    reason: str  # for the line of what it leaves
 
 
 @dataclass(frozen=True)
@@ -131,8 +150,8 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         ("- buffers MLX keeps for reuse", -measured.cache),
     ]
     left = sum(nbytes for _, nbytes in lines)
-    if settings.most is not None and left > settings.most:
-        lines.append(("- left alone, on a CPU", settings.most - left))
+    if settings.most is not None and left > settings.most.nbytes:
+        lines.append((f"- left alone, {settings.most.reason}", settings.most.nbytes - left))
     return Budget(_worth_showing(lines))
 
 
@@ -161,7 +180,7 @@ def pool_bytes(measured: Measured, settings: Settings) -> int:
 
 
 def fits(measured: Measured, settings: Settings, request: Request) -> bool:
-    """Whether the pool holds a request of max_model_len tokens, or of one if that is fitted."""
+    """Whether the pool holds a request of max_model_len tokens, or the least, if that is fitted."""
     return least(settings, request) <= pool_bytes(measured, settings)
 
 
@@ -180,4 +199,4 @@ def longest(measured: Measured, settings: Settings, request: Request) -> int:
 
 def least(settings: Settings, request: Request) -> int:
     """Bytes of the smallest pool that will do."""
-    return request.needed(1 if settings.fitted else settings.max_model_len)
+    return request.needed(settings.least_context)

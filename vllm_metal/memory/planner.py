@@ -22,7 +22,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.memory import advice, budget
-from vllm_metal.memory.budget import AskedPool, Measured, Request, Settings
+from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
 from vllm_metal.memory.profile import most_sampled, profile_layers, profile_sampling
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.sample import rows_at_once
@@ -35,6 +35,7 @@ from vllm_metal.vllm_patches.kv_cache_planning import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.cache import CacheConfig
 
     from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
@@ -49,6 +50,11 @@ CPU_CACHE = 32 * 2**20
 #: The CPU device shares memory with everything else on the machine and is for trying things out,
 #: so it takes this much and no more unless --kv-cache-memory-bytes says otherwise.
 CPU_POOL_LIMIT = 4 * budget.GIB
+#: The largest pool on Metal, as a share of the working set, unless one request of the longest
+#: context takes more, or --gpu-memory-utilization is set. All of a pool is touched at start, and
+#: macOS has it back in place after a pause at some 19 ms a GB (llama.cpp#10119), so a larger one is
+#: for whoever wants it: a quarter of 64 GB holds 80,000 tokens of an 8B model.
+METAL_POOL_SHARE = 1 / 4
 #: Peaks are rounded up to a multiple of this: MLX runs ahead of the device by as much as timing
 #: allows, and the same model should get the same pool at every start.
 ROUNDING = 16 * 2**20
@@ -138,7 +144,7 @@ class Memory:
             BudgetError: it would not hold one request of max_model_len.
         """
         needs = Needs.of(config, specs)
-        settings = settings_of(config, self._kind, needs.block_bytes)
+        settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantised)
         measured = replace(self._at_rest(draft_weights), transfers=transfer_bytes)
         if settings.asked is not None:
@@ -151,6 +157,14 @@ class Memory:
         measured = at_work(measured, settings, request, workload.beside, forward)
         found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
+        length = budget.longest(measured, settings, request)
+        if settings.fitted and length < settings.max_model_len:
+            logger.info(
+                "A request may have %d tokens, of the %d that the model is made for: as many as "
+                "fit. docs/memory.md has the flags that make it more",
+                length,
+                settings.max_model_len,
+            )
         self._hold_to(self._other_engines + budget.room(measured, settings))
         if self._kind == "metal":
             mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured))
@@ -296,12 +310,21 @@ class Needs:
         return Needs(placed.kv_cache_tensors[0].size // placed.num_blocks, blocks)
 
 
-def settings_of(config: VllmConfig, kind: Device, block_bytes: int) -> Settings:
-    """What of vLLM's settings the sum depends on."""
+def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> Settings:
+    """What of vLLM's settings the sum depends on.
+
+    Args:
+        config: vLLM's.
+        kind: of the device.
+        needs: of a pool for the model.
+        total: bytes that the device may use at all.
+    """
     cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
     asked = None
     if cache.num_gpu_blocks_override is not None:
-        asked = AskedPool("--num-gpu-blocks-override", cache.num_gpu_blocks_override, block_bytes)
+        asked = AskedPool(
+            "--num-gpu-blocks-override", cache.num_gpu_blocks_override, needs.block_bytes
+        )
     elif cache.kv_cache_memory_bytes is not None:
         asked = AskedPool("--kv-cache-memory-bytes", cache.kv_cache_memory_bytes, 1)
     return Settings(
@@ -310,9 +333,19 @@ def settings_of(config: VllmConfig, kind: Device, block_bytes: int) -> Settings:
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=model.max_model_len,
         fitted=model.original_max_model_len == -1,
-        most=CPU_POOL_LIMIT if kind == "cpu" else None,
+        most=_most(cache, kind, needs(model.max_model_len), total),
         asked=asked,
     )
+
+
+def _most(cache: CacheConfig, kind: Device, longest: int, total: int) -> Most | None:
+    """The largest pool that is made unasked; `longest`: bytes of a request of max_model_len."""
+    if kind == "cpu":
+        return Most(CPU_POOL_LIMIT, "on a CPU")
+    if cache.gpu_memory_utilization != type(cache).gpu_memory_utilization:
+        return None
+    share = max(int(total * METAL_POOL_SHARE), longest)
+    return Most(share, "unless --gpu-memory-utilization is set")
 
 
 def quantised_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:

@@ -84,7 +84,7 @@ class MetalPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports nothing: none of vLLM's compiled kernels is used, and some processors lack what they need."""
+        """Imports nothing: vLLM's compiled kernels are not used, and end some x86 processes."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -148,6 +148,7 @@ class MetalPlatform(Platform):
 
         probe.warn_if_untested()
         engine_args.set_batch_defaults(MAX_NUM_BATCHED_TOKENS[cls.mlx_device], MAX_NUM_SEQS)
+        engine_args.fit_the_context()
         engine_args.accept_int8_kv_cache(parser)
         engine_args.cache_prefixes_of_states()
         processes.stay_in_process_on_macos()

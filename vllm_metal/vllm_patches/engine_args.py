@@ -38,6 +38,26 @@ def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
     )
 
 
+def fit_the_context() -> None:
+    """Has an unset --max-model-len mean the longest context that fits, as -1 does.
+
+    vLLM takes the longest that the model is made for, and does not start where the memory does not
+    hold one such request. That is for GPUs that are chosen for a model; a Mac is there already.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    replace(EngineArgs, "create_model_config", _fitted)
+
+
+def _fitted(create: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs], ModelConfig]:
+    def create_model_config(self: EngineArgs) -> ModelConfig:
+        if self.max_model_len is None:
+            self.max_model_len = -1
+        return create(self)
+
+    return create_model_config
+
+
 def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
     """Lets users write `--kv-cache-dtype int8`, as they write `fp8`.
 

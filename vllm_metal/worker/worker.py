@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from metal_kernels import command_buffers
 from metal_kernels.cache import cache_dir
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
@@ -94,6 +95,11 @@ class MetalWorker(WorkerBase):
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
+        if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
+            logger.warning(
+                "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
+                "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
+            )
         self._memory = Memory(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
         self._seed()

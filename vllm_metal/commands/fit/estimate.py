@@ -130,7 +130,7 @@ def estimate(
     block_size = config.cache_config.block_size
     specs = kv_cache_specs(model.layers, block_size, pool_dtype)
     needs = Needs.of(config, specs)
-    settings = settings_of(config, machine.kind, needs.block_bytes)
+    settings = settings_of(config, machine.kind, needs, machine.total)
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
     step = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)

@@ -137,9 +137,10 @@ _ENGINE_ARGUMENTS = (
     Touched(
         "vllm.engine.arg_utils:EngineArgs",
         by="vllm_patches/engine_args.py vllm_patches/speculation.py",
-        fields="speculative_config spec_method enable_prefix_caching",
+        fields="speculative_config spec_method enable_prefix_caching max_model_len",
         methods={
             "_set_default_chunked_prefill_and_prefix_caching_args": "model_config",
+            "create_model_config": "",
             "get_batch_defaults": "world_size",
             "create_speculative_config": "target_model_config target_parallel_config",
         },
