@@ -131,8 +131,8 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=units.tokens,
         metavar="TOKENS",
-        help="longest request, prompt and answer together, such as 32k; default: the longest the "
-        "model is made for",
+        help="longest request, prompt and answer together, such as 32k; default: what fits, up to "
+        "what the model is made for",
     )
     parser.add_argument(
         "--requests",

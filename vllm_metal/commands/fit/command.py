@@ -65,6 +65,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             dtype=dtype,
             cache_dtype=cache_dtype,
             max_model_len=_context(args, content),
+            fitted=args.context is None,
             max_num_seqs=requests,
             max_num_batched_tokens=rows,
             gpu_memory_utilization=args.gpu_memory_utilization,
@@ -74,7 +75,17 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:
             break  # what was asked for is quantised already
+    length = _length(estimates[args.kv_cache_dtype], args.requests or 1)
+    estimates = {name: estimate.of_length(length) for name, estimate in estimates.items()}
     return _judged(args, model, machine, estimates)
+
+
+def _length(asked: Estimate, requests: int) -> int:
+    """Tokens of the longest request: as asked for, else as the engine takes it, what fits."""
+    if not asked.settings.fitted:
+        return asked.settings.max_model_len
+    longest = budget.longest(asked.measured, asked.settings, asked.request(requests))
+    return max(longest, asked.settings.least_context)
 
 
 def _check(args: Namespace, cache_offered: bool) -> None:

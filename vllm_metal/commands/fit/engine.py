@@ -36,13 +36,15 @@ def config(
     block_size: int,
     block_size_asked: bool = False,
     max_model_len: int,
+    fitted: bool = False,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
 
-    It has what vLLM's planning of the KV cache reads, under vLLM's names.
+    It has what vLLM's planning of the KV cache reads, under vLLM's names. `fitted` says that nobody
+    asked for max_model_len, so that what fits is taken.
     """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
@@ -64,7 +66,7 @@ def config(
         attention_config=AttentionConfig(),
         model_config=SimpleNamespace(
             max_model_len=max_model_len,
-            original_max_model_len=max_model_len,
+            original_max_model_len=-1 if fitted else max_model_len,
             dtype=dtype,
             max_logprobs=20,  # vLLM's defaults from here on
             logprobs_mode="raw_logprobs",

@@ -105,6 +105,10 @@ class Estimate:
         length = self.settings.max_model_len
         return self.num_blocks * length // self.needs.blocks(length)
 
+    def of_length(self, tokens: int) -> Estimate:
+        """The same for requests of so many tokens, asked for by name."""
+        return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
+
     def request(self, count: int = 1) -> Request:
         """What the pool must hold: so many requests at once."""
         return Request(replace(self.needs, requests=count), self.quantised)
