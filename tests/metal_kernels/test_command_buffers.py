@@ -20,7 +20,7 @@ def note(function):
         noted.append(os.environ.get("MLX_MAX_MB_PER_BUFFER"))
         return function(*given, **named)
     return call
-for name in ("zeros", "ones", "arange", "device_info", "synchronize", "eval"):
+for name in ("zeros", "ones", "arange", "device_info", "device_count", "default_stream", "eval"):
     setattr(mx, name, note(getattr(mx, name)))
 real = mx.array
 class Meta(type):

@@ -166,11 +166,11 @@ def _of_requests(now: Change, requests: int) -> Measured:
 
 def _shorter_requests(now: Change) -> Iterator[Change]:
     tokens = longest(now.measured, now.settings, now.request)
-    if tokens and not now.settings.fitted:
+    if 0 < tokens < now.settings.least_context:
         yield replace(
             now,
             advice=f"--max-model-len {tokens} or less",
-            settings=replace(now.settings, max_model_len=tokens),
+            settings=replace(now.settings, max_model_len=tokens, fitted=False),
         )
 
 
@@ -189,13 +189,13 @@ def _less_elsewhere_and_shorter(now: Change) -> Iterator[Change]:
     in_use = _in_use_beyond_the_share(now.measured, now.settings)
     measured = replace(now.measured, in_use=now.measured.in_use - in_use)
     tokens = longest(measured, now.settings, now.request)
-    if in_use and tokens and not now.settings.fitted:
+    if in_use and 0 < tokens < now.settings.least_context:
         yield replace(
             now,
             advice=f"close other programs that hold {_up(in_use):.2f} GiB, and "
             f"--max-model-len {tokens}, together",
             measured=measured,
-            settings=replace(now.settings, max_model_len=tokens),
+            settings=replace(now.settings, max_model_len=tokens, fitted=False),
         )
 
 
@@ -213,7 +213,7 @@ def _all_smaller(now: Change) -> Iterator[Change]:
                 advice=f"--max-num-batched-tokens {tokens} --max-num-seqs {requests} "
                 f"--max-model-len {length} together (an estimate)",
                 measured=measured,
-                settings=replace(settings, max_model_len=length),
+                settings=replace(settings, max_model_len=length, fitted=False),
             )
 
 

@@ -51,9 +51,10 @@ def fit_the_context() -> None:
 
 def _fitted(create: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs], ModelConfig]:
     def create_model_config(self: EngineArgs) -> ModelConfig:
+        config = create(self)
         if self.max_model_len is None:
-            self.max_model_len = -1
-        return create(self)
+            config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
+        return config
 
     return create_model_config
 
