@@ -248,6 +248,8 @@ suggest() {
         VLLM_METAL_DEVICE=cpu
         export VLLM_METAL_DEVICE
         say "on Linux, once in a terminal: export VLLM_METAL_DEVICE=cpu"
+        # shellcheck disable=SC2016 # to be read by the user's shell
+        say 'a small model without a download: vllm serve $(vllm-metal model)'
     fi
     if answer=$("$root/current/.venv/bin/vllm-metal" fit 2>"$work/fit"); then
         say "a model that fits this machine is fetched and served by:"
