@@ -23,8 +23,34 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://releases.example/newest"
 TOOLS = (
-    *("awk", "basename", "bash", "cat", "chmod", "cmp", "cp", "cut", "dirname", "du", "grep", "gzip"),
-    *("head", "ln", "mkdir", "mktemp", "mv", "readlink", "rm", "rmdir", "sed", "sh", "sleep", "tail"),
+    *(
+        "awk",
+        "basename",
+        "bash",
+        "cat",
+        "chmod",
+        "cmp",
+        "cp",
+        "cut",
+        "dirname",
+        "du",
+        "grep",
+        "gzip",
+    ),
+    *(
+        "head",
+        "ln",
+        "mkdir",
+        "mktemp",
+        "mv",
+        "readlink",
+        "rm",
+        "rmdir",
+        "sed",
+        "sh",
+        "sleep",
+        "tail",
+    ),
     *("tar", "touch"),
 )
 SUMS = [tool for tool in ("sha256sum", "shasum") if shutil.which(tool)][:1]
@@ -77,7 +103,8 @@ done
 case "$url" in
     https://astral.sh/uv/install.sh)
         [ -n "${UV_TO_FETCH:-}" ] || exit 6
-        echo 'mkdir -p "$UV_UNMANAGED_INSTALL" && cp "$DOUBLES/fetched-uv" "$UV_UNMANAGED_INSTALL/uv"' >"$out" ;;
+        echo 'mkdir "$UV_UNMANAGED_INSTALL"
+            cp "$DOUBLES/fetched-uv" "$UV_UNMANAGED_INSTALL/uv"' >"$out" ;;
     ADDRESS/*) cp "$RELEASE/${url##*/}" "$out" || exit 22 ;;
     *) exit 6 ;;
 esac
@@ -191,7 +218,9 @@ class Machine:
         """The version that the command of that name in ~/.local/bin is."""
         program = self.home / ".local/bin" / name
         env = {"PATH": str(self.doubles), "CALLS": os.devnull}
-        return subprocess.run([program, "--version"], env=env, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [program, "--version"], env=env, capture_output=True, text=True
+        ).stdout
 
     def versions(self):
         return sorted(path.name for path in (self.root / "versions").iterdir())
