@@ -8,6 +8,8 @@ PYTHON ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # macOS: a vLLM wheel to use, instead of the one that scripts/vllm_wheel.py finds.
 VLLM_WHEEL ?=
+# Where a copy of dist/ will lie; `make dist` writes it into dist/install.sh.
+ADDRESS ?=
 # More arguments for pytest, e.g. PYTEST_ARGS="-k sampler".
 PYTEST_ARGS ?=
 # Of `make fuzz`: a seed and its options, as a failure prints them, or others (FUZZ=--help).
@@ -36,7 +38,7 @@ ifeq ($(PLATFORM),linux)
 demo bench: export VLLM_METAL_DEVICE := cpu
 endif
 
-.PHONY: help setup setup-dev demo test test-more test-slow fuzz vllm-tests lint format bench lock check-locks clean distclean
+.PHONY: help setup setup-dev demo test test-more test-slow fuzz vllm-tests lint format bench dist lock check-locks clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -111,6 +113,9 @@ bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, write
 	$(BIN)/python benchmarks/disaggregated.py --quick
 	$(BIN)/python benchmarks/cache_quality.py --quick
 	$(BIN)/python benchmarks/kernel_traffic.py
+
+dist: $(USERS_STAMP)  ## a release in dist/: wheel, source archive, install.sh (ADDRESS=https://...: where it will lie)
+	@ADDRESS='$(ADDRESS)' scripts/dist.sh
 
 lock:  ## resolve requirements/{linux,macos}{,-dev}.txt again (Linux, after make setup-dev)
 	scripts/lock.sh

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Makes .venv: vLLM and the plugin (editable), all pinned. With --dev, adds what tests and
-# benchmarks need, and the kernel interpreter (editable). Variables: PYTHON (interpreter to use),
-# TORCH_INDEX (where CPU builds of torch are, Linux), VLLM_WHEEL (another vLLM wheel, path or
-# address, macOS).
+# benchmarks need, and the kernel interpreter (editable). With --check, it only says whether this
+# machine will do. Variables: PYTHON (interpreter to use), TORCH_INDEX (where CPU builds of torch are,
+# Linux), VLLM_WHEEL (another vLLM wheel, path or address, macOS). install.sh names PLUGIN (the
+# plugin's wheel, in place of the clone) and AGAIN (the command that calls this script).
 # It runs under bash 3.2, the one macOS has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 UV_INSTALLER=https://astral.sh/uv/install.sh
+AGAIN=${AGAIN:-make setup}
 
 say() { echo "set-up: $*"; }
 
@@ -32,11 +34,12 @@ check_mac() {
     if [ "$(uname -m)" != arm64 ]; then
         [ "$(sysctl -n hw.optional.arm64 2>/dev/null || true)" = 1 ] ||
             die "this Mac has an Intel processor; MLX needs Apple silicon"
-        die "this terminal runs under Rosetta, as for an Intel Mac. In the Finder, untick \"Open using Rosetta\" in the terminal application's Get Info and open it again; or run: arch -arm64 make setup"
+        die "this terminal runs under Rosetta, as for an Intel Mac. In the Finder, untick \"Open using Rosetta\" in the terminal application's Get Info and open it again; or run: arch -arm64 $AGAIN"
     fi
     release=$(sw_vers -productVersion)
     [ "${release%%.*}" -ge 14 ] || die "this is macOS $release; MLX needs 14 or newer"
-    xcode-select -p >/dev/null 2>&1 || say "git and make come with: xcode-select --install"
+    [ -n "${PLUGIN:-}" ] || xcode-select -p >/dev/null 2>&1 ||
+        say "git and make come with: xcode-select --install"
 }
 
 suits() {
@@ -58,9 +61,9 @@ no_python() {
     die "no Python $wanted here (tried: uv $candidates). These two commands get one and use it:
 
     curl -LsSf $UV_INSTALLER | sh
-    make setup
+    $AGAIN
 
-Or install one yourself (macOS: brew install python@3.12; Debian: apt install python3-venv) and name it: make setup PYTHON=/path/to/python"
+Or install one yourself (macOS: brew install python@3.12; Debian: apt install python3-venv) and name it: export PYTHON=/path/to/python; $AGAIN"
 }
 
 make_environment() {
@@ -72,6 +75,8 @@ make_environment() {
         say "uv has no Python $wanted; looking for another"
     fi
     for candidate in ${PYTHON:-$candidates}; do
+        # On a Mac without Apple's tools it opens a window that offers them; with them it is 3.9.
+        case "$platform:$(command -v "$candidate")" in macos:/usr/bin/python3) continue ;; esac
         if suits "$candidate"; then
             "$candidate" -c "import ensurepip, venv" 2>/dev/null ||
                 die "$candidate has no venv module; on Debian: apt install python3-venv"
@@ -144,7 +149,11 @@ install_users() {
     else
         install "$vllm"
     fi
-    install --no-build-isolation --editable .
+    if [ -n "${PLUGIN:-}" ]; then
+        install --no-index "$PLUGIN"
+    else
+        install --no-build-isolation --editable .
+    fi
 }
 
 # MLX's wheel for macOS 26 is built for 26.2, and installers cannot tell (ml-explore/mlx#4525).
@@ -162,6 +171,7 @@ replace_mlx() {
 
 uv=$(find_uv)
 if [ "$platform" = macos ]; then check_mac; fi
+[ "${1:-}" != --check ] || exit 0
 [ -x .venv/bin/python ] || make_environment
 suits .venv/bin/python ||
     die ".venv is not of Python $wanted: remove it (rm -r .venv) and try again"

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -36,10 +37,17 @@ def _unwind(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(version("vllm-metal"))
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-metal", description="Serve mlx-lm models with vLLM on Apple silicon."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_convert(commands.add_parser("convert", help="turn a GGUF file into a model directory"))
     _add_model(commands.add_parser("model", help="print the path of the embedded default model"))
@@ -119,7 +127,11 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "and 1 if they do not."
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, or a name on the Hugging Face hub; default: of a few well-known models, the "
+        "largest that fits (the hub is not asked)",
     )
     parser.add_argument(
         "--memory",

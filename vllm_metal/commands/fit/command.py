@@ -16,6 +16,7 @@ from vllm_metal.platform import metal_platform  # first: it loads a BLAS before 
 # isort: split
 from vllm_metal.commands.fit import engine, report
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
+from vllm_metal.commands.fit.known import KNOWN, KnownModel
 from vllm_metal.commands.fit.machine import Machine
 from vllm_metal.commands.fit.report import Answer
 from vllm_metal.commands.fit.source import folder
@@ -26,10 +27,14 @@ from vllm_metal.models.weight_files import ModelLoadError
 #: The quantised cache that is compared with the asked one; int8 takes the same bytes.
 _QUANTISED = "fp8"
 _NAMED_CHANGES = 4
+#: Lengths that are tried with known models; a long chat needs the least of them.
+_CONTEXTS = (8192, 16384, 32768)
 
 
 def run(args: Namespace) -> int:
     """Prints the answer and returns the exit status: 0 if the requests fit, 1 if not.
+
+    Without a model, the answer is that of the largest known one that fits.
 
     Args:
         args: of `vllm_metal.commands.cli`; None where an option was not given.
@@ -39,12 +44,38 @@ def run(args: Namespace) -> int:
     """
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
     try:
-        with folder(args.model) as path:
-            answer = _answer(args, path, machine)
+        if args.model is None:
+            answer = _largest_known(args, machine)
+        else:
+            with folder(args.model) as path:
+                answer = _answer(args, path, machine)
     except (ModelLoadError, NotImplementedError) as error:
         raise ValueError(str(error)) from error
     print(json.dumps(report.as_json(answer), indent=1) if args.json else report.as_text(answer))
     return 0 if answer.fits else 1
+
+
+def _largest_known(args: Namespace, machine: Machine) -> Answer:
+    """The answer for the largest known model that fits, or for the smallest of all.
+
+    The context is that of --context, or the longest of `_CONTEXTS` that fits.
+    """
+    least, *longer = (args.context,) if args.context else _CONTEXTS
+    for known in KNOWN:
+        with known.folder() as path:
+            weights = (path / "model.safetensors").stat().st_size
+            if known is not KNOWN[-1] and weights > machine.total - machine.in_use:
+                continue  # the estimate of a step takes seconds
+
+            def answer(context: int, known: KnownModel = known, path: Path = path) -> Answer:
+                asked = vars(args) | {"model": known.name, "context": context}
+                return _answer(Namespace(**asked), path, machine)
+
+            found = answer(least)
+            if found.fits:
+                better = (answer(context) for context in reversed(longer))
+                return next((one for one in better if one.fits), found)
+    return found
 
 
 def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
