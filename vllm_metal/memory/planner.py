@@ -50,11 +50,13 @@ CPU_CACHE = 32 * 2**20
 #: The CPU device shares memory with everything else on the machine and is for trying things out,
 #: so it takes this much and no more unless --kv-cache-memory-bytes says otherwise.
 CPU_POOL_LIMIT = 4 * budget.GIB
-#: The largest pool on Metal, as a share of the working set, unless one request of the longest
-#: context takes more, or --gpu-memory-utilization is set. All of a pool is touched at start, and
-#: macOS has it back in place after a pause at some 19 ms a GB (llama.cpp#10119), so a larger one is
-#: for whoever wants it: a quarter of 64 GB holds 80,000 tokens of an 8B model.
+#: The largest pool on Metal: a share of the working set, and so many bytes, unless one request of
+#: the longest context takes more, or --gpu-memory-utilization is set. All of a pool is touched at
+#: start, and after a pause macOS takes some 19 ms a GB to have it in place again (llama.cpp#10119):
+#: 0.6 s for 32. So a larger one is for whoever wants it: 12 GiB, the share of a Mac of 64 GB, are
+#: 85,000 tokens of an 8B model.
 METAL_POOL_SHARE = 1 / 4
+METAL_POOL_LIMIT = 32 * budget.GIB
 #: Peaks are rounded up to a multiple of this: MLX runs ahead of the device by as much as timing
 #: allows, and the same model should get the same pool at every start.
 ROUNDING = 16 * 2**20
@@ -344,8 +346,8 @@ def _most(cache: CacheConfig, kind: Device, longest: int, total: int) -> Most | 
         return Most(CPU_POOL_LIMIT, "on a CPU")
     if cache.gpu_memory_utilization != type(cache).gpu_memory_utilization:
         return None
-    share = max(int(total * METAL_POOL_SHARE), longest)
-    return Most(share, "unless --gpu-memory-utilization is set")
+    unasked = min(int(total * METAL_POOL_SHARE), METAL_POOL_LIMIT)
+    return Most(max(unasked, longest), "unless --gpu-memory-utilization is set")
 
 
 def quantised_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float | None:
