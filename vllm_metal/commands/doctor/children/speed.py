@@ -37,8 +37,10 @@ def main() -> None:
     config = llm.llm_engine.vllm_config
     longest = config.model_config.max_model_len
     num_prompt, num_answer = min(_PROMPT, longest // 2), min(_ANSWER, longest // 4)
+    num_blocks = config.cache_config.num_gpu_blocks
+    assert num_blocks is not None  # set once the pool is there
     say(
-        pool_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+        pool_tokens=num_blocks * config.cache_config.block_size,
         active_bytes=mx.get_active_memory(),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         num_prompt=num_prompt,
