@@ -87,7 +87,7 @@ def test_runs_all_that_users_do_and_every_kernel_and_writes_a_report(tmp_path: P
     assert "ms after 3 s" in found["a step after the device was idle"]["seen"]
     assert "of mlx-lm's" in found["speed beside mlx-lm"]["seen"]
     engine, alone = report["speed"]["engine"], report["speed"]["mlx-lm"]
-    assert engine["num_answer"] == alone["num_answer"] == 64  # the tiny model holds 512 tokens
+    assert engine["num_answer"] == alone["num_answer"] == 64  # as much as any model here holds
     assert min(engine["decode"], engine["prefill"], alone["decode"], alone["prefill"]) > 0
     assert engine["pool_tokens"] > 512 and engine["step_after_idle_seconds"] > 0
     assert report["machine"]["wheels"]["mlx"].startswith("cp")
