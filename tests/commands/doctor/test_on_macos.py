@@ -27,6 +27,10 @@ def test_the_first_releases_of_macos_26_are_warned_of_and_rosetta_fails(tmp_path
     found = findings(report)
     assert found["system"]["status"] == "warning" and "26.1" in found["system"]["seen"]
     assert "macosx_15_0_arm64" in result.stdout
+    told = json.loads(report.read_text())["machine"]
+    assert told["sw_vers"] == []  # the double has no such command
+    assert told["memory_bytes"] > 2**30
+    assert told["wired_limit_mb"] is None  # the double's kernel has no such number
     full = {"DARWIN_DOUBLE_AVAILABLE": "1000000000", "DARWIN_DOUBLE_FILES": "0"}
     full["DARWIN_DOUBLE_LEVEL"] = "3"
     result = run(command, timeout=120, DARWIN_DOUBLE_ROSETTA="1", **full)

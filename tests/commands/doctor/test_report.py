@@ -96,3 +96,13 @@ def test_commands_are_printed_on_one_line(tmp_path: Path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(command in line for line in lines) == 1
     assert all(len(line) <= 60 for line in lines if command not in line)
+
+
+def test_no_secret_of_the_environment_is_told(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
+    monkeypatch.setenv("A_SHORT_KEY", "on")  # a part of words
+    path = tmp_path / "report.json"
+    report = Report(path)
+    report.add(Finding("one", "failed", "seen", log=("token=hf_abcdefgh123, on and on",)))
+    assert "hf_abcdefgh123" not in path.read_text()
+    assert "token=SECRET, on and on" in path.read_text()

@@ -79,8 +79,21 @@ def test_runs_all_that_users_do_and_every_kernel_and_writes_a_report(tmp_path: P
     assert " 9 10 11 1" in found["engine's tokens"]["seen"]
     assert "10 of 10" in found["engine's tokens"]["seen"]
     assert "10 tokens streamed" in found["engine, as a server"]["seen"]
+    assert any(
+        "Memory for the KV cache" in line or "KV cache size" in line
+        for line in found["engine, as a server"]["log"]
+    )
+    assert found["MLX within vLLM"]["status"] == "ok"
+    assert "ms after 3 s" in found["a step after the device was idle"]["seen"]
+    assert "of mlx-lm's" in found["speed beside mlx-lm"]["seen"]
+    engine, alone = report["speed"]["engine"], report["speed"]["mlx-lm"]
+    assert engine["num_answer"] == alone["num_answer"] == 64  # as much as any model here holds
+    assert min(engine["decode"], engine["prefill"], alone["decode"], alone["prefill"]) > 0
+    assert engine["pool_tokens"] > 512 and engine["step_after_idle_seconds"] > 0
+    assert report["machine"]["wheels"]["mlx"].startswith("cp")
     order = [finding["name"] for finding in report["findings"]]
     assert order.index("MLX") < order.index("engine, in one process") < order.index("kernels")
+    assert order.index("platform") < order.index("MLX within vLLM")
 
 
 @pytest.mark.more

@@ -47,7 +47,7 @@ made.serve_forever()
 
 def found_of(script, changes: str):
     command = script(SERVER.replace("CHANGES", changes))
-    return server.try_server(SOME, True, ignore, command, LIMITS_HERE)
+    return server.try_server(SOME, True, ignore, command, LIMITS_HERE, idle_seconds=0.1)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,4 @@ def test_nothing_wrong_is_found_in_the_double(script, monkeypatch):
     found = found_of(script, "")
     assert found.status == "ok", (found.seen, *found.log)
     assert "exit status 0" in found.seen
+    assert "asked again: 0." in found.seen and "after 0.1 s idle" in found.seen

@@ -19,8 +19,8 @@ from typing import Any
 
 from vllm_metal.commands.doctor import messages
 
-#: Lines of a process's output that are kept for the report.
-KEPT_LINES = 400
+#: Lines of a process's output that are kept for the report: all of a start, and some traces.
+KEPT_LINES = 2000
 #: Seconds for each stage of a child. A disk may take minutes over a large model, a hub longer.
 LIMITS: Mapping[str, float] = MappingProxyType(
     {

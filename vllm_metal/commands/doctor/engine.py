@@ -39,6 +39,7 @@ def try_in_process(
     progress: Progress,
     command: Sequence[str] | None = None,
     limits: Mapping[str, float] = LIMITS,
+    variables: Mapping[str, str] | None = None,
 ) -> Ended:
     """Generates ten tokens with `LLM()` in a child process, and shuts it down.
 
@@ -47,9 +48,10 @@ def try_in_process(
         progress: called with the name of each stage.
         command: of the process, which must send the messages of children.ten_tokens.
         limits: seconds by stage.
+        variables: added to the process's environment.
     """
     command = command or python("vllm_metal.commands.doctor.children.ten_tokens", model.argument)
-    return run(command, progress, environment(model), limits)
+    return run(command, progress, environment(model) | dict(variables or {}), limits)
 
 
 def check_in_process(tried: Ended) -> Finding:

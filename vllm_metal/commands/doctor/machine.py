@@ -73,7 +73,7 @@ def this_system() -> System:
         machine=platform.machine(),
         release=tuple(int(number) for number in numbers if number.isdigit()),
         translated=darwin and sysctl.read(TRANSLATED) == 1,
-        mlx_wheel=_wheel_tag("mlx-metal"),
+        mlx_wheel=wheel_tag("mlx-metal"),
     )
 
 
@@ -96,7 +96,8 @@ def _macos_release() -> str:
     return told.stdout.strip() or platform.mac_ver()[0]
 
 
-def _wheel_tag(package: str) -> str | None:
+def wheel_tag(package: str) -> str | None:
+    """Tag of an installed wheel, such as ``py3-none-macosx_26_0_arm64``; None: not installed."""
     try:
         text = distribution(package).read_text("WHEEL") or ""
     except PackageNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints findings and writes them to a file, without names of user and machine.
+"""Prints findings and writes them to a file, without secrets and names of user and machine.
 
 Only commands on the user's own terminal keep their paths.
 """
@@ -25,6 +25,8 @@ from vllm_metal.commands.doctor.finding import Finding
 #: Lines of a process's output that are printed where it failed; all that are kept are in the file.
 SHOWN_LINES = 15
 _INDENT = " " * 9
+#: Variables whose values no report has, whatever process prints them.
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
 #: Addresses in a network; 127.* and 0.* are the same on every machine.
 _ADDRESSES = (
     re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b"),
@@ -154,11 +156,14 @@ class Report:
 
 
 def _private_words() -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of what identifies the user, with what is written instead."""
+    """Patterns of secrets and of what identifies the user, with what is written instead."""
     home, host = Path.home(), platform.node()
+    secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
     # Both: on macOS some folders are links. The longer first, as it may contain the other.
     homes = sorted({str(home), os.path.realpath(home)}, key=len, reverse=True)
-    words = [(address, "ADDRESS") for address in _ADDRESSES]
+    # First, as they may contain what the others replace; shorter ones are parts of words.
+    words = [(re.compile(re.escape(value)), "SECRET") for value in secrets if len(value) >= 8]
+    words += [(address, "ADDRESS") for address in _ADDRESSES]
     words += [(re.compile(rf"{re.escape(path)}(?![\w.-])"), "~") for path in homes if path != "/"]
     if user := home.name:
         words.append((re.compile(rf"(?<=/){re.escape(user)}\b|\b{re.escape(user)}(?=@)"), "USER"))

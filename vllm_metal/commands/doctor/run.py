@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import vllm_metal
-from vllm_metal.commands.doctor import engine, machine, model, packages, server
+from vllm_metal.commands.doctor import (
+    engine,
+    facts,
+    in_vllm,
+    machine,
+    model,
+    packages,
+    server,
+    speed,
+    variants,
+)
 from vllm_metal.commands.doctor.child import Ended
 from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.commands.doctor.model import Model
@@ -49,7 +59,7 @@ def run(
     looked = _look_at_machine(found, model_name)
     if "engine" in parts:
         with _guarded(found, "engine"):
-            _try_engine(found, looked, quick, model_name)
+            _try_engine(found, looked, quick, model_name, every)
     if "kernels" in parts:
         with _guarded(found, "kernels"):
             _try_kernels(found, looked, quick, every, again)
@@ -71,6 +81,8 @@ def _guarded(found: Report, name: str) -> Iterator[None]:
 def _look_at_machine(found: Report, model_name: str | None) -> Ended:
     """Returns what MLX says of it."""
     found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
+    with _guarded(found, "facts"):
+        found.add_facts(machine=facts.of_machine(), crash_reports=facts.crash_reports())
     system = machine.this_system()
     checks: dict[str, Callable[[], Finding]] = {
         "versions": packages.check_versions,
@@ -98,7 +110,9 @@ def _requested() -> envs.Device | None:
         return None
 
 
-def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | None) -> None:
+def _try_engine(
+    found: Report, looked: Ended, quick: bool, model_name: str | None, every: bool
+) -> None:
     if "settings" in found.failed or not looked.ok:
         found.add(Finding("engine", "warning", "not tried: correct what failed above first"))
         return
@@ -114,6 +128,8 @@ def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | Non
     if asked.told.get("platform") != vllm_metal.PLATFORM:
         found.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
         return
+    within = in_vllm.try_in_vllm(found.progress)
+    found.add(in_vllm.check(within, metal=looked.told["device"] == "metal"))
     with _model(found, model_name) as chosen:
         found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
         tried = engine.try_in_process(chosen, found.progress)
@@ -123,6 +139,24 @@ def _try_engine(found: Report, looked: Ended, quick: bool, model_name: str | Non
             found.add(engine.compare(chosen, tried, found.progress))
         found.announce(f"a server with {chosen.name} (half a minute, large models longer)")
         found.add(server.try_server(chosen, small_pool=quick, progress=found.progress))
+        if checked.status == "ok":
+            _time_engine(found, chosen, quick)
+            if every:
+                found.announce("the same engine with parts turned off, one at a time")
+                found.add(variants.check(tried, variants.try_all(chosen, found.progress)))
+
+
+def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
+    found.announce(f"the speed of an engine, and of mlx-lm alone, with {chosen.name}")
+    pool = engine.KV_CACHE_BYTES if quick else None
+    timed = speed.try_engine(chosen, pool, found.progress)
+    found.add(speed.check_idle(timed))
+    if not timed.ok:
+        found.add(speed.check_speed(timed, timed))
+        return
+    alone = speed.try_mlx_lm(chosen, timed, found.progress)
+    found.add(speed.check_speed(timed, alone))
+    found.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed of an engine beside mlx-lm's own, and of a step after the device was idle.
+
+Figures never fail: they depend on what else the machine does. They warn, and say what to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_metal.commands.doctor.child import Ended, Progress, python, run
+from vllm_metal.commands.doctor.engine import environment
+from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.commands.doctor.model import Model
+
+GIB = 2**30
+#: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
+#: step, which halves the speed of the smallest models on fast Macs, and is little beside others.
+LEAST_RATIO = 0.5
+#: A step after a pause that takes so many times a step's usual time, and so much longer (seconds),
+#: is one that a person notices before each answer.
+MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
+_REPORT_IT = "Attach the report to a bug report."
+_SMALLER = (
+    "macOS takes back memory that the GPU has not used for a while. A smaller KV cache is back "
+    "sooner: --kv-cache-memory-bytes, or --gpu-memory-utilization (docs/memory.md)."
+)
+
+
+def try_engine(
+    model: Model,
+    pool: int | None,
+    progress: Progress,
+    command: Sequence[str] | None = None,
+) -> Ended:
+    """Times an engine in a child process.
+
+    Args:
+        model: to load.
+        pool: bytes of the KV cache; None: as vLLM and the plugin choose for servers.
+        progress: called with the name of each stage.
+        command: of the process, which must send the messages of children.speed.
+    """
+    arguments = [model.argument] if pool is None else [model.argument, "--pool", str(pool)]
+    command = command or python("vllm_metal.commands.doctor.children.speed", *arguments)
+    return run(command, progress, environment(model))
+
+
+def try_mlx_lm(model: Model, timed: Ended, progress: Progress) -> Ended:
+    """Times mlx-lm alone, with the model's dtype and the lengths of an engine that was timed."""
+    told = timed.told
+    lengths = (str(told["num_prompt"]), str(told["num_answer"]))
+    module = "vllm_metal.commands.doctor.children.mlx_lm_speed"
+    return run(
+        python(module, model.argument, told["dtype"], *lengths), progress, environment(model)
+    )
+
+
+def check_speed(timed: Ended, alone: Ended) -> Finding:
+    """Compares tokens a second with mlx-lm's; see LEAST_RATIO."""
+    name = "speed beside mlx-lm"
+    for tried, who in ((timed, "the engine's"), (alone, "mlx-lm's")):
+        if not tried.ok:
+            seen = f"not compared: {who} process {tried.how}"
+            return Finding(name, "warning", seen, _REPORT_IT, tried.lines)
+    ratios = ratios_of(timed, alone)
+    seen = ", ".join(
+        f"{phase} {timed.told[phase]:.0f} tokens a second, {ratios[phase]:.2f} of mlx-lm's "
+        f"{alone.told[phase]:.0f}"
+        for phase in ratios
+    )
+    seen += (
+        f"; with a KV cache for {timed.told['pool_tokens']} tokens, "
+        f"{timed.told['active_bytes'] / GIB:.2f} GiB with the weights"
+    )
+    if min(ratios.values()) < LEAST_RATIO:
+        advice = (
+            "A model of some hundred million parameters may be so slow, a larger one should not: "
+            f"close other programs, and try yours with --model NAME. {_REPORT_IT}"
+        )
+        return Finding(name, "warning", seen, advice, timed.lines)
+    return Finding(name, "ok", seen, log=timed.lines)
+
+
+def ratios_of(timed: Ended, alone: Ended) -> dict[str, float]:
+    """The engine's tokens a second by mlx-lm's, for prefill and decode."""
+    return {phase: timed.told[phase] / alone.told[phase] for phase in ("prefill", "decode")}
+
+
+def check_idle(timed: Ended) -> Finding:
+    """Compares a decode step after a pause with one at once; see MOST_IDLE_RATIO."""
+    name = "a step after the device was idle"
+    if not timed.ok:
+        seen = f"not timed: the engine's process {timed.how}"
+        return Finding(name, "warning", seen, _REPORT_IT, timed.lines)
+    told = timed.told
+    once, after = told["step_seconds"], told["step_after_idle_seconds"]
+    seen = (
+        f"{1000 * after:.1f} ms after {told['idle_seconds']:g} s, {1000 * once:.1f} at once: "
+        f"{after / once:.1f} times as long"
+    )
+    if after > MOST_IDLE_RATIO * once and after - once > MOST_IDLE_SECONDS:
+        return Finding(name, "warning", seen, f"{_SMALLER} {_REPORT_IT}")
+    return Finding(name, "ok", seen)
