@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that MLX sees its device inside a process with all of vLLM's imports.
 
-With transformers 5.13, MLX found no Metal device in a process that had imported vLLM, though a bare
-`import mlx.core` did, and vLLM took its platform for CPUs without an error:
-https://github.com/vllm-project/vllm-metal/pull/471.
+mlx-lm 0.31.3 cannot be imported beside transformers 5.13, and vLLM goes on without a plugin whose
+import fails: MLX then found no Metal device in a process of vLLM's, though a bare `import mlx.core`
+did (https://github.com/vllm-project/vllm-metal/pull/471).
 """
 
 from __future__ import annotations
