@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,9 +76,10 @@ class KnownModel:
         nn.quantize(model, **self.config["quantization"])
         tensors: dict[str, TensorInfo] = {}
         end = 0
-        for name, array in tree_flatten(model.parameters()):
+        for name, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
             start, end = end, end + array.nbytes
-            tensors[name] = TensorInfo(_DTYPES[array.dtype], list(array.shape), (start, end))
+            dtype = cast(Any, _DTYPES[array.dtype])  # the hub's list of names has a typing error
+            tensors[name] = TensorInfo(dtype, list(array.shape), (start, end))
         return SafetensorsFileMetadata({}, tensors)
 
 
