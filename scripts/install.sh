@@ -109,8 +109,9 @@ read_sums() {
     archive=$(listed vllm_metal- .tar.gz)
     version=${wheel#vllm_metal-}
     version=${version%-py3-none-any.whl}
-    [ -n "$version" ] && [ "$archive" = "vllm_metal-$version.tar.gz" ] ||
+    if [ -z "$version" ] || [ "$archive" != "vllm_metal-$version.tar.gz" ]; then
         die "$source/SHA256SUMS does not list one wheel and its source archive"
+    fi
 }
 
 fetch_release() {
@@ -263,8 +264,9 @@ suggest() {
 roll_back() {
     begin
     before=$(version_of current) back=$(version_of previous)
-    [ -n "$back" ] && [ "$back" != "$before" ] ||
+    if [ -z "$back" ] || [ "$back" = "$before" ]; then
         die "there is no version before ${before:-this one}: one is kept at an update"
+    fi
     works "$root/previous" || die "$back does not start any more; $before stays"
     proven=$back
     point current "$back"

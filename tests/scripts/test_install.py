@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 from scripts.release import ROOT, copy_clone, make
 
+from vllm_metal.vllm_patches.releases import TESTED_VLLM
+
 ADDRESS = "https://releases.example/newest"
 TOOLS = (
     *(
@@ -139,7 +141,7 @@ class Machine:
         self.add("fetched-uv", UV, name="uv")
         self.add("venv-python", PYTHON.replace("MINOR", "12"), name="python")
         self.add("vllm-metal.program", PROGRAM, name="vllm-metal")
-        self.add("vllm.program", "echo 0.32.0\n", name="vllm")
+        self.add("vllm.program", "echo 7.8.9\n", name="vllm")
         if mac:
             self.add("sw_vers", "echo 15.5\n")
             self.add("xcode-select", "exit 2\n")
@@ -254,7 +256,7 @@ def index_of(calls, part):
 def test_a_machine_with_nothing_gets_all_of_it(machine):
     done, calls = machine.installed()
     assert machine.serves() == "1.0\n"
-    assert machine.serves("vllm") == "0.32.0\n"
+    assert machine.serves("vllm") == "7.8.9\n"
     assert machine.versions() == ["1.0-1"]
     assert (machine.root / "current/deploy/launchd").is_dir()
     # Ends with the command that serves.
@@ -356,7 +358,7 @@ def test_again_where_it_is_broken_mends_it(machine):
     machine.installed()
     (machine.root / "versions/1.0-1/.venv/bin/vllm").unlink()
     machine.installed()
-    assert machine.serves("vllm") == "0.32.0\n"
+    assert machine.serves("vllm") == "7.8.9\n"
     assert machine.versions() == ["1.0-1", "1.0-2"]
 
 
@@ -416,7 +418,7 @@ def test_killed_midway_the_old_version_serves_and_the_next_run_ends_well(machine
     done, _ = machine.install(KILL_AT=PLACES[place])
     assert done.returncode == -signal.SIGKILL
     assert machine.serves() == ("2.0\n" if place == "the new one is set" else "1.0\n")
-    assert machine.serves("vllm") == "0.32.0\n"
+    assert machine.serves("vllm") == "7.8.9\n"
     machine.installed()
     assert machine.serves() == "2.0\n"
     assert machine.versions() == ["1.0-1", "2.0-1"]
@@ -622,7 +624,7 @@ def test_a_real_install_and_update_in_an_empty_home(tmp_path):
         versions.append(shutil.copytree(make(clone), tmp_path / version))
     install(versions[0])
     assert out(commands / "vllm-metal", "--version") == "0.9.1\n"
-    assert out(commands / "vllm", "--version").startswith("0.32.")
+    assert out(commands / "vllm", "--version").startswith(f"{TESTED_VLLM}.")
     shown = out(root / "current/.venv/bin/python", root / "current/examples/demo.py")
     assert "All answers are right" in shown
 
