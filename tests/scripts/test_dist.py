@@ -3,7 +3,6 @@
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,34 +13,17 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from scripts.release import ROOT, copy_clone, make
 
-ROOT = Path(__file__).parents[2]
 ADDRESS = "https://releases.example/newest"
-#: What the script reads of a clone.
-PARTS = (
-    *(".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"),
-    *("vllm_metal", "metal_kernels", "requirements", "scripts", "deploy", "examples"),
-)
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    """A clone with what the script reads, and a release made of it."""
-    pytest.importorskip("hatchling", reason="make setup installs it")
-    clone = tmp_path_factory.mktemp("clone")
-    for part in PARTS:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        copy(ROOT / part, clone / part)
+def release(tmp_path_factory):
+    clone = copy_clone(tmp_path_factory.mktemp("clone"))
     (clone / "dist").mkdir()
     (clone / "dist" / "vllm_metal-0.0.1-py3-none-any.whl").write_text("an old one")
-    env = os.environ | {"PYTHON": sys.executable, "ADDRESS": ADDRESS}
-    subprocess.run(["bash", "scripts/dist.sh"], cwd=clone, env=env, check=True, timeout=60)
-    return clone
-
-
-@pytest.fixture(scope="module")
-def release(clone):
-    return clone / "dist"
+    return make(clone, ADDRESS)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +103,7 @@ def test_the_address_is_one_constant(release):
     assert (ROOT / "scripts" / "install.sh").read_text().count("\nADDRESS=\n") == 1
 
 
+@pytest.mark.more
 def test_the_wheel_works_installed_beside_vllm(wheel, tmp_path):
     """In an environment of its own, on top of the packages of this one, away from the clone."""
     environment = tmp_path / "environment"
@@ -136,7 +119,8 @@ def test_the_wheel_works_installed_beside_vllm(wheel, tmp_path):
     code = """
         import metal_kernels, vllm_metal
         from importlib.metadata import entry_points
-        (entry,) = {e.value for e in entry_points(group="vllm.platform_plugins") if e.name == "metal"}
+        plugins = entry_points(group="vllm.platform_plugins")
+        (entry,) = {plugin.value for plugin in plugins if plugin.name == "metal"}
         from vllm.platforms import current_platform
         from metal_kernels import kernel
         print(vllm_metal.__file__, metal_kernels.__file__, entry, type(current_platform).__name__)

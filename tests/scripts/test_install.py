@@ -9,18 +9,20 @@ its call, and may kill the installer there. One slow test installs for real.
 import hashlib
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from scripts.release import ROOT, copy_clone, make
 
-ROOT = Path(__file__).parents[2]
 ADDRESS = "https://releases.example/newest"
 TOOLS = (
     *(
@@ -582,6 +584,64 @@ def test_an_unknown_option_is_refused(machine):
     done, calls = machine.install("--help-me")
     assert done.returncode == 1 and "unknown option --help-me" in done.stderr
     assert calls == []
+
+
+#: Where the packages, and above all torch's CPU build, come from on this machine.
+_OF_THE_INDEX = ("PIP_", "SSL_", "TORCH_INDEX", "HTTPS_PROXY", "https_proxy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.platform != "linux", reason="on a Mac it would be a Mac's, without doubles")
+def test_a_real_install_and_update_in_an_empty_home(tmp_path):
+    """On this machine, from the package index: half a gigabyte is fetched."""
+    clone, home = copy_clone(tmp_path / "clone"), tmp_path / "a home"
+    home.mkdir()
+    kept = {k: v for k, v in os.environ.items() if k.startswith(_OF_THE_INDEX)}
+    env = kept | {"HOME": str(home), "PATH": "/usr/bin:/bin", "VLLM_METAL_DEVICE": "cpu"}
+    root, commands = home / ".local/share/vllm-metal", home / ".local/bin"
+    log = (tmp_path / "log").open("w+")
+
+    def start(release, *options):
+        line = ["sh", release / "install.sh", *options]
+        return subprocess.Popen(line, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def install(release, *options):
+        assert start(release, *options).wait(900) == 0, (tmp_path / "log").read_text()
+
+    def out(*line):
+        return subprocess.check_output(line, env=env, cwd=tmp_path, text=True, timeout=600)
+
+    versions = []
+    for version in ("0.9.1", "0.9.2"):
+        about = (clone / "pyproject.toml").read_text()
+        lines = [
+            f'version = "{version}"' if x.startswith("version") else x for x in about.split("\n")
+        ]
+        (clone / "pyproject.toml").write_text("\n".join(lines))
+        versions.append(shutil.copytree(make(clone), tmp_path / version))
+    install(versions[0])
+    assert out(commands / "vllm-metal", "--version") == "0.9.1\n"
+    assert out(commands / "vllm", "--version").startswith("0.32.")
+    shown = out(root / "current/.venv/bin/python", root / "current/examples/demo.py")
+    assert "All answers are right" in shown
+
+    killed = start(versions[1])
+    while not list(root.glob("versions/0.9.2-1/.venv/lib/*/site-packages/torch")):
+        assert killed.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.2)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert out(commands / "vllm-metal", "--version") == "0.9.1\n"
+
+    install(versions[1])
+    assert out(commands / "vllm-metal", "--version") == "0.9.2\n"
+    install(versions[1], "--rollback")
+    assert out(commands / "vllm-metal", "--version") == "0.9.1\n"
+    install(versions[1], "--uninstall")
+    named = re.findall(r"left: ~/(\S+)", (tmp_path / "log").read_text())
+    left = everything_in(home)
+    assert left and all(any(path.startswith(f"{name}/") for name in named) for path in left), left
 
 
 def test_shellcheck_is_clean():

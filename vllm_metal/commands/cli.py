@@ -128,8 +128,8 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a folder, or a name on the Hugging Face hub; default: of a few well-known models, the "
-        "largest that fits (the hub is not asked)",
+        help="a folder, or a name on the Hugging Face hub; default: the largest that fits of a few "
+        "well-known models, without asking the hub",
     )
     parser.add_argument(
         "--memory",
