@@ -314,6 +314,6 @@ main() {
     esac
 }
 
-# A script that arrives in part does nothing, for this line is missing. What it starts must not read
-# the rest of it, so it reads nothing.
+# A script that arrives in part does nothing, for this line is missing. Standard input is the script
+# itself where it is piped, so what it starts gets none.
 main "$@" </dev/null
