@@ -12,6 +12,7 @@ from mac import BUSY, FULL, IDLE, PAGE, Mac
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
 from vllm_metal.memory.planner import Beside, Memory, Workload
@@ -173,3 +174,39 @@ def test_a_model_too_large_for_a_full_mac_names_the_programs_too(serve):
     message = refusal(serve, FULL, weights=12 * GIB, max_model_len=CONTEXT)
     assert "No one setting makes it fit: close other programs, which hold" in message
     assert message.endswith("take a smaller model, or more memory")
+
+
+def test_what_is_wired_is_what_mlx_holds_until_it_is_let_go(monkeypatch):
+    """mx.set_wired_limit returns the limit before; a CPU has none to set."""
+    limits = [0]
+
+    def set_wired_limit(limit):
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 5 * GIB)
+    memory = Memory("cpu")
+    memory.wire()
+    memory.wire()  # once more, with the pool of a wake-up
+    memory.unwire()
+    memory.unwire()
+    memory.release()
+    assert limits == [0, 5 * GIB, 5 * GIB, 0]
+    memory.wire()
+    memory.release()
+    assert limits[-2:] == [5 * GIB, 0]
+
+
+@pytest.mark.parametrize(
+    ("device", "release", "can"),
+    [
+        ("metal", "15.1", True),
+        ("metal", "26.0", True),
+        ("metal", "14.7", False),
+        ("cpu", "26.0", False),
+    ],
+)
+def test_memory_can_be_wired_on_a_gpu_from_macos_15_on(device, release, can, monkeypatch):
+    monkeypatch.setattr("platform.mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    assert mlx_device.can_wire(device) is can

@@ -25,6 +25,7 @@ def configure(model, options):
     ("options", "named"),
     [
         ({"enable_lora": True}, "--enable-lora"),
+        ({"additional_config": {"wire_memory": True}}, "wire_memory .*macOS 15 or newer"),
         ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
         ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),

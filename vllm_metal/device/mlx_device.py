@@ -2,6 +2,7 @@
 """The MLX device of this process and its memory figures."""
 
 import gc
+import platform
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -46,6 +47,12 @@ def total_memory(device: Device) -> int:
     if device == "metal":
         return int(mx.device_info(mx.Device(mx.gpu, 0))["max_recommended_working_set_size"])
     return psutil.virtual_memory().total
+
+
+def can_wire(device: Device) -> bool:
+    """Whether MLX can keep memory resident: on a GPU, from macOS 15 on."""
+    release = platform.mac_ver()[0].partition(".")[0]
+    return device == "metal" and release.isdigit() and int(release) >= 15
 
 
 def memory(device: Device) -> MemoryFigures:

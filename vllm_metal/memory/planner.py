@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what a model needs, settles the KV pool's size, and holds MLX to the sum.
 
-Nothing here or elsewhere calls `mx.set_wired_limit`: what is wired cannot be paged out, and Macs
-have panicked over it. Metal also limits the number of buffers (`resource_limit` of
+Memory is wired only where its user asks for it: what is wired cannot be paged out, and Macs have
+panicked over it (mlx#3186, mlx#3346). Metal also limits the number of buffers (`resource_limit` of
 `mx.device_info`, 499000 on every Mac known); the pool is two arrays a layer, four if quantised, and
 the rest of a step is bounded with the bytes of MLX's cache.
 """
@@ -121,6 +121,7 @@ class Memory:
         self._other_engines = self._before.active  # by other engines of this process
         self._cache_before = mx.set_cache_limit(self._cache)
         self._limit_before: int | None = None
+        self._wired_before: int | None = None  # None: nothing is wired by us
         self.limit: int | None = None  # bytes that MLX is held to, once the pool's size is known
 
     def pool_size(
@@ -208,8 +209,24 @@ class Memory:
                 share.table(),
             )
 
+    def wire(self) -> None:
+        """Keeps what MLX holds now resident, weights and pool, and what it makes in its place.
+
+        From macOS 15 on MLX adds buffers to a residency set, up to this limit, the oldest first.
+        """
+        before = mx.set_wired_limit(mx.get_active_memory())
+        if self._wired_before is None:
+            self._wired_before = before
+
+    def unwire(self) -> None:
+        """Lets the system move memory again, as before `wire`."""
+        if self._wired_before is not None:
+            mx.set_wired_limit(self._wired_before)
+            self._wired_before = None
+
     def release(self) -> None:
         """Puts MLX's limits back, and gives its spare buffers to the system."""
+        self.unwire()
         mx.set_cache_limit(self._cache_before)
         if self._limit_before is not None:
             mx.set_memory_limit(self._limit_before)

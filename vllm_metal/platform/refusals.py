@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.serving import start
+from vllm_metal.settings import envs
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode import checkpoint
 from vllm_metal.spec_decode.registry import BY_NAME, SPECULATIVE_METHODS
@@ -26,13 +28,16 @@ def refuse_unsupported(config: VllmConfig) -> None:
         ValueError: names every setting that cannot be honoured, each with what to choose instead
             where there is a choice.
     """
-    AdditionalConfig.of(config)
+    wire = AdditionalConfig.of(config).wire_memory
     refusals = (
         _engine_refusals(config)
         | _transfer_refusals(config)
         | _model_refusals(config)
         | _speculation_refusals(config)
         | _serving_refusals(config)
+    )
+    refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
+        wire and not mlx_device.can_wire(envs.requested_device() or "metal")
     )
     refused = [setting for setting, asked in refusals.items() if asked]
     if refused:

@@ -38,6 +38,7 @@ from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import CustomProcessors, Sampler
+from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.paged_proposer import DraftNetwork
 from vllm_metal.spec_decode.registry import drafts_for_others, load_network, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
@@ -212,8 +213,14 @@ class MetalWorker(WorkerBase):
         self._transfers = self._open_transfers()
         hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
         self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
+        self._wire()
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
+
+    def _wire(self) -> None:
+        if self._memory is not None and AdditionalConfig.of(self.vllm_config).wire_memory:
+            self._memory.wire()
+            logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
 
     def _open_transfers(self) -> TransferHooks | None:
         """What moves blocks out of the pool and back; None where the user asked for nothing."""
@@ -333,6 +340,7 @@ class MetalWorker(WorkerBase):
         On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
         """
         before = mx.get_active_memory()
+        self._unwire()
         self.runner.release_pool()
         if level >= 2:
             self._release_weights()
@@ -340,6 +348,7 @@ class MetalWorker(WorkerBase):
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Gives back what the tags name: "kv_cache", "weights"."""
+        self._unwire()
         self.runner.release_pool()
         if "weights" in tags:
             self._release_weights()
@@ -350,6 +359,11 @@ class MetalWorker(WorkerBase):
             self.load_model()
         if tags is None or "kv_cache" in tags:
             self.runner.restore_pool()
+            self._wire()
+
+    def _unwire(self) -> None:
+        if self._memory is not None:
+            self._memory.unwire()
 
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.

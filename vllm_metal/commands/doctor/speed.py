@@ -23,7 +23,7 @@ MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
 _REPORT_IT = "Attach the report to a bug report."
 _SMALLER = (
     "macOS takes back memory that the GPU has not used for a while. A smaller KV cache is back "
-    "sooner: --kv-cache-memory-bytes, or --gpu-memory-utilization (docs/memory.md)."
+    "sooner: --kv-cache-memory-bytes (docs/memory.md, Wiring, has another way and its risks)."
 )
 
 
