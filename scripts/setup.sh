@@ -125,7 +125,7 @@ find_vllm() {
     wheels=$(mktemp -d)
     trap 'rm -rf "$wheels"' EXIT
     vllm=$(.venv/bin/python scripts/vllm_wheel.py obtain "$wheels") ||
-        die "there is no wheel of vLLM for macOS to be had; name one: make setup VLLM_WHEEL=..."
+        die "there is no wheel of vLLM for macOS to be had; name one: export VLLM_WHEEL=...; $AGAIN"
     say "vLLM: ${vllm##*/}"
 }
 
