@@ -20,7 +20,8 @@ def test_one_hand_over_a_step(tiny, monkeypatch):
 
     def noting(evaluate):
         def run(*arrays):
-            if unknown_operations(arrays[0] if isinstance(arrays[0], list) else arrays):
+            # A step has hundreds; `device.errors` gives one, to be told of errors.
+            if unknown_operations(arrays[0] if isinstance(arrays[0], list) else arrays) > 1:
                 given.append(evaluate.__name__)
             return evaluate(*arrays)
 

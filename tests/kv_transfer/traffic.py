@@ -316,7 +316,9 @@ class Engine:
         fingerprint = Fingerprint("ab12", {"model": "test"})
         self.store = PageStore(fingerprint, self.disk)
         self.hooks = TransferHooks(self.store, lambda: fingerprint, BLOCK)
-        self.runner = RecoveringRunner(lambda: Runner(self, num_groups, num_blocks), self.hooks)
+        self.runner = RecoveringRunner(
+            lambda graphs: Runner(self, num_groups, num_blocks), self.hooks
+        )
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: self.store})
         self._in_flight = deque()

@@ -144,6 +144,7 @@ MADE_AT_ONCE = (
     "engine_args.set_batch_defaults",
     "engine_args.accept_int8_kv_cache",
     "engine_args.cache_prefixes_of_states",
+    "engine_args.fit_the_context",
     "kv_transfer.recompute_by_default",
     "logs.drop_unhelpful_warnings",
     "mlx_models.take_mlx_models",

@@ -84,7 +84,8 @@ def probe(change: str, releases: tuple[str, ...] = ("0.32", "0.33"), on_mac: boo
 def arguments(folder: str, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=256, **options)
+    options = {"max_model_len": 256} | options
+    return EngineArgs(model=folder, skip_tokenizer_init=True, **options)
 
 
 def raised(function: Callable[..., Any], *args: Any) -> str:
@@ -143,6 +144,13 @@ def int8(folder):
     """vLLM refuses `int8` as a format of the KV cache."""
     found = raised(lambda: arguments(folder, kv_cache_dtype="int8").create_engine_config())
     return "int8" in found, found
+
+
+@probe("engine_args.fit_the_context")
+def unset_length(folder):
+    """Without --max-model-len vLLM takes the longest that the model is made for, not what fits."""
+    config = arguments(folder, max_model_len=None).create_engine_config().model_config
+    return config.original_max_model_len != -1, config.original_max_model_len
 
 
 @probe("engine_args.cache_prefixes_of_states")

@@ -19,9 +19,11 @@ def usual(tokens: list[int]):
     return ended(tokens=tokens, text="usual", answer_seconds=0.5)
 
 
-def test_each_runs_with_its_variable_and_the_same_text_is_well(script):
+def test_each_runs_with_its_variable_and_the_same_text_is_well(script, monkeypatch):
     # Each says which of the three it has: one, and with its value.
     names = [setting.partition("=")[0] for setting in sorted(SETTINGS)]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     text = "import os\n" + ANSWER.format(tokens="[1]", text="t")
     text += f"say(has=[n + '=' + os.environ[n] for n in {names} if n in os.environ])\n"
     tried = variants.try_all(SOME, ignore, script(text))

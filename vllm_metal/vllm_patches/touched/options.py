@@ -32,7 +32,8 @@ _CONFIGURATION = (
         by="platform worker/worker.py kv_cache/specs.py memory/planner.py memory/profile.py "
         "spec_decode kv_transfer",
         fields="cache_dtype block_size user_specified_block_size kv_cache_dtype_skip_layers "
-        "gpu_memory_utilization num_gpu_blocks_override kv_cache_memory_bytes kv_cache_layout "
+        "gpu_memory_utilization num_gpu_blocks num_gpu_blocks_override kv_cache_memory_bytes "
+        "kv_cache_layout "
         "enable_prefix_caching prefix_caching_hash_algo kv_offloading_size mamba_cache_mode "
         "mamba_block_size",
     ),
