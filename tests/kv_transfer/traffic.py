@@ -316,8 +316,9 @@ class Engine:
         fingerprint = Fingerprint("ab12", {"model": "test"})
         self.store = PageStore(fingerprint, self.disk)
         self.hooks = TransferHooks(self.store, lambda: fingerprint, BLOCK)
+        # Steps fail at random here, many of them close to each other.
         self.runner = RecoveringRunner(
-            lambda graphs: Runner(self, num_groups, num_blocks), self.hooks
+            lambda graphs: Runner(self, num_groups, num_blocks), self.hooks, most_failures=1000
         )
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: self.store})

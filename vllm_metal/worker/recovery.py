@@ -60,16 +60,19 @@ class RecoveringRunner:
         make_runner: Callable[[Graphs], ModelRunner],
         hooks: StepHooks = NO_HOOKS,
         clock: StepClock | None = None,
+        most_failures: int = MAX_FAILURES_IN_A_ROW,
     ) -> None:
         """
         Args:
             make_runner: allocates a pool, and a runner on it that builds forwards as it is told.
             hooks: called around each step and each pool's life.
             clock: told of the waits for the step before; None: nobody asks.
+            most_failures: failed steps in a row, after which the next one is final.
         """
         self._make_runner = make_runner
         self._hooks = hooks
         self._clock = clock or StepClock()
+        self._most_failures = most_failures
         self.num_failures = 0  # ever
         self._graphs = Graphs()
         self._num_by_graph = 0  # forwards of graphs that are known to have been computed
@@ -268,7 +271,7 @@ class RecoveringRunner:
         self._steps_since = 0
         traceback.clear_frames(error.__traceback__)  # they hold the pool
         self._drop_runner(lost=True)
-        if self._failures_in_a_row > MAX_FAILURES_IN_A_ROW:
+        if self._failures_in_a_row > self._most_failures:
             self._gave_up = error
             raise error
         logger.error(
