@@ -5,17 +5,8 @@ import json
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
+from vllm_patches.unpatched import MODEL
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-}
 MAMBA = {
     "architectures": ["MambaForCausalLM"],
     "model_type": "mamba",
@@ -28,9 +19,9 @@ MAMBA = {
 @pytest.mark.parametrize(
     ("config", "asked", "length", "original"),
     [
-        (CONFIG, None, 512, -1),
-        (CONFIG, -1, 512, -1),
-        (CONFIG, 256, 256, 256),
+        (MODEL, None, 512, -1),
+        (MODEL, -1, 512, -1),
+        (MODEL, 256, 256, 256),
         (MAMBA, None, 2048, -1),  # it names no length, of which vLLM makes its own default
     ],
 )
