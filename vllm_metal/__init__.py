@@ -17,13 +17,15 @@ def register() -> str | None:
     from metal_kernels import command_buffers
     from vllm_metal.settings.envs import requested_device
 
-    # vLLM asks amid its imports, with torch's half a million objects made. Without them the
-    # collector takes a tenth less of a start's time; they stay for as long as the process anyway.
-    gc.freeze()
     try:
         device = requested_device()
     except ValueError:
         return PLATFORM
+    if device is None:
+        return None
     if device == "metal":
         command_buffers.raise_limit()  # before anything of this process makes an array
-    return None if device is None else PLATFORM
+    # vLLM asks amid its imports, with torch's half a million objects made. Without them the
+    # collector takes a tenth less of a start's time; they stay for as long as the process anyway.
+    gc.freeze()
+    return PLATFORM
