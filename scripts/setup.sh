@@ -88,8 +88,9 @@ make_environment() {
     no_python
 }
 
-# --no-deps: a lock file is the whole closure. No bytecode: it is made at first import, for the few
-# modules that are imported. On Linux pip is asked, for it may be configured to find CPU builds.
+# --no-deps: a lock file is the whole closure. No bytecode: installers make it on one core, of all
+# modules there are; see make_bytecode. On Linux pip is asked, for it may be configured to find CPU
+# builds.
 install() {
     if [ "$platform" = macos ] && [ -n "$uv" ]; then
         "$uv" pip install --python .venv/bin/python --no-deps "$@"
@@ -169,6 +170,18 @@ replace_mlx() {
     rm -r "$folder"
 }
 
+# A start imports 5,700 modules, most of these packages: all cores compile them here, where a first
+# start would on one.
+make_bytecode() {
+    local package
+    say "bytecode"
+    set --
+    for package in torch vllm transformers scipy openai sympy networkx numpy; do
+        set -- "$@" .venv/lib/python3*/site-packages/"$package"
+    done
+    .venv/bin/python -m compileall -q -j 0 -x '/(tests?|testing)/|/models/' "$@" >/dev/null || true
+}
+
 uv=$(find_uv)
 if [ "$platform" = macos ]; then check_mac; fi
 [ "${1:-}" != --check ] || exit 0
@@ -183,4 +196,5 @@ if [ "${1:-}" = --dev ]; then
 else
     install_users
     case "${release:-}" in 26.0 | 26.0.* | 26.1 | 26.1.*) replace_mlx ;; esac
+    make_bytecode
 fi

@@ -63,12 +63,13 @@ class FailingDevice:
             self._ended |= self._in_flight
             self._ask("synchronize")
 
-        def compiled(function: Any) -> Any:
-            graph = make_graph(function)
+        def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
+            graph = make_graph(function, *arguments, **options)
 
-            def build(arrays: Any) -> Any:
+            # Also for functions of mlx-lm's modules that are imported meanwhile, and stay.
+            def build(*arrays: Any, **others: Any) -> Any:
                 self._by_graph = True
-                return graph(arrays)
+                return graph(*arrays, **others)
 
             return build
 

@@ -137,6 +137,8 @@ def test_a_mac_with_uv_uses_it_for_python_and_for_packages(machine):
     assert not installs(calls, "python")
     pins = (ROOT / "requirements" / "macos.txt").read_text().count("==")
     assert f"set-up: {pins} pinned packages" in done.stdout
+    assert " -m compileall " in calls[-1]
+    assert "site-packages/torch" in calls[-1]
 
 
 def test_uv_is_found_before_a_new_terminal_has_it_on_its_path(machine):

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
+from vllm_metal.spec_decode.adaptive import FixedDraftLengths
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:
@@ -49,11 +50,16 @@ class Speculator:
         self._requests = requests
         self._proposer = proposer
         self._lengths = lengths
-        self._num_drafts = num_drafts
+        self.num_drafts = num_drafts
         # Requests and drafts of the step laid out last.
         self._laid_out: tuple[list[str], StepDrafts]
         self._last_finish: float | None = None
         self._num_judged = 0  # drafts verified so far
+
+    def twin(self) -> Speculator:
+        """One that gives all drafts it can; its steps teach this one nothing."""
+        lengths = FixedDraftLengths(self.num_drafts)
+        return Speculator(self._requests, self._proposer, lengths, self.num_drafts)
 
     @property
     def reads_text(self) -> bool:
@@ -138,7 +144,7 @@ class Speculator:
         sampled = np.zeros(len(batch.requests), bool)
         sampled[batch.sampling_np] = True
         rows = np.diff(batch.query_start_loc_np)
-        limits = np.where(sampled, self._num_drafts, 0)[here]
+        limits = np.where(sampled, self.num_drafts, 0)[here]
         # A request that sampled continues with one row; one in its prompt has done its rows.
         num_rows = np.where(sampled, 1, rows)[here]
         drafts = self._propose(req_ids, num_rows, limits, unread=None, done=True)

@@ -79,6 +79,27 @@ class ModelRunner:
         self._in_flight: list[mx.array] = []  # its arrays
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand
 
+    def twin(self, sampler: Sampler) -> ModelRunner:
+        """A runner over the same networks, pool and requests. This one learns nothing of its steps.
+
+        It does not draft where drafts are made of text: these take no passes of a network.
+
+        Args:
+            sampler: that it samples with.
+        """
+        speculator = self._speculator
+        if speculator is not None:
+            speculator = None if speculator.reads_text else speculator.twin()
+        max_num_reqs = self._last_token_ids.size
+        return ModelRunner(
+            self._model, self._requests, sampler, max_num_reqs, speculator, self._draft_writer
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a request in a step."""
+        return 0 if self._speculator is None else self._speculator.num_drafts
+
     @property
     def layers(self) -> PagedLayers:
         """The target's layers over the pool."""

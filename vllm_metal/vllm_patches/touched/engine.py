@@ -83,8 +83,11 @@ _WORKER = (
 _STEP = (
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="batch/requests.py worker/model_runner.py worker/recovery.py vllm_patches/scheduler.py "
-        "vllm_patches/step_budget.py",
+        by="batch/requests.py worker/model_runner.py worker/recovery.py worker/rehearsal.py "
+        "vllm_patches/scheduler.py vllm_patches/step_budget.py",
+        called="scheduled_new_reqs= scheduled_cached_reqs= num_scheduled_tokens= "
+        "total_num_scheduled_tokens= scheduled_spec_decode_tokens= scheduled_encoder_inputs= "
+        "finished_req_ids= free_encoder_mm_hashes=",
         fields="scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
         "total_num_scheduled_tokens finished_req_ids "
         "preempted_req_ids scheduled_spec_decode_tokens num_invalid_spec_tokens "
@@ -101,12 +104,17 @@ _STEP = (
     ),
     Touched(
         "vllm.v1.core.sched.output:NewRequestData",
-        by="batch/requests.py",
+        by="batch/requests.py worker/rehearsal.py",
+        called="req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
+        "num_computed_tokens lora_request",
         fields="req_id prompt_token_ids sampling_params block_ids num_computed_tokens",
     ),
     Touched(
         "vllm.v1.core.sched.output:CachedRequestData",
-        by="batch/requests.py",
+        by="batch/requests.py worker/rehearsal.py",
+        called="req_ids= resumed_req_ids= new_token_ids= all_token_ids= new_block_ids= "
+        "num_computed_tokens= num_output_tokens=",
+        calls={"make_empty": ""},
         fields="req_ids resumed_req_ids new_block_ids num_computed_tokens all_token_ids",
     ),
     Touched(
@@ -318,6 +326,11 @@ _SAMPLING = (
         "allowed_token_ids logit_bias bad_words_token_ids logprob_token_ids structured_outputs "
         "extra_args thinking_token_budget watermarking prompt_logprob_token_ids "
         "prompt_logprob_start trace_decode_token_ids output_kind",
+    ),
+    Touched(
+        "vllm.sampling_params:SamplingParams",
+        by="worker/rehearsal.py",
+        calls={"from_optional": "temperature= top_p="},
     ),
     Touched(
         "vllm.sampling_params:RequestOutputKind",
