@@ -2,6 +2,7 @@
 """Advice on installing names packages that are what they seem."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -27,9 +28,15 @@ def test_the_command_is_that_of_this_interpreter():
 
 
 def test_an_environment_without_pip_is_uvs(monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras.PathFinder, "find_spec", lambda name: None)
     command = f"uv pip install --python {sys.executable} 'gguf>=0.19' 'filelock>=3.20.3'"
     assert extras.install_advice("gguf") == command
+
+
+def test_setuptools_can_be_imported_behind_the_advice():
+    """As torch does when vLLM is imported; its finder has its own idea of who asks for pip."""
+    code = "from vllm_metal.settings import extras; extras.install_advice('gguf'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_interpreter_is_installed_from_the_clone(monkeypatch, tmp_path):

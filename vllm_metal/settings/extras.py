@@ -8,7 +8,7 @@ and take what somebody else has released there under that name.
 
 import shlex
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 #: Packages of the extras that messages advise, as pyproject.toml declares them.
@@ -35,7 +35,9 @@ def install_advice(extra: str) -> str:
 
 def pip_install(*arguments: str) -> str:
     """The command that installs into this interpreter's environment, with pip or, without, uv."""
-    if find_spec("pip") is None:
+    # Of the path alone: setuptools' own finder takes a look for pip as a wish for Python's distutils,
+    # and its next import in the process, which torch's is, would fail.
+    if PathFinder.find_spec("pip") is None:
         command = ["uv", "pip", "install", "--python", sys.executable]
     else:
         command = [sys.executable, "-m", "pip", "install"]
