@@ -35,8 +35,8 @@ def test_an_environment_without_pip_is_uvs(monkeypatch):
 
 def test_setuptools_can_be_imported_behind_the_advice():
     """As torch does when vLLM is imported; its finder has its own idea of who asks for pip."""
-    code = "from vllm_metal.settings import extras; extras.install_advice('gguf'); import setuptools"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    advise = "from vllm_metal.settings import extras; extras.install_advice('gguf')"
+    subprocess.run([sys.executable, "-c", f"{advise}; import setuptools"], check=True)
 
 
 def test_the_interpreter_is_installed_from_the_clone(monkeypatch, tmp_path):

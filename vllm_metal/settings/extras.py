@@ -35,8 +35,8 @@ def install_advice(extra: str) -> str:
 
 def pip_install(*arguments: str) -> str:
     """The command that installs into this interpreter's environment, with pip or, without, uv."""
-    # Of the path alone: setuptools' own finder takes a look for pip as a wish for Python's distutils,
-    # and its next import in the process, which torch's is, would fail.
+    # Of the path alone: setuptools' own finder takes a look for pip as a wish for Python's
+    # distutils, and the next import of setuptools in the process, as torch's, would fail.
     if PathFinder.find_spec("pip") is None:
         command = ["uv", "pip", "install", "--python", sys.executable]
     else:
