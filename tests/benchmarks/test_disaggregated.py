@@ -49,7 +49,7 @@ def test_a_stream_that_is_too_short_is_an_error(server: Server) -> None:
 
 def test_gaps_count_where_they_overlap_a_time(server: Server) -> None:
     with Stream(server, [1], 1) as stream:
-        stream.await_tokens(1)
+        pass  # it has been read when the block ends
     stream.times = [0.0, 1.0, 3.0, 3.5, 6.0]
     assert stream.gaps(1.5, 3.2) == [2.0, 0.5]
     assert stream.gaps(3.0, 3.5) == [0.5]

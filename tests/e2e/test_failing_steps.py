@@ -78,12 +78,10 @@ def test_an_engine_that_only_fails_gives_up(tiny, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(ModelExecutor, "forward_hidden", fail)
-    with (
-        engine(tiny, max_model_len=128, max_num_seqs=1) as llm,
-        pytest.raises(RuntimeError, match="no device"),
-    ):
-        serve(llm, [[1, 2, 3]] * 8)
+    with engine(tiny, max_model_len=128, max_num_seqs=1) as llm:
+        monkeypatch.setattr(ModelExecutor, "forward_hidden", fail)
+        with pytest.raises(RuntimeError, match="no device"):
+            serve(llm, [[1, 2, 3]] * 8)
 
 
 class Poisoned(nn.Module):
