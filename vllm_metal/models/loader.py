@@ -14,12 +14,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes as get_model_classes
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
+from vllm_metal.models import published_config
+from vllm_metal.models.ropes import mend_ropes
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
@@ -110,19 +113,29 @@ def lazy_model(
     check_weight_files(path)
     seam.install()
     try:
-        changed = dict(overrides or {})
+        config = load_config(path) | dict(overrides or {})
+        changed = dict(overrides or {}) | _as_read(config)
         model, _ = load_mlx_model(
             path, lazy=True, model_config=changed, trust_remote_code=trust_remote_code
         )
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
+    mend_ropes(model, config)
     seam.install()  # again: mlx-lm has just imported the family's module
     soft_caps.install()
     parameters = dict(tree_flatten(model.parameters()))
     model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))
     model.eval()
     return model
+
+
+def _as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says in the words of mlx-lm's module, where it uses others."""
+    if "model_file" in config:
+        return {}  # the folder's own code reads it
+    args = get_model_classes(dict(config))[1]
+    return published_config.as_read(config, args.__module__.rpartition(".")[2], args)
 
 
 def in_dtype(
