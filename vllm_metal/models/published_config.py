@@ -18,22 +18,15 @@ from vllm_metal.models.weight_files import ModelLoadError
 
 Config = Mapping[str, Any]
 
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 #: Modules that take all of `rope_parameters` by themselves.
-_READ_ROPE = frozenset(
-    [
-        "gemma4_text",
-        "glm_moe_dsa",
-        "laguna",
-        "mellum",
-        "minimax_m3_vl",
-        "ministral3",
-        "mistral4",
-        "muse_glimmer",
-        "muse_spark",
-        "qwen3",
-        "qwen3_5",
-        "spark2_5",
-    ]
+_READ_ROPE = _names(
+    "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
+    "muse_spark qwen3 qwen3_5 spark2_5"
 )
 #: Modules that rotate whole heads, whatever share the config says; see `ropes`.
 PARTIAL = frozenset(("glm",))
@@ -45,6 +38,7 @@ _LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
 #: `initialize_rope`, which refuses those it does not know.
 _TYPES: Mapping[str, frozenset[str]] = {
     "deepseek": frozenset(("linear",)),
+    "gemma3n": frozenset(),
     "deepseek_v2": frozenset(("yarn",)),
     "hunyuan": frozenset(("dynamic",)),
     "hunyuan_v1_dense": frozenset(("dynamic",)),
@@ -55,23 +49,9 @@ _TYPES: Mapping[str, frozenset[str]] = {
 }
 #: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
 #: one that is scaled; see `ropes`.
-UNSCALED = frozenset(
-    [
-        "cohere",
-        "cohere2",
-        "dots1",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "gemma",
-        "gemma2",
-        "glm4_moe",
-        "helium",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "solar_open",
-        "starcoder2",
-    ]
+UNSCALED = _names(
+    "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium mixtral qwen2_moe "
+    "qwen3_moe solar_open starcoder2"
 )
 #: Classes within a module that read its `text_config`, where no module of that name does.
 _TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
@@ -87,6 +67,7 @@ class Row:
     value: Callable[[Config], Any]  # None: the config says nothing of it
     families: tuple[str, ...] = ()  # modules of mlx-lm; none: all that read the key
     always: bool = False  # also where the config has the key, in other words or stale
+    no_default: bool = False  # of modules only that demand the key; others know better
 
 
 def _rope(config: Config, layer_type: str = "full_attention") -> Config:
@@ -195,7 +176,7 @@ ROWS: Sequence[Row] = (
     Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
     Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
     Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
-    Row("head_dim", _head_dim),
+    Row("head_dim", _head_dim, no_default=True),
     Row("sliding_window_pattern", _window_period, ("cohere2", "gemma3_text"), always=True),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
@@ -212,8 +193,20 @@ ROWS: Sequence[Row] = (
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _SILU = frozenset(("silu", "swish"))
 _GELU_TANH = frozenset(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"))
-#: Activations that modules compute which do not read their name; those that are not here: SiLU.
+#: Activations that modules compute which do not read their name.
 _ACTIVATIONS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(
+        _names(
+            "afmoe cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 "
+            "ernie4_5_moe exaone4 exaone_moe falcon_h1 glm glm4 glm4_moe glm4_moe_lite "
+            "glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid helium hunyuan_v1_dense "
+            "jamba kimi_linear laguna llama llama4_text longcat_flash mamba mamba2 mellum "
+            "mimo_v2_flash minicpm3 minimax ministral3 mistral4 mixtral olmo2 olmo3 "
+            "olmo_hybrid olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next "
+            "seed_oss smollm3 solar_open stablelm step3p5"
+        ),
+        _SILU,
+    ),
     "apertus": frozenset(("xielu",)),
     "gemma": _GELU_TANH | {"gelu"},
     "gpt_bigcode": _GELU_TANH | {"gelu"},
@@ -243,19 +236,24 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
     """
     if not dataclasses.is_dataclass(args):
         return {}
-    read = {field.name for field in dataclasses.fields(args)}
+    fields = dataclasses.fields(args)
+    read = {field.name for field in fields}
+    required = {
+        field.name
+        for field in fields
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
     changed: dict[str, Any] = {}
     for row in ROWS:
-        if row.key not in read or (row.families and module not in row.families):
+        if row.key not in (required if row.no_default else read):
+            continue
+        if row.families and module not in row.families:
             continue
         value = row.value(config)
         if value is not None and (row.always or config.get(row.key) is None):
             changed[row.key] = value
-    for field in dataclasses.fields(
-        args
-    ):  # what has no default, and says nothing where it is missing
-        if field.name == "rope_scaling" and field.name not in config:
-            changed.setdefault(field.name, None)
+    if "rope_scaling" in required and "rope_scaling" not in config:
+        changed.setdefault("rope_scaling", None)
     if module in UNSCALED and "rope_scaling" in read:
         changed["rope_scaling"] = None  # some refuse what they would not compute in any case
     _check_activation(config, module, read)
@@ -294,7 +292,9 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
     Raises:
         ModelLoadError: the config names an activation that the module does not compute.
     """
-    computed = _ACTIVATIONS.get(module, _SILU)
+    computed = _ACTIVATIONS.get(module)
+    if computed is None:
+        return
     for key in _ACTIVATION_KEYS:
         if key not in read and (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
@@ -330,7 +330,7 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
             "does not compute"
         )
     share = rotated_share(config)
-    reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct"}
+    reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
     if not reads_share and share != _ROTATED.get(module, 1.0):
         raise ModelLoadError(
             f"config.json says partial_rotary_factor {share}, which mlx-lm's module {module!r} "

@@ -23,28 +23,26 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
         config: of config.json.
 
     Raises:
-        ModelLoadError: the model has no rope, or mlx-lm knows no such scaling.
+        ModelLoadError: mlx-lm knows no such scaling.
     """
-    module = type(model).__module__.rpartition(".")[2]
-    scaling = published_config.scaling(config) if module in published_config.UNSCALED else None
-    share = published_config.rotated_share(config) if module in published_config.PARTIAL else 1.0
-    if scaling is None and share == 1.0:
-        return
-    ropes = [(each, each.rope) for _, each in model.named_modules() if _has_plain_rope(each)]
-    if not ropes:
-        raise ModelLoadError("config.json says how positions are scaled: the model has no rope")
-    for layer, rope in ropes:
+    words = config.get("text_config") or config
+    scaling, share = published_config.scaling(words), published_config.rotated_share(words)
+    for _, layer in model.named_modules():
+        module = type(layer).__module__.rpartition(".")[2]
+        rope = layer.get("rope")
+        if type(rope) is not nn.RoPE:
+            continue
+        scales = scaling if module in published_config.UNSCALED else None
+        turns = share if module in published_config.PARTIAL else 1.0
+        if scales is None and turns == 1.0:
+            continue
         try:
             layer.rope = initialize_rope(
-                int(rope.dims * share),
+                int(rope.dims * turns),
                 rope.base,
                 rope.traditional,
-                scaling,
-                config.get("max_position_embeddings"),
+                scales,
+                words.get("max_position_embeddings"),
             )
         except (KeyError, ValueError) as error:
             raise ModelLoadError(f"the rope that config.json asks for: {error}") from error
-
-
-def _has_plain_rope(layer: nn.Module) -> bool:
-    return type(layer.get("rope")) is nn.RoPE
