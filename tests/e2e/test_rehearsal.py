@@ -13,6 +13,8 @@ from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy
 from e2e.peers import worker_of
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.weight_files import ModelLoadError
 from vllm_metal.sample import Sampler
 from vllm_metal.worker.model_runner import ModelRunner
 
@@ -65,7 +67,7 @@ def test_a_first_request_traces_nothing(name, async_scheduling, tiny_models, tra
     path = str(tiny_models / name)
     dense = Dense(path)
     with engine(path, async_scheduling=async_scheduling, max_model_len=256) as llm:
-        assert steps == [2, 1, 1]
+        assert steps == [5, 3, 1, 1]
         assert traced.pop("vllm_metal") > 0
         assert holds_nothing(llm)
         told = counters(llm)
@@ -79,7 +81,7 @@ def test_a_first_request_traces_nothing(name, async_scheduling, tiny_models, tra
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
 def test_nor_does_a_draft_network(method, toys, traced, steps):
     with drafting_engine(toys[method], None) as llm:
-        assert steps[0] == 2 and set(steps[1:]) == {4}
+        assert steps[:2] == [5, 3] and set(steps[2:]) == {4}
         # Passes of a draft model are graphs, too; those of heads are not.
         assert traced.pop("vllm_metal") >= 1 + (method == "draft_model")
         assert holds_nothing(llm)
@@ -91,9 +93,27 @@ def test_nor_does_a_draft_network(method, toys, traced, steps):
 
 def test_without_room_for_decoding_there_is_less(tiny, steps):
     with engine(tiny, max_model_len=3) as llm:
-        assert steps == [2, 1]
+        assert steps == [3]
         assert holds_nothing(llm)
         assert len(generate(llm, [[5]], greedy(2))[0]) == 2
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
+def test_a_model_that_computes_something_else_is_refused(name, factor, tiny_models, monkeypatch):
+    """Here: whose hidden states are a hundredth larger on the paged path."""
+    forward = ModelExecutor.forward_hidden
+    monkeypatch.setattr(
+        ModelExecutor, "forward_hidden", lambda *arguments: forward(*arguments) * factor
+    )
+    path, settings = str(tiny_models / name), {"max_model_len": 256}
+    if factor == 1.0:
+        with engine(path, **settings):
+            return
+    with pytest.raises(ModelLoadError, match="is not served right"), engine(path, **settings):
+        pass
+    with engine(path, **settings, additional_config={"dense_check": False}):
+        pass
 
 
 def test_what_the_model_asks_of_sampling_is_what_is_sampled(tiny, monkeypatch):

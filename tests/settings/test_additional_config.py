@@ -77,7 +77,7 @@ def test_the_cache_on_disk(monkeypatch, tmp_path):
         ({"fixed_draft_lenght": True}, "no key 'fixed_draft_lenght' .*mean 'fixed_draft_length'"),
         (
             {"else": 1},
-            r"no key 'else' \(known: 'fixed_.*', 'max_step_ms', 'wire_memory', 'prefix_.*'\)$",
+            r"no key 'else' \(known: 'fixed_.*', 'wire_memory', 'dense_check', 'prefix_.*'\)$",
         ),
         ({"fixed_draft_length": 1}, "'fixed_draft_length' must be true or false, not 1"),
         ({"fixed_draft_length": "true"}, "must be true or false, not 'true'"),

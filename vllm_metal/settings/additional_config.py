@@ -45,6 +45,7 @@ _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
     "max_step_ms": _milliseconds,
     "wire_memory": values.flag,
+    "dense_check": values.flag,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -64,6 +65,8 @@ class AdditionalConfig:
     max_step_ms: float | None = field(default_factory=_default_max_step_ms)
     #: Keep weights and KV pool from being moved out of the GPU's reach after a pause.
     wire_memory: bool = False
+    #: Refuse a model whose own dense forward computes something else than the engine does.
+    dense_check: bool = True
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.

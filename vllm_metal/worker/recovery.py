@@ -103,8 +103,8 @@ class RecoveringRunner:
             raise RuntimeError("the engine sleeps and has no KV pool: wake it up first")
         return self._runner
 
-    def warm_up(self, steps: Callable[[ModelRunner], None]) -> None:
-        """Has steps run before there are requests, and once more where they fail.
+    def warm_up(self, steps: Callable[[ModelRunner], T]) -> T:
+        """What steps give that run before there are requests, and once more where they fail.
 
         Where a graph compiled by MLX is what fails, the second attempt makes none.
 
@@ -115,16 +115,17 @@ class RecoveringRunner:
             Exception: what failed in the second attempt.
         """
         try:
-            self._run_to_the_end(steps)
+            return self._run_to_the_end(steps)
         except Exception as error:
             self._fail(error)
             self._untold = None  # no request has lost anything
-            self._run_to_the_end(steps)
+            return self._run_to_the_end(steps)
 
-    def _run_to_the_end(self, steps: Callable[[ModelRunner], None]) -> None:
-        steps(self.runner)
+    def _run_to_the_end(self, steps: Callable[[ModelRunner], T]) -> T:
+        found = steps(self.runner)
         if (error := self._finish()) is not None:
             raise error
+        return found
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

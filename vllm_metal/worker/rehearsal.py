@@ -3,102 +3,144 @@
 
 MLX compiles the fused kernels of a graph when the device is first given it, and a forward becomes a
 graph at the second step of its shapes (see models.compiled). Without this, the second token of the
-first request waits for them.
+first request waits for them. What the request says of its text shows whether the model is served
+right (see models.dense_check).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from vllm_metal.models.dense_check import Told
 
+if TYPE_CHECKING:
     from vllm_metal.sample import Sampler
     from vllm_metal.worker.model_runner import ModelRunner
 
 REQ_ID = "vllm-metal-rehearsal"
-PROMPT = [0, 0]  # a token that every vocabulary has
+#: Tokens of the prompt, which comes in two chunks where there is room for it.
+NUM_PROMPT_TOKENS, FIRST_CHUNK = 8, 5
 #: The first decode step shows a shape, the second one traces and compiles it. A draft network's
 #: passes follow a step behind.
 NUM_DECODE_STEPS, NUM_DECODE_STEPS_WITH_DRAFTS = 2, 3
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is for the request."""
+
+    num_groups: int  # KV cache groups
+    block_size: int  # tokens of a block
+    num_blocks: int  # of the pool
+    max_model_len: int  # most tokens of a request
+
+    @property
+    def num_tokens(self) -> int:
+        most = (self.num_blocks - 1) // self.num_groups * self.block_size  # block 0 is vLLM's own
+        return min(self.max_model_len, most)
+
+    def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
+        """Of each group, for so many tokens."""
+        count = -(-num_tokens // self.block_size)
+        starts = [1 + group * count for group in range(self.num_groups)]
+        return tuple(list(range(start, start + count)) for start in starts)
 
 
 def rehearse(
     runner: ModelRunner,
     sampler: Sampler,
     sampling: Mapping[str, Any],
-    num_groups: int,
-    block_size: int,
-    num_blocks: int,
-    max_model_len: int,
-) -> None:
+    vocab_size: int,
+    room: Room,
+) -> Told:
     """Computes a short prompt and decode steps, and leaves runner and pool as they were.
 
-    Waits for the device. Does less where the pool or the longest request has no room for more.
+    Waits for the device. Does less where there is no room for more.
 
     Args:
         runner: without requests; it has nothing in flight.
-        sampler: of the vocabulary, with no processors of the user's, who did not make the request.
+        sampler: of the vocabulary, with no processors of the user's, who did not make the request,
+            and with the model's own log-probabilities.
         sampling: of requests that set nothing themselves, by name in SamplingParams.
-        num_groups: KV cache groups.
-        block_size: tokens of a block.
-        num_blocks: of the pool.
-        max_model_len: most tokens of a request.
+        vocab_size: token ids.
+        room: of the engine.
     """
     with_drafts, rows = runner.num_drafts > 0, 1 + runner.num_drafts
     num_steps = NUM_DECODE_STEPS_WITH_DRAFTS if with_drafts else NUM_DECODE_STEPS
-    most = min(max_model_len, (num_blocks - 1) // num_groups * block_size)  # block 0 is vLLM's own
-    num_tokens = min(len(PROMPT) + num_steps * rows, most)
-    if num_tokens < len(PROMPT):
-        return
-    per_group = -(-num_tokens // block_size)
-    first = [1 + group * per_group for group in range(num_groups)]
-    blocks = tuple(list(range(start, start + per_group)) for start in first)
-    twin = runner.twin(sampler)
+    num_tokens = min(NUM_PROMPT_TOKENS + num_steps * rows, room.num_tokens)
+    prompt = np.random.default_rng(0).integers(0, vocab_size, NUM_PROMPT_TOKENS)[:num_tokens]
+    blocks = room.blocks(num_tokens)
+    request = _Request(runner.twin(sampler), prompt.tolist())
     try:
-        computed = _prompt(twin, SamplingParams.from_optional(**sampling), blocks)
-        while num_steps and computed + rows <= num_tokens:
-            computed += _decode(twin, computed, rows)
+        request.read_prompt(SamplingParams.from_optional(**_telling(sampling)), blocks)
+        while num_steps and request.num_computed + rows <= num_tokens:
+            request.decode(rows)
             num_steps -= 1
-        twin.learn()
+        request.runner.learn()
     finally:
-        twin.update_requests(_step({}, finished={REQ_ID}))
-    twin.layers.update_blocks([block for group in blocks for block in group], ())
-    twin.wait()
+        request.runner.update_requests(_step({}, finished={REQ_ID}))
+    request.runner.layers.update_blocks([block for group in blocks for block in group], ())
+    request.runner.wait()
+    return Told(request.token_ids, request.logprobs)
 
 
-def _prompt(runner: ModelRunner, sampling: SamplingParams, blocks: tuple[list[int], ...]) -> int:
-    """Computes the prompt; how many tokens that is."""
-    request = NewRequestData(REQ_ID, PROMPT, [], sampling, None, blocks, 0, None)
-    _run(runner, _step({REQ_ID: len(PROMPT)}, new=[request]))
-    return len(PROMPT)
+def _telling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    return {**sampling, "logprobs": 0, "prompt_logprobs": 0}
 
 
-def _decode(runner: ModelRunner, computed: int, rows: int) -> int:
-    """Computes one row more, and one for each draft; how many tokens are kept."""
-    running = CachedRequestData(
-        req_ids=[REQ_ID],
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=[None],
-        num_computed_tokens=[computed],
-        num_output_tokens=[1],
-    )
-    drafts = {REQ_ID: [-1] * (rows - 1)} if rows > 1 else {}  # the runner proposes them
-    return _run(runner, _step({REQ_ID: rows}, running=running, drafts=drafts))
+@dataclass
+class _Request:
+    """The request as it goes through its steps; `token_ids` and `logprobs` grow."""
 
+    runner: ModelRunner
+    token_ids: list[int]  # known
+    logprobs: list[float] = field(default_factory=list)  # of all but the first
+    num_computed: int = 0
 
-def _run(runner: ModelRunner, step: SchedulerOutput) -> int:
-    """Runs a step to its end; how many tokens it sampled."""
-    runner.learn(step)
-    runner.update_requests(step)
-    runner.forward(step)
-    (tokens,) = runner.sample_tokens(None).token_ids()
-    return len(tokens)
+    def read_prompt(self, sampling: SamplingParams, blocks: tuple[list[int], ...]) -> None:
+        """Computes the prompt in two chunks."""
+        prompt = self.token_ids
+        first = min(FIRST_CHUNK, len(prompt))
+        new = NewRequestData(REQ_ID, list(prompt), [], sampling, None, blocks, 0, None)
+        self._run(_step({REQ_ID: first}, new=[new]), first)
+        if rest := len(prompt) - first:
+            self._run(_step({REQ_ID: rest}, running=self._running()), rest)
+
+    def decode(self, rows: int) -> None:
+        """Computes one row more, and one for each draft."""
+        drafts = {REQ_ID: [-1] * (rows - 1)} if rows > 1 else {}  # the runner proposes them
+        self._run(_step({REQ_ID: rows}, running=self._running(), drafts=drafts), None)
+
+    def _running(self) -> CachedRequestData:
+        return CachedRequestData(
+            req_ids=[REQ_ID],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[None],
+            num_computed_tokens=[self.num_computed],
+            num_output_tokens=[0],
+        )
+
+    def _run(self, step: SchedulerOutput, computed: int | None) -> None:
+        """Runs a step to its end; `computed` tokens more are known, None: as many as it sampled."""
+        self.runner.learn(step)
+        self.runner.update_requests(step)
+        self.runner.forward(step)
+        result = self.runner.sample_tokens(None).get_output()
+        (sampled,) = result.sampled_token_ids
+        if (told := result.prompt_logprobs_dict.get(REQ_ID)) is not None:
+            self.logprobs += told.logprobs[:, 0].tolist()
+        if result.logprobs is not None:
+            self.logprobs += result.logprobs.logprobs[:, 0].tolist()
+        self.token_ids = self.token_ids + sampled
+        self.num_computed += len(sampled) if computed is None else computed
 
 
 def _step(

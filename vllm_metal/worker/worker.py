@@ -33,8 +33,9 @@ from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
-from vllm_metal.models import loader
+from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
+from vllm_metal.models.dense_check import Told
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import CustomProcessors, Sampler
@@ -46,7 +47,7 @@ from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
-from vllm_metal.worker.rehearsal import rehearse
+from vllm_metal.worker.rehearsal import Room, rehearse
 from vllm_metal.worker.step_hooks import NO_HOOKS
 from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
 
@@ -296,14 +297,15 @@ class MetalWorker(WorkerBase):
         elif networks.draft is not None:
             proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
         max_num_reqs = self.scheduler_config.max_num_seqs
-        sampler = self._make_sampler(CustomProcessors(self.vllm_config))
+        sampler = Sampler(
+            self.vocab_size,
+            max_num_reqs,
+            self.model_config.logprobs_mode,
+            self.model_config.seed,
+            CustomProcessors(self.vllm_config),
+        )
         speculator = make_speculator(self.vllm_config, requests, proposer)
         return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
-
-    def _make_sampler(self, custom: CustomProcessors | None = None) -> Sampler:
-        model = self.model_config
-        max_num_reqs = self.scheduler_config.max_num_seqs
-        return Sampler(self.vocab_size, max_num_reqs, model.logprobs_mode, model.seed, custom)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -314,23 +316,30 @@ class MetalWorker(WorkerBase):
             self._pool_dtype,
             self.cache_config.block_size,
         )
-        self.runner.warm_up(self._rehearse)
+        self._check(self.runner.warm_up(self._rehearse))
         seconds = time.perf_counter() - started
         self._seed()
         shutdown.leave_ctrl_c_to_the_parent()  # not before: a start can be interrupted
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
-    def _rehearse(self, runner: ModelRunner) -> None:
+    def _rehearse(self, runner: ModelRunner) -> Told:
         pool = self._kv_cache_config
-        rehearse(
-            runner,
-            self._make_sampler(),
-            self.model_config.get_diff_sampling_param(),
+        room = Room(
             len(pool.kv_cache_groups),
             self.cache_config.block_size,
             pool.num_blocks,
             self.model_config.max_model_len,
         )
+        sampler = Sampler(self.vocab_size, self.scheduler_config.max_num_seqs)
+        defaults = self.model_config.get_diff_sampling_param()
+        return rehearse(runner, sampler, defaults, self.vocab_size, room)
+
+    def _check(self, told: Told) -> None:
+        """Refuses a model that is not served right; codes in the pool would hide it."""
+        dtype = loader.mlx_dtype(self.vllm_config)
+        if AdditionalConfig.of(self.vllm_config).dense_check and self._pool_dtype == dtype:
+            family = loader.model_type(self.vllm_config)
+            dense_check.check(self.networks.target.model, told, dtype, family)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput

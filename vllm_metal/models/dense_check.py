@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model computes through the paged path what its own module computes without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_metal.models.weight_files import ModelLoadError
+
+#: The largest mean difference of log-probabilities, by the dtype of weights. Both forwards round
+#: alike in float32: 1e-4 is usual. With 16 bits they round at other places, and an expert that
+#: changes moves a token's by one half; a module that is served wrong moves most tokens' by more
+#: than one.
+LIMITS = {mx.float32: 0.01, mx.float16: 0.7, mx.bfloat16: 0.7}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an engine said of a text. logprobs: of each token but the first."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+def check(model: nn.Module, told: Told, dtype: mx.Dtype, model_type: str) -> None:
+    """Computes the text once more, at once and with mlx-lm's own cache.
+
+    Args:
+        model: that was asked.
+        told: of a text of a few tokens.
+        dtype: of its weights.
+        model_type: for the message.
+
+    Raises:
+        ModelLoadError: what was told is not what the model computes.
+    """
+    if not told.logprobs:
+        return
+    logits = model(mx.array([list(told.token_ids)]), cache=make_prompt_cache(model))
+    logits = logits[0, :-1].astype(mx.float32)
+    following = mx.array(list(told.token_ids[1:]))[:, None]
+    chosen = mx.take_along_axis(logits, following, axis=-1)[:, 0]
+    expected = np.array(chosen - mx.logsumexp(logits, axis=-1))
+    difference = float(np.abs(expected - np.array(told.logprobs)).mean())
+    if not difference <= LIMITS[dtype]:  # nor where it is not a number
+        raise ModelLoadError(
+            f"{model_type} is not served right: through the KV cache, log-probabilities of a short "
+            f"text differ by {difference:.2g} in the mean from those of mlx-lm's own forward "
+            f"({LIMITS[dtype]} at most). Please report it; --additional-config "
+            "'{\"dense_check\": false}' serves the model nevertheless"
+        )
