@@ -95,7 +95,8 @@ def _decode(runner: ModelRunner, computed: int, rows: int) -> int:
 def _run(runner: ModelRunner, step: SchedulerOutput) -> int:
     """Runs a step to its end; how many tokens it sampled."""
     runner.learn(step)
-    runner.update_requests(step)
+    for error in runner.update_requests(step).values():
+        raise error
     runner.forward(step)
     (tokens,) = runner.sample_tokens(None).token_ids()
     return len(tokens)
