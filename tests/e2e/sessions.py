@@ -64,7 +64,11 @@ class Session:
         return self._final.request_id
 
     def _request(
-        self, tokens: Sequence[int], params: SamplingParams, resumable: bool, salt: str | None = None
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        resumable: bool,
+        salt: str | None = None,
     ) -> Any:
         engine = self.llm.llm_engine
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
@@ -86,6 +90,18 @@ class Session:
         request = self._request(tokens, params or self.params, resumable=True, salt=salt)
         request.external_req_id = self.name
         self._add(request)
+
+    def ask(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        salt: str | None = None,
+    ) -> list[int]:
+        """Sends a turn, and steps until it is answered."""
+        count = len(self.answers) + 1
+        self.send(tokens, params, salt)
+        step_until(self.llm, [self], lambda: len(self.answers) == count)
+        return self.answers[-1]
 
     def close(self) -> None:
         """There is no other turn."""
@@ -124,9 +140,7 @@ def step_until(
     return others
 
 
-def play(
-    llm: LLM, scripts: dict[Session, Sequence[Sequence[int]]], ahead: bool = False
-) -> None:
+def play(llm: LLM, scripts: dict[Session, Sequence[Sequence[int]]], ahead: bool = False) -> None:
     """Plays sessions at once to their ends.
 
     Args:

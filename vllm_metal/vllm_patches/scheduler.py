@@ -92,9 +92,10 @@ def _letting_go_of_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
     """A reset raises while requests that do not run hold blocks.
 
     Those whose K/V are being loaded do, those whose K/V came and that wait to be scheduled,
-    sessions between their turns, and those that ended while K/V were loaded. So do steps in flight: with a connector that loads,
-    blocks are freed when these have ended. Steps and loads take their order from the engine's
-    thread here, so that no step in flight writes over what is loaded into a block after it.
+    sessions between their turns, and those that ended while K/V were loaded. So do steps in flight:
+    with a connector that loads, blocks are freed when these have ended. Steps and loads take their
+    order from the engine's thread here, so that no step in flight writes over what is loaded into a
+    block after it.
     """
 
     def reset_prefix_cache(

@@ -61,7 +61,7 @@ def _ending_turns(stop: Callable[..., bool]) -> Callable[..., bool]:
 def _end_turn(scheduler: Any, request: Any) -> None:
     """Has a request that stopped count as computed what its next turn keeps, or less."""
     scheduler.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
-    kept = request.num_tokens - 1
+    kept = _num_kept(request)
     if request.num_computed_tokens == 0:  # preempted, and stopped by a token that was on its way
         scheduler.sessions_to_queue = [*getattr(scheduler, "sessions_to_queue", ()), request]
         return
@@ -72,6 +72,11 @@ def _end_turn(scheduler: Any, request: Any) -> None:
         computed = request.num_computed_tokens - request.num_output_placeholders
         request.num_computed_tokens = min(computed, kept)
     request.num_output_placeholders = 0
+
+
+def _num_kept(request: Any) -> int:
+    """Tokens that a session's next turn begins with: all but the last one sampled."""
+    return int(request.num_tokens - (request.num_output_tokens > 0))
 
 
 def _let_go_of_blocks(scheduler: Any, request: Any) -> None:
@@ -85,7 +90,7 @@ def _going_on(
     update: Callable[..., None], carry_salt: Callable[[SamplingParams, str | None], None]
 ) -> Callable[..., None]:
     def _update_request_as_session(self: Any, session: Any, turn: Any) -> None:
-        kept, computed = session.num_tokens - 1, session.num_computed_tokens
+        kept, computed = _num_kept(session), session.num_computed_tokens
         session.num_computed_tokens = kept  # vLLM keeps that much text
         update(self, session, turn)
         session.num_computed_tokens = min(computed, kept)
@@ -96,8 +101,8 @@ def _going_on(
             _end_session(
                 self,
                 session,
-                f"this turn makes the session {session.num_tokens} tokens long, but --max-model-len "
-                f"is {self.max_model_len}: begin another session, with a shorter text",
+                f"this turn makes the session {session.num_tokens} tokens long, but "
+                f"--max-model-len is {self.max_model_len}: begin another, with a shorter text",
             )
 
     return _update_request_as_session
