@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +111,10 @@ class Session:
     def _add(self, request: Any) -> None:
         engine = self.llm.llm_engine
         engine.output_processor.add_request(request, None, None, 0, None)
-        engine.engine_core.add_request(request)
+        # In another process it is another list; both sides lengthen theirs with each turn.
+        sent = copy(request)
+        sent.prompt_token_ids = list(request.prompt_token_ids)
+        engine.engine_core.add_request(sent)
 
     def take(self, output: RequestOutput) -> None:
         (completion,) = output.outputs

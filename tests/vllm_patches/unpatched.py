@@ -444,19 +444,23 @@ def session_of(folder: str, turn: list[int]) -> tuple[Any, Any, Callable[[list[i
 
 
 @probe("streaming_sessions.serve_sessions")
-def text_before_a_turn(folder):
-    """A session keeps as much text as is computed: none, where it was preempted."""
+def a_turn_too_long(folder):
+    """A session grows past the longest text that there is room for."""
     from vllm_metal.vllm_patches.step_result import StepResult
 
     scheduler, session, make = session_of(folder, [1, 2, 3])
     planned = scheduler.schedule()
     scheduler.update_from_output(planned, StepResult(["a"], {"a": 0}, sampled_token_ids=[[5]]))
-    session.num_computed_tokens = 0
-    scheduler.add_request(make([7, 8]))
-    return list(session.all_token_ids) == [7, 8], list(session.all_token_ids)
+    scheduler.add_request(make([7] * 300))  # --max-model-len is 256
+    found = (
+        len(session.all_token_ids),
+        str(session.status),
+        getattr(scheduler, "sessions_to_end", None),
+    )
+    return found == (303, "RequestStatus.WAITING", None), found
 
 
-@probe("streaming_sessions.keeping_sessions")
+@probe("streaming_sessions.keeping_sessions", releases=("0.32",))
 def a_turn_that_ends_while_preempted(folder):
     """A session whose turn ends with a token that was on its way at a preemption is never asked
     for again: no queue has it."""

@@ -27,9 +27,9 @@ def serve_sessions(carry_salt: Callable[[SamplingParams, str | None], None]) -> 
     """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
 
     A turn's text is all that came before it, less the last token of the turn before: that one was
-    sampled and not computed. vLLM tells how much that is from the count of computed tokens. The
-    count is another where the turn ended among drafts that were accepted, and 0 where the request
-    was preempted: the text before is lost then.
+    sampled and not computed. vLLM 0.32 tells how much that is from the count of computed tokens,
+    and so loses the text where the request was preempted. Where a turn ended among drafts that were
+    accepted, any release counts more tokens as computed than are kept.
 
     Between its turns a session keeps its blocks, but no row of the worker's tables: the worker is
     told that it is preempted. A recurrent state cannot be taken back. Where a step went on behind
@@ -143,8 +143,8 @@ def keeping_sessions(
 ) -> Callable[..., dict[int, EngineCoreOutputs]]:
     """`Scheduler.update_from_output` that queues sessions whose turn ended while preempted.
 
-    vLLM takes such a request out of its queues when the step's outputs are read, though it has put
-    it there anew. It ends those, too, that `serve_sessions` found in error.
+    vLLM 0.32 takes such a request out of its queues when the step's outputs are read, though it has
+    put it there anew. It ends those, too, that `serve_sessions` found in error.
     """
 
     def update_from_output(
@@ -161,7 +161,8 @@ def keeping_sessions(
                 output.stop_reason = reasons.get(output.request_id, output.stop_reason)
         queued, self.sessions_to_queue = getattr(self, "sessions_to_queue", ()), ()
         for request in queued:
-            if self.requests.get(request.request_id) is request and not request.is_finished():
+            alive = self.requests.get(request.request_id) is request and not request.is_finished()
+            if alive and request not in (*self.waiting, *self.kv_holding_waiting):
                 self._enqueue_waiting_request(request)
         return outputs
 
