@@ -4,10 +4,11 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.requests import BlockTables, Changes, Requests
 
 
 def new_request(req_id, prompt, block_ids, num_computed_tokens=0):
@@ -39,7 +40,7 @@ def test_a_request_is_added_advanced_and_removed():
     assert requests.token_ids_np[req_idx, :3].tolist() == [5, 6, 7]
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ["a"], [([4], [8])], [3]
-    assert requests.apply(word(scheduled_cached_reqs=cached)) == ([], [])
+    assert requests.apply(word(scheduled_cached_reqs=cached)) == Changes()
     assert requests.num_computed_tokens_np[req_idx] == 3
     tables = [table[req_idx, :2].tolist() for table in requests.block_tables.tables_np]
     assert tables == [[3, 4], [9, 8]]
@@ -130,8 +131,9 @@ def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
     new = [new_request(name, [4, 5, 6], ([3], [3]), 2) for name in ("first", "second")]
     finished = {"ended", "never scheduled"}
     told = word(finished_req_ids=finished, preempted_req_ids={"pushed out"}, scheduled_new_reqs=new)
-    left, entered = requests.apply(told)
-    assert left == [ended, pushed_out]
+    changes = requests.apply(told)
+    entered = changes.entered
+    assert changes.left == [ended, pushed_out] and not changes.failed
     assert [state.req_id for state in entered] == ["first", "second"]
     assert {state.req_idx for state in entered} == {ended.req_idx, pushed_out.req_idx}
     assert requests.num_computed_tokens_np.tolist() == [2, 2]
@@ -143,11 +145,71 @@ def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
         [1],
     )
     back.new_block_ids, back.all_token_ids = [([7], [8])], {"pushed out": [2, 3, 9]}
-    left, (resumed,) = requests.apply(word(finished_req_ids={"first"}, scheduled_cached_reqs=back))
-    assert [state.req_id for state in left] == ["first"]
+    changes = requests.apply(word(finished_req_ids={"first"}, scheduled_cached_reqs=back))
+    (resumed,) = changes.entered
+    assert [state.req_id for state in changes.left] == ["first"]
     assert resumed is not pushed_out and resumed.output_token_ids == [9]
     assert requests.num_computed_tokens_np[resumed.req_idx] == 1
     assert [table[resumed.req_idx, 0] for table in requests.block_tables.tables_np] == [7, 8]
+
+
+def next_turn(prompt, block_ids, num_computed_tokens):
+    return word(scheduled_new_reqs=[new_request("session", prompt, block_ids, num_computed_tokens)])
+
+
+@pytest.mark.parametrize("told_of_the_end", [True, False])
+def test_the_next_turn_of_a_session_takes_the_place_of_the_one_before(told_of_the_end):
+    requests, prompt = make(), [5, 6]  # vLLM's own list, which it lengthens
+    (before,) = requests.apply(next_turn(prompt, ([1], [2]), 0)).entered
+    requests.note_sampled(np.array([before.req_idx]))
+    requests.learn(before, [7])
+    for number in range(4):  # more than there are rows
+        requests.note_sampled(np.array([before.req_idx]))  # a step in flight when the turn ended
+        left = [before]
+        if told_of_the_end:
+            assert requests.apply(word(preempted_req_ids={"session"})).left == left
+            assert requests.num_preempted == 1
+            left = []
+        prompt.append(8 + number)
+        changes = requests.apply(next_turn(prompt, ([1, 3], [2, 4]), len(prompt) - 1))
+        (turn,) = changes.entered
+        assert changes.left == left and not changes.failed
+        requests.learn(before, [99])  # its token comes late, and goes nowhere
+        row = turn.req_idx
+        assert turn.output_token_ids == [] and turn.prompt_token_ids == prompt
+        assert before.prompt_token_ids == prompt[:-1]
+        assert requests.num_known_np[row] == requests.num_tokens_np[row] == len(prompt)
+        assert requests.num_prompt_tokens_np[row] == len(prompt)
+        assert requests.num_computed_tokens_np[row] == len(prompt) - 1
+        tables = [table[row, :3].tolist() for table in requests.block_tables.tables_np]
+        assert tables == [[1, 3, 0], [2, 4, 0]]
+        assert len(requests) == 1 and requests.num_preempted == 0
+        before = turn
+    requests.apply(word(finished_req_ids={"session"}))
+    assert len(requests) == requests.num_preempted == 0
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone():
+    requests = make()
+    kept = requests.add_request(new_request("kept", [5, 6], ([1], [1])))
+    cached = CachedRequestData.make_empty()
+    cached.req_ids, cached.num_computed_tokens = ["unknown", "kept"], [9, 2]
+    cached.new_block_ids = [None, ([4], [4])]
+    too_long = new_request("too long", [1] * 65, ([2], [2]))
+    too_many_blocks = new_request("too many blocks", [1], (list(range(6)), [2]))
+    new = [too_long, too_many_blocks, new_request("sound", [7], ([3], [3]))]
+    changes = requests.apply(word(scheduled_new_reqs=new, scheduled_cached_reqs=cached))
+    assert changes.failed.keys() == {"too long", "too many blocks", "unknown"}
+    assert [state.req_id for state in changes.entered] == ["sound"]
+    assert {state.req_id for state in requests} == {"kept", "sound"}
+    assert requests.num_computed_tokens_np[kept.req_idx] == 2
+    assert requests.block_tables.tables_np[0][kept.req_idx, :2].tolist() == [1, 4]
+    rows = {state.req_idx for state in requests}
+    requests.apply(word(finished_req_ids={"kept", "sound", "too long"}))
+    again = requests.apply(
+        word(scheduled_new_reqs=[new_request(name, [1], ([1], [1])) for name in "ab"])
+    )
+    assert {state.req_idx for state in again.entered} == rows == {0, 1}
 
 
 def test_all_that_was_sampled_counts_until_it_is_known_what_is_kept():

@@ -158,6 +158,10 @@ MADE_AT_ONCE = (
     "speculation.allow_lookup_methods",
     "stat_loggers.add_stat_logger",
     "step_budget.StepBudget",
+    "streaming_sessions.end_failed_sessions",
+    "streaming_sessions.keeping_sessions",
+    "streaming_sessions.refuse_in_sessions",
+    "streaming_sessions.serve_sessions",
     "torch_accelerator.answer_for_torch_accelerator",
 )
 

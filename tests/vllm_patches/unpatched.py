@@ -37,6 +37,7 @@ CHANGING = (
     "speculation",
     "stat_loggers",
     "step_budget",
+    "streaming_sessions",
     "tokenizers",
     "torch_accelerator",
 )
@@ -426,6 +427,99 @@ def failed_request(folder):
     return goes_on and "Failed to reset" in refused, (ended, refused)
 
 
+def session_of(folder: str, turn: list[int]) -> tuple[Any, Any, Callable[[list[int]], Any]]:
+    """A scheduler, the request of a session that begins with `turn`, and what makes its turns."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    params = SamplingParams(max_tokens=1)
+    params.update_from_generation_config({}, eos_token_id=None)
+
+    def make(tokens):
+        return Request("a", tokens, params, None, resumable=True)
+
+    scheduler, session = make_scheduler(folder_config(folder), num_blocks=8), make(turn)
+    scheduler.add_request(session)
+    return scheduler, session, make
+
+
+@probe("streaming_sessions.serve_sessions")
+def a_turn_too_long(folder):
+    """A session grows past the longest text that there is room for."""
+    from vllm_metal.vllm_patches.step_result import StepResult
+
+    scheduler, session, make = session_of(folder, [1, 2, 3])
+    planned = scheduler.schedule()
+    scheduler.update_from_output(planned, StepResult(["a"], {"a": 0}, sampled_token_ids=[[5]]))
+    scheduler.add_request(make([7] * 300))  # --max-model-len is 256
+    found = (
+        len(session.all_token_ids),
+        str(session.status),
+        getattr(scheduler, "sessions_to_end", None),
+    )
+    return found == (303, "RequestStatus.WAITING", None), found
+
+
+@probe("streaming_sessions.keeping_sessions", releases=("0.32",))
+def a_turn_that_ends_while_preempted(folder):
+    """A session whose turn ends with a token that was on its way at a preemption is never asked
+    for again: no queue has it."""
+    from vllm_metal.vllm_patches.step_result import StepResult
+
+    scheduler, session, _ = session_of(folder, [1, 2, 3])
+    planned = scheduler.schedule()
+    scheduler.running.remove(session)
+    scheduler._preempt_request(session, 0.0)
+    scheduler.update_from_output(planned, StepResult(["a"], {"a": 0}, sampled_token_ids=[[5]]))
+    queued = session in [*scheduler.waiting, *scheduler.kv_holding_waiting]
+    return "a" in scheduler.requests and not queued, f"{session.status}, queued: {queued}"
+
+
+@probe("streaming_sessions.refuse_in_sessions")
+def settings_of_turns(folder):
+    """vLLM takes prompt logprobs and grammars of a session's turns."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    class TakenError(Exception):
+        pass
+
+    def take(*_):
+        raise TakenError
+
+    double = SimpleNamespace(_validate_params=take)
+    settings = {"prompt_logprobs": 1}, {"structured_outputs": StructuredOutputsParams(regex="a")}
+
+    def ask(setting):
+        InputProcessor.process_inputs(
+            double, "a", {}, SamplingParams(**setting), (), resumable=True
+        )
+
+    found = [raised(ask, setting) for setting in settings]
+    return all("TakenError" in text for text in found), found
+
+
+@probe("streaming_sessions.end_failed_sessions")
+def a_session_that_failed(folder):
+    """A front end waits for the next turn of a session whose request ended with an error."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    processor = OutputProcessor(None, log_stats=False)
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
+    fields = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt"))
+    fields |= {"data_parallel_rank": None, "arrival_time": 0.0, "sampling_params": params}
+    request = EngineCoreRequest(
+        request_id="a", prompt_token_ids=[1], resumable=True, external_req_id="a", **fields
+    )
+    processor.add_request(request, None)
+    processor.process_outputs([EngineCoreOutput("a", [], finish_reason=FinishReason.ERROR)])
+    return "a" in processor.request_states, sorted(processor.request_states)
+
+
 def end_slowly() -> None:
     """A process that takes its time to end when it is told to."""
 
@@ -682,11 +776,14 @@ def apply_changes() -> None:
     """Those that the platform makes, and the scheduler's, which the worker makes."""
     from vllm.platforms import current_platform
 
+    from vllm_metal.batch.requests import remember_salt
     from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
     from vllm_metal.vllm_patches.scheduler import end_failed_requests
+    from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
 
     current_platform.pre_register_and_update()
     end_failed_requests()
+    serve_sessions(remember_salt)
     end_chunks_within_blocks()
 
 

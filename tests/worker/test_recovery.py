@@ -32,6 +32,7 @@ class Runner:
     """A runner's calls; each step samples its number for each of its requests."""
 
     num_waits = 0
+    refused = frozenset()  # requests that it cannot take in
 
     def __init__(self, device, graphs, made):
         self.device, self.graphs, self.allowed = device, graphs, graphs.allowed
@@ -41,7 +42,11 @@ class Runner:
     def learn(self, scheduler_output):
         pass
 
-    settle_leaving = update_requests = update_blocks = learn
+    settle_leaving = update_blocks = learn
+
+    def update_requests(self, scheduler_output):
+        refused = self.refused & set(scheduler_output.num_scheduled_tokens)
+        return {req_id: ValueError("odd") for req_id in refused}
 
     def forward(self, scheduler_output):
         self._req_ids = list(scheduler_output.num_scheduled_tokens)
@@ -243,3 +248,42 @@ def fails_once(engine, ahead):
     if ahead:
         engine.step("a")
     return fails(first.get_output(), "a")
+
+
+def refuses(result, *req_ids):
+    """Whether a result says that these requests could not be taken in, and all others restart."""
+    reason = "the request could not be taken in: ValueError: odd"
+    return (
+        result.failures == dict.fromkeys(req_ids, reason)
+        and result.pool_lost
+        and not any(result.sampled_token_ids)
+    )
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone(engine):
+    first = engine.step("a")
+    engine.made[0].refused = {"b"}
+    second = engine.step("a", "b", "c")
+    engine.made[1].refused = {"b", "d"}  # the next step was sent before anybody had heard
+    third = engine.step("b", "d")
+    assert refuses(first.get_output(), "b", "d")
+    assert nothing(second.get_output()) and nothing(third.get_output())
+    assert engine.step("a", "c").get_output().sampled_token_ids == [[7], [7]]
+    assert engine.runner.num_failures == 1 and len(engine.made) == 2
+    assert engine.hooks.told == ["lost", 0]
+
+
+def test_requests_that_cannot_be_taken_in_do_not_end_the_engine(engine):
+    for _ in range(2 * recovery.MAX_FAILURES_IN_A_ROW):
+        engine.made[-1].refused = {"b"}
+        assert refuses(engine.step("a", "b").get_output(), "b")
+    assert engine.step("a").get_output().sampled_token_ids == [[7]]
+
+
+def test_an_error_behind_one_that_nobody_has_heard_of_keeps_both(engine):
+    engine.made[0].refused = {"b"}
+    first = engine.step("b")
+    engine.device.error = "broken"
+    engine.runner.wait()
+    assert refuses(first.get_output(), "b")
+    assert engine.runner.num_failures == 2

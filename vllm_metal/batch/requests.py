@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +49,15 @@ class RequestState:
     def cache_salt(self) -> str | None:
         """The request's cache_salt. Requests of one salt may share cached text; None is a salt."""
         return (self.sampling_params.extra_args or {}).get(_SALT)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a step's news did to the requests."""
+
+    left: list[RequestState] = field(default_factory=list)  # gave up their req_idx
+    entered: list[RequestState] = field(default_factory=list)  # were given one
+    failed: dict[str, Exception] = field(default_factory=dict)  # by request id; they have none
 
 
 class BlockTables:
@@ -99,42 +109,77 @@ class Requests:
     def __len__(self) -> int:
         return len(self._states)
 
+    @property
+    def num_preempted(self) -> int:
+        """Requests without a req_idx, which may get one again."""
+        return len(self._preempted)
+
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def apply(
-        self, scheduler_output: SchedulerOutput
-    ) -> tuple[list[RequestState], list[RequestState]]:
+    def apply(self, scheduler_output: SchedulerOutput) -> Changes:
         """Takes the scheduler's word of which requests came, went, resumed or got on.
 
+        A request that raises here fails by itself: it keeps no req_idx, and all others are taken.
+
         Returns:
-            The requests that gave up their req_idx, finished or preempted, and those that were
-            given one, new or resumed. One of the latter may have the req_idx of one of the former.
+            The requests that gave up their req_idx: finished, preempted, or ended their turn of a
+            session; those that were given one: new, resumed, or with the next turn; and those that
+            failed. One that entered may have the req_idx of one that left.
         """
-        left = [self.remove_request(req_id) for req_id in scheduler_output.finished_req_ids]
-        preempted = scheduler_output.preempted_req_ids or ()
-        left += [self.preempt_request(req_id) for req_id in preempted]
-        entered = [self.add_request(data) for data in scheduler_output.scheduled_new_reqs]
+        changes = Changes()
+        gone = [self.remove_request(req_id) for req_id in scheduler_output.finished_req_ids]
+        gone += [self.preempt_request(id_) for id_ in scheduler_output.preempted_req_ids or ()]
+        changes.left.extend(state for state in gone if state is not None)
+        for data in scheduler_output.scheduled_new_reqs:
+            self._attempt(changes, data.req_id, partial(self._begin, changes, data))
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
-            if req_id not in cached.resumed_req_ids:
-                self._advance(cached, index)
-                continue
-            block_ids = cached.new_block_ids[index]
-            assert block_ids is not None  # a resumed request starts from new blocks
-            num_computed = cached.num_computed_tokens[index]
-            tokens = cached.all_token_ids[req_id]
-            entered.append(self.resume_request(req_id, tokens, block_ids, num_computed))
-        return [state for state in left if state is not None], entered
+            go_on = self._resume if req_id in cached.resumed_req_ids else self._advance
+            self._attempt(changes, req_id, partial(go_on, changes, cached, index))
+        return changes
+
+    def _attempt(self, changes: Changes, req_id: str, call: Callable[[], None]) -> None:
+        """Makes the call; where it raises, the request is forgotten, and fails."""
+        try:
+            call()
+        except Exception as error:
+            changes.failed[req_id] = error
+            if (state := self.remove_request(req_id)) is not None:
+                changes.left.append(state)
+
+    def _begin(self, changes: Changes, data: NewRequestData) -> None:
+        """Takes in a new request, or the next turn of one that is known: a session.
+
+        vLLM sends a session's next turn as a new request of the same id, whose prompt is all that
+        came before, less the last token of the turn before.
+        """
+        if (before := self.remove_request(data.req_id)) is not None:
+            changes.left.append(before)
+        changes.entered.append(self.add_request(data))
+
+    def _resume(self, changes: Changes, cached: CachedRequestData, index: int) -> None:
+        req_id, block_ids = cached.req_ids[index], cached.new_block_ids[index]
+        assert block_ids is not None  # a resumed request starts from new blocks
+        num_computed, tokens = cached.num_computed_tokens[index], cached.all_token_ids[req_id]
+        changes.entered.append(self.resume_request(req_id, tokens, block_ids, num_computed))
+
+    def _advance(self, changes: Changes, cached: CachedRequestData, index: int) -> None:
+        """Notes how far a running request is, and its new blocks."""
+        req_idx = self._states[cached.req_ids[index]].req_idx
+        self.num_computed_tokens_np[req_idx] = cached.num_computed_tokens[index]
+        if (block_ids := cached.new_block_ids[index]) is not None:
+            self.block_tables.append(req_idx, block_ids)
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Takes in a request at its first scheduling."""
+        """Takes in a request at its first scheduling, or at the first of a session's turn."""
         assert data.prompt_token_ids is not None and data.sampling_params is not None
+        prompt_token_ids = list(data.prompt_token_ids)  # vLLM lengthens its own with each turn
         state = RequestState(
             data.req_id,
             self._free.pop(),
             data.sampling_params,
-            list(data.prompt_token_ids),
+            prompt_token_ids,
             output_token_ids=[],
             prompt_logprobs=None if data.sampling_params.prompt_logprobs is None else [],
         )
@@ -180,13 +225,6 @@ class Requests:
         self.num_prompt_tokens_np[req_idx] = state.num_prompt_tokens
         self.num_computed_tokens_np[req_idx] = num_computed_tokens
         self.block_tables.replace(req_idx, block_ids)
-
-    def _advance(self, data: CachedRequestData, index: int) -> None:
-        """Notes how far a running request is, and its new blocks."""
-        req_idx = self._states[data.req_ids[index]].req_idx
-        self.num_computed_tokens_np[req_idx] = data.num_computed_tokens[index]
-        if (block_ids := data.new_block_ids[index]) is not None:
-            self.block_tables.append(req_idx, block_ids)
 
     def preempt_request(self, req_id: str) -> RequestState | None:
         """Frees a request's req_idx until it resumes; None if it has none.

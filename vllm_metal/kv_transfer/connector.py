@@ -121,6 +121,10 @@ class MetalKVConnector(OffloadingConnector):
             self._manager.loads_nothing(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        # The next turn of a session comes as a new request, with all the blocks that it has. vLLM
+        # would put them behind those it knows of.
+        for new in scheduler_output.scheduled_new_reqs:
+            self.blocks_given_up(new.req_id)
         jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
         self._manager.stores_prepared()
         metadata = TransferMetadata(
@@ -194,6 +198,12 @@ class MetalKVConnector(OffloadingConnector):
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
         """Requests lose their blocks while these are being loaded; told to the worker next."""
         self._cancelled.update(req_ids)
+
+    def blocks_given_up(self, req_id: str) -> None:
+        """A request holds none of the blocks that it was known to have."""
+        if (status := self.scheduler._req_status.get(req_id)) is not None:
+            for group in status.group_states:
+                group.block_ids.clear()
 
     def requests_failed(self, requests: Iterable[Request]) -> None:
         """Takes back all that was kept of requests whose numbers are not sound."""

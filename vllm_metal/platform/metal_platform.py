@@ -36,6 +36,7 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     shutdown,
     speculation,
     stat_loggers,
+    streaming_sessions,
     torch_accelerator,
 )
 
@@ -159,6 +160,8 @@ class MetalPlatform(Platform):
         model_info.answer_for_models()
         mlx_models.take_mlx_models()
         refusals.allow_min_p_and_logit_bias()
+        streaming_sessions.refuse_in_sessions()
+        streaming_sessions.end_failed_sessions()
         kv_transfer.recompute_by_default()
         stat_loggers.add_stat_logger(MetalStatLogger)
 

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_budget import StepBudget
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
+from vllm_metal.vllm_patches.streaming_sessions import keeping_sessions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
+#: Of requests that hold blocks, and neither run nor have K/V loaded.
+_HOLDING = (
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+    RequestStatus.WAITING_FOR_STREAMING_REQ,
+)
 
 
 def end_failed_requests() -> None:
@@ -45,7 +52,7 @@ def end_failed_requests() -> None:
 
 
 def _measured_and_ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
-    return StepBudget.measuring(_ending_failed_requests(update))
+    return StepBudget.measuring(keeping_sessions(_ending_failed_requests(update)))
 
 
 def _limited_and_breaking_deadlocks(
@@ -84,10 +91,11 @@ def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
 def _letting_go_of_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
     """A reset raises while requests that do not run hold blocks.
 
-    Those whose K/V are being loaded do, those whose K/V came and that wait to be scheduled, and
-    those that ended while K/V were loaded. So do steps in flight: with a connector that loads,
-    blocks are freed when these have ended. Steps and loads take their order from the engine's
-    thread here, so that no step in flight writes over what is loaded into a block after it.
+    Those whose K/V are being loaded do, those whose K/V came and that wait to be scheduled,
+    sessions between their turns, and those that ended while K/V were loaded. So do steps in flight:
+    with a connector that loads, blocks are freed when these have ended. Steps and loads take their
+    order from the engine's thread here, so that no step in flight writes over what is loaded into a
+    block after it.
     """
 
     def reset_prefix_cache(
@@ -118,7 +126,7 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
             manager.free(request)
             request.num_computed_tokens = 0
             scheduler._inflight_prefills.discard(request)
-        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+        elif request.status in _HOLDING:
             _start_again(scheduler, request)
     for request in scheduler.requests.values():
         if request.is_finished():  # aborted while its K/V were loaded
@@ -135,19 +143,30 @@ def _breaking_deadlocks(schedule: Callable[..., SchedulerOutput]) -> Callable[..
 
     vLLM lets a request load where the rest of those before it still fits. It counts too little for
     windows, and what runs may take those blocks; so it can come that nobody runs, and none of those
-    that hold blocks finds enough for its next step.
+    that hold blocks finds enough for its next step. A session between two turns holds its blocks
+    for as long as its caller likes.
     """
 
     def schedule_step(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
         output = schedule(self, *arguments, **options)
-        holders = list(self.kv_holding_waiting)
         if self.running or output.preempted_req_ids or self._pause_state == PauseState.PAUSED_ALL:
             return output
-        if holders and all(_waits_for_blocks(self, each) for each in holders):
-            _start_again(self, holders[-1])
+        holders = list(self.kv_holding_waiting)
+        paused = [each for each in holders if _is_between_turns(each)]
+        others = [each for each in holders if not _is_between_turns(each)]
+        if paused:
+            waits = any(_waits_for_blocks(self, each) for each in (*others, *self.waiting))
+            if waits and self.num_waiting_for_streaming_input < self.max_num_active_reqs:
+                _start_again(self, paused[0])
+        elif others and all(_waits_for_blocks(self, each) for each in others):
+            _start_again(self, others[-1])
         return output
 
     return schedule_step
+
+
+def _is_between_turns(request: Any) -> bool:
+    return request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
 def _waits_for_blocks(scheduler: Any, request: Any) -> bool:
@@ -166,6 +185,7 @@ def _start_again(scheduler: Any, request: Any) -> None:
     scheduler.kv_cache_manager.free(request)
     request.num_computed_tokens = 0
     scheduler._inflight_prefills.discard(request)
+    _tell_connector(scheduler, "blocks_given_up", request.request_id)
 
 
 def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> None:

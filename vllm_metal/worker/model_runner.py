@@ -15,7 +15,7 @@ from vllm_metal.batch import grammar
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
-from vllm_metal.batch.requests import Requests
+from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
 from vllm_metal.spec_decode.speculator import Speculator
 
@@ -121,10 +121,15 @@ class ModelRunner:
             self._speculator.settle(ends)
 
     def settle_leaving(self, scheduler_output: SchedulerOutput) -> None:
-        """The same of requests that this step takes away: their blocks may be found later."""
-        leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        if leaving and self._speculator is not None:
-            self._speculator.settle_blocks(leaving, self._model.block_size)
+        """The same of requests that this step takes away: their blocks may be found later.
+
+        One that is taken away at the end of its turn of a session goes on behind its last token.
+        """
+        if self._speculator is None:
+            return
+        paused = scheduler_output.preempted_req_ids or set()
+        self._speculator.settle_blocks(scheduler_output.finished_req_ids, self._model.block_size)
+        self._speculator.settle_blocks(paused, 1)
 
     def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
         """Takes the outcome of earlier steps where there is speculation.
@@ -160,22 +165,43 @@ class ModelRunner:
             or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
         )
 
-    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes the scheduler's news: requests that came, went, resumed, or got on."""
-        left, entered = self._requests.apply(scheduler_output)
-        for state in left:
-            self._sampler.remove_request(state.req_idx)
-            if self._speculator is not None:
-                self._speculator.forget_request(state.req_idx)
-        for state in entered:
-            if self._speculator is not None:
-                self._speculator.begin_request(state)
-            self._sampler.add_request(
-                state.req_idx,
-                state.sampling_params,
-                state.prompt_token_ids,
-                state.output_token_ids,
-            )
+    def update_requests(self, scheduler_output: SchedulerOutput) -> dict[str, Exception]:
+        """Takes the scheduler's news: requests that came, went, resumed, or got on.
+
+        Returns:
+            By request id the errors of those that could not be taken. They have no row in any
+            table; of no other request anything is lost. What this runner keeps of them, a custom
+            logits processor's state say, may be anything: it is to be made anew.
+        """
+        changes = self._requests.apply(scheduler_output)
+        failed = dict(changes.failed)
+        for state in changes.left:
+            try:
+                self._forget(state)
+            except Exception as error:
+                failed[state.req_id] = error
+        for state in changes.entered:
+            try:
+                self._take_in(state)
+            except Exception as error:
+                failed[state.req_id] = error
+                self._requests.remove_request(state.req_id)
+        return failed
+
+    def _forget(self, state: RequestState) -> None:
+        self._sampler.remove_request(state.req_idx)
+        if self._speculator is not None:
+            self._speculator.forget_request(state.req_idx)
+
+    def _take_in(self, state: RequestState) -> None:
+        if self._speculator is not None:
+            self._speculator.begin_request(state)
+        self._sampler.add_request(
+            state.req_idx,
+            state.sampling_params,
+            state.prompt_token_ids,
+            state.output_token_ids,
+        )
 
     def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Clears and copies blocks as the scheduler wants, also where it schedules nothing."""

@@ -51,6 +51,10 @@ class RecoveringRunner:
       that they computed is returned or kept.
     - All other requests start again, on a pool that holds nothing.
 
+    Where the runner cannot take in a request, the fault is that request's: it alone fails, and all
+    others start again. Its blocks count as computed for whoever begins with the same text, so
+    nothing in the pool may be found any more.
+
     The scheduler hears of it with the next result it asks for. It may have sent more steps before
     it does. They are not computed: it drops their results.
     """
@@ -144,7 +148,7 @@ class RecoveringRunner:
         self._attempt(lambda runner: runner.settle_leaving(scheduler_output))
         sound = self._untold is None
         self._call_hook(lambda hooks: hooks.before_step(scheduler_output, sound))
-        self.runner.update_requests(scheduler_output)
+        self._fail_requests(self.runner.update_requests(scheduler_output))
         self._attempt(lambda runner: runner.update_blocks(scheduler_output))
         if self._untold is None:
             self._call_hook(lambda hooks: hooks.before_forward())
@@ -271,7 +275,7 @@ class RecoveringRunner:
         """
         if self._runner is None:
             self._runner = self._new_runner()
-            self._untold = self._untold or PoolLoss([], "")
+            self._untold = self._untold or PoolLoss({})
 
     def _new_runner(self) -> ModelRunner:
         runner = self._make_runner(self._graphs)
@@ -283,6 +287,33 @@ class RecoveringRunner:
         """Replaces pool and runner; raises the error where it is one too many in a row."""
         self._lose_pool(error)
         self._runner = self._new_runner()
+
+    def _fail_requests(self, errors: dict[str, Exception]) -> None:
+        """Fails requests that could not be taken in, and has all others start again.
+
+        These are no failures in a row: the next request need not be like them. Steps that were
+        sent before the scheduler has heard of a loss name requests that are gone; they are told.
+        """
+        told = {} if self._untold is None else self._untold.failures
+        failures = {
+            req_id: f"the request could not be taken in: {type(error).__name__}: {error}"
+            for req_id, error in errors.items()
+            if req_id not in told
+        }
+        if not failures:
+            return
+        for req_id in failures:
+            logger.error(
+                "Request %s could not be taken in, and fails. All others start again",
+                req_id,
+                exc_info=errors[req_id],
+            )
+            traceback.clear_frames(errors[req_id].__traceback__)  # they hold the pool
+        if self._untold is None:
+            self.num_failures += 1
+            self._drop_runner(lost=True)
+            self._runner = self._new_runner()
+        self._untold = PoolLoss(told | failures)
 
     def _lose_pool(self, error: Exception) -> None:
         """Drops pool and runner, and notes what the scheduler must hear."""
@@ -304,7 +335,8 @@ class RecoveringRunner:
             exc_info=error,
         )
         self._forgo_graphs()
-        self._untold = PoolLoss(req_ids, f"the step failed: {error}")
+        told = {} if self._untold is None else self._untold.failures
+        self._untold = PoolLoss(dict.fromkeys(req_ids, f"the step failed: {error}") | told)
 
     def _forgo_graphs(self) -> None:
         """Forwards are built without graphs from now on, if one may be what failed.

@@ -131,7 +131,8 @@ class _Request:
     def _run(self, step: SchedulerOutput, computed: int | None) -> None:
         """Runs a step to its end; `computed` tokens more are known, None: as many as it sampled."""
         self.runner.learn(step)
-        self.runner.update_requests(step)
+        for error in self.runner.update_requests(step).values():
+            raise error
         self.runner.forward(step)
         result = self.runner.sample_tokens(None).get_output()
         (sampled,) = result.sampled_token_ids

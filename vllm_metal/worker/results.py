@@ -27,8 +27,7 @@ class Step:
 class PoolLoss:
     """A pool is gone: what the scheduler hears of it, once."""
 
-    req_ids: list[str]  # the requests that fail; all others start again
-    reason: str  # why they fail
+    failures: dict[str, str]  # of requests that fail, why; all others start again
 
 
 def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
@@ -42,7 +41,7 @@ def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
         req_ids=step.req_ids,
         req_id_to_index={req_id: index for index, req_id in enumerate(step.req_ids)},
         sampled_token_ids=[[] for _ in step.req_ids],
-        failures={} if loss is None else dict.fromkeys(loss.req_ids, loss.reason),
+        failures={} if loss is None else dict(loss.failures),
         pool_lost=loss is not None,
     )
 

@@ -15,7 +15,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from metal_kernels import command_buffers
 from metal_kernels.cache import cache_dir
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.requests import BlockTables, Requests, remember_salt
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
@@ -45,6 +45,7 @@ from vllm_metal.spec_decode.registry import drafts_for_others, load_network, mak
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
+from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
@@ -211,6 +212,7 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
+        serve_sessions(remember_salt)
         end_chunks_within_blocks()
         self._transfers = self._open_transfers()
         hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
@@ -403,6 +405,11 @@ class MetalWorker(WorkerBase):
     def _release_weights(self) -> None:
         self._networks = None
         mlx_device.give_back()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that this worker knows of, with a row in its tables or without."""
+        return len(self._requests) + self._requests.num_preempted
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

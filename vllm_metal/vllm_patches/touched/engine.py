@@ -170,16 +170,25 @@ _STEP = (
 _SCHEDULER = (
     Touched(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        by="vllm_patches/scheduler.py vllm_patches/step_budget.py vllm_patches/prefill_chunks.py",
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py vllm_patches/prefill_chunks.py "
+        "vllm_patches/streaming_sessions.py",
         fields="vllm_config cache_config scheduler_config block_size num_spec_tokens "
         "max_num_scheduled_tokens requests kv_cache_manager kv_cache_config "
         "grammar_compile_error_reqs finished_req_ids connector waiting kv_holding_waiting "
         "failed_recving_kv_req_ids "
         "_inflight_prefills deferred_frees defer_block_free running finished_recving_kv_req_ids "
-        "_pause_state",
-        calls={"_handle_blocked_waiting_request": "request"},
+        "_pause_state has_mamba_layers max_model_len max_num_active_reqs "
+        "num_waiting_for_streaming_input reset_preempted_req_ids",
+        calls={
+            "_handle_blocked_waiting_request": "request",
+            "_free_request_blocks": "request",
+            "_enqueue_waiting_request": "request",
+        },
         methods={
             "schedule": "throttle_prefills",
+            "add_request": "request",
+            "_handle_stopped_request": "request",
+            "_update_request_as_session": "session update",
             "update_from_output": "scheduler_output model_runner_output",
             "_get_new_block_ids_to_zero": "",
             "reset_prefix_cache": "reset_running_requests reset_connector",
@@ -209,16 +218,19 @@ _SCHEDULER = (
     ),
     Touched(
         "vllm.v1.request:Request",
-        by="vllm_patches/scheduler.py vllm_patches/step_budget.py kv_transfer/connector.py",
-        fields="request_id block_hashes cache_salt status num_computed_tokens num_tokens "
+        by="vllm_patches/scheduler.py vllm_patches/step_budget.py kv_transfer/connector.py "
+        "vllm_patches/streaming_sessions.py",
+        fields="request_id resumable streaming_queue num_in_flight_tokens stop_reason "
+        "num_output_tokens block_hashes cache_salt status num_computed_tokens num_tokens "
         "kv_transfer_params skip_reading_prefix_cache num_tokens_with_spec "
         "num_output_placeholders is_prefill_chunk sampling_params",
-        calls={"is_finished": ""},
+        calls={"is_finished": "", "get_skip_reading_prefix_cache": ""},
     ),
     Touched(
         "vllm.v1.request:RequestStatus",
-        by="vllm_patches/scheduler.py",
-        fields="WAITING PREEMPTED WAITING_FOR_REMOTE_KVS",
+        by="vllm_patches/scheduler.py vllm_patches/streaming_sessions.py",
+        fields="WAITING PREEMPTED WAITING_FOR_REMOTE_KVS WAITING_FOR_STREAMING_REQ "
+        "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
     ),
     Touched(
         "vllm.v1.core.sched.request_queue:RequestQueue",
@@ -230,11 +242,15 @@ _SCHEDULER = (
         by="vllm_patches/scheduler.py vllm_patches/step_budget.py",
         fields="PAUSED_ALL",
     ),
-    Touched("vllm.v1.engine:EngineCoreOutputs", by="vllm_patches/scheduler.py", fields="outputs"),
+    Touched(
+        "vllm.v1.engine:EngineCoreOutputs",
+        by="vllm_patches/scheduler.py vllm_patches/streaming_sessions.py",
+        fields="outputs",
+    ),
     Touched(
         "vllm.v1.engine:EngineCoreOutput",
-        by="vllm_patches/scheduler.py",
-        fields="request_id stop_reason num_nans_in_logits",
+        by="vllm_patches/scheduler.py vllm_patches/streaming_sessions.py",
+        fields="request_id stop_reason num_nans_in_logits finish_reason",
     ),
 )
 

@@ -40,4 +40,38 @@ SERVING = (
         by="serving/deadline.py",
         fields="external_req_ids",
     ),
+    Touched(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        by="vllm_patches/streaming_sessions.py",
+        fields="request_states",
+        methods={
+            "process_outputs": "engine_core_outputs engine_core_timestamp iteration_stats "
+            "weight_version"
+        },
+    ),
+    Touched(
+        "vllm.v1.engine.output_processor:RequestState",
+        by="vllm_patches/streaming_sessions.py",
+        fields="streaming_input",
+    ),
+    Touched(
+        "vllm.v1.engine.output_processor:OutputProcessorOutput",
+        by="vllm_patches/streaming_sessions.py",
+        fields="request_outputs reqs_to_abort",
+    ),
+    Touched(
+        "vllm.v1.engine.input_processor:InputProcessor",
+        by="vllm_patches/streaming_sessions.py",
+        methods={
+            "process_inputs": "request_id prompt params supported_tasks arrival_time lora_request "
+            "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
+            "kv_hints"
+        },
+    ),
+    Touched(
+        "vllm.v1.engine:FinishReason",
+        by="vllm_patches/streaming_sessions.py",
+        fields="ERROR ABORT",
+    ),
+    Touched("vllm.v1.engine:EngineCoreRequest", by="vllm_patches/streaming_sessions.py"),
 )

@@ -56,7 +56,7 @@ _CONNECTOR = (
     Touched(
         f"{_OFFLOADING}.scheduler:RequestGroupState",
         by="kv_transfer/connector.py",
-        fields="offload_keys next_stored_chunk_idx",
+        fields="offload_keys next_stored_chunk_idx block_ids",
     ),
     Touched(
         f"{_OFFLOADING}.common:OffloadingConnectorMetadata",

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of streaming input: every turn is answered as its whole text asked at once would be."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from e2e.disk import HITS, STORED, disk_engine
+from e2e.fuzz.models import VOCAB
+from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
+from e2e.sessions import Session, check, held_rows, play, step_until, streamed, whole_texts
+from vllm import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
+from vllm.inputs import tokens_input
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_metal.models.executor import ModelExecutor
+
+NUM_TURNS, MAX_TOKENS = 5, 8
+STOPS = list(range(3, VOCAB, 9))  # so many that about every other turn ends at one
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
+
+
+def scripts_of(count, seed=0):
+    """Turns of some sessions; the first ones of two begin alike, and turns repeat themselves."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(2, VOCAB, 36).tolist()
+    found = []
+    for index in range(count):
+        turns = []
+        for number in range(NUM_TURNS):
+            turn = rng.integers(2, VOCAB, int(rng.integers(1, 9))).tolist()
+            turns.append((shared if number == 0 and index % 2 else []) + turn * (1 + number % 3))
+        found.append(turns)
+    return found
+
+
+def draft_model(folder, name):
+    return {
+        "method": "draft_model",
+        "model": str(folder / f"{name}-draft"),
+        "num_speculative_tokens": 3,
+    }
+
+
+def small_engine(model, **options):
+    settings = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "additional_config": {"fixed_draft_length": True},
+    }
+    return engine(model, **(settings | options))
+
+
+def assert_nothing_is_held(llm, free):
+    run_out(llm)
+    assert free_blocks(llm) == free, "blocks were never freed"
+    assert held_rows(llm) == 0, "the worker still knows requests"
+
+
+#: Engines by what is special about them.
+SPECULATION = {"plain": None, "ngram": NGRAM, "draft model": "draft"}
+
+
+@pytest.mark.parametrize("ends", ["max_tokens", "stop tokens"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("speculation", SPECULATION)
+@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
+def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
+    """Two rounds: all turns sent ahead, and each when the one before was answered.
+
+    In the first the pool has no room for all that runs, so turns are preempted. In the second
+    sessions begin as those of the first did.
+    """
+    model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
+    config = SPECULATION[speculation]
+    if config == "draft":
+        config = draft_model(tiny_models, name)
+    params = streamed(
+        max_tokens=MAX_TOKENS, stop_token_ids=STOPS if ends == "stop tokens" else None
+    )
+    with small_engine(
+        model,
+        speculative_config=config,
+        async_scheduling=async_scheduling,
+        num_gpu_blocks_override=BLOCKS[name],
+    ) as llm:
+        free = free_blocks(llm)
+        for ahead in (True, False):
+            scripts = {
+                Session(llm, f"{ahead} {number}", params): turns
+                for number, turns in enumerate(scripts_of(4))
+            }
+            play(llm, scripts, ahead)
+            for session, turns in scripts.items():
+                check(dense, turns, session.answers)
+                for answer, (reason, stop) in zip(session.answers, session.reasons, strict=True):
+                    at_stop = ends == "stop tokens" and answer[-1] in STOPS
+                    assert (reason, stop) == (("stop", answer[-1]) if at_stop else ("length", None))
+                    assert at_stop or len(answer) == MAX_TOKENS
+            assert_nothing_is_held(llm, free)
+        found = counters(llm)
+        assert found["vllm:num_preemptions"] > 0
+        assert found["vllm:prefix_cache_hits"] > 0
+        if config:
+            assert found["vllm:spec_decode_num_accepted_tokens"] > 0
+        # Asked at once, the longest texts get the same answers.
+        whole = {session: whole_texts(turns, session.answers) for session, turns in scripts.items()}
+        asked = generate(
+            llm,
+            [texts[-1] for texts in whole.values()],
+            greedy(MAX_TOKENS, detokenize=False, stop_token_ids=params.stop_token_ids),
+        )
+        assert asked == [session.answers[-1] for session in whole]
+
+
+#: Of pools in which four sessions have no room at once.
+BLOCKS = {"full": 26, "windowed": 60, "hybrid": 40}
+
+
+#: Of texts on which every setting shows: what is the likeliest is repeated, penalised or drawn.
+SAMPLING = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    "seed": {"temperature": 1.0, "seed": 7, "top_k": 20},
+    "logprobs": {"logprobs": 2},
+    "bad words and bias": {"logit_bias": {5: 4.0}, "min_tokens": 4, "stop_token_ids": STOPS},
+}
+
+
+def test_each_turn_samples_as_a_request_of_its_own(tiny):
+    """Sampling state begins with the turn: the text before is prompt. Turns set what they like."""
+    dense = Dense(tiny)
+    turns, settings = scripts_of(2)[1], [*SAMPLING.values(), {}]
+    with small_engine(tiny, max_num_seqs=2, speculative_config=NGRAM) as llm:
+        free = free_blocks(llm)
+        session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
+        for turn, options in zip(turns, settings, strict=True):
+            session.ask(turn, streamed(**({"max_tokens": MAX_TOKENS} | options)))
+        session.close()
+        texts = whole_texts(turns, session.answers)
+        for text, answer, options in zip(texts, session.answers, settings, strict=True):
+            params = streamed(**({"max_tokens": MAX_TOKENS} | options))
+            alone = Session(llm, "alone", params)
+            assert alone.ask(text) == answer, options
+            alone.close()
+        assert_nothing_is_held(llm, free)
+    at = list(SAMPLING).index("logprobs")
+    rows = dense.logits([*texts[at], *session.answers[at][:-1]])[len(texts[at]) - 1 :]
+    expected = rows - np.log(np.exp(rows.astype(np.float64)).sum(axis=1, keepdims=True))
+    for row, token, found in zip(expected, session.answers[at], session.logprobs[at], strict=True):
+        assert token == row.argmax()
+        assert found[token].logprob == pytest.approx(row[token], abs=1e-3)
+    assert [len(found) for found in session.logprobs] == [
+        MAX_TOKENS if number == at else 0 for number in range(NUM_TURNS)
+    ]
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+def test_a_session_between_turns_gives_its_blocks_to_who_waits(tiny_models, name):
+    model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
+    turns, (other,) = scripts_of(2)[1], scripts_of(1, seed=5)[:1]
+    blocks = {"full": 11, "hybrid": 24}[name]
+    with small_engine(model, num_gpu_blocks_override=blocks) as llm:
+        free = free_blocks(llm)
+        session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
+        for turn in turns:
+            session.ask(turn)
+            prompt = (other[0] * 40)[: 16 * 8]
+            (answer,) = generate(llm, [prompt], greedy(MAX_TOKENS, detokenize=False))
+            dense.check(prompt, answer)
+        session.close()
+        check(dense, turns, session.answers)
+        assert_nothing_is_held(llm, free)
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid"])
+def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
+    model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
+    turns, prompt = scripts_of(2)[1], [4, 5, 6]
+    with small_engine(model) as llm:
+        free = free_blocks(llm)
+        session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
+        for number, turn in enumerate(turns, 1):
+            session.ask(turn)
+            if number == 2:
+                with monkeypatch.context() as patch:
+                    patch.setattr(ModelExecutor, "forward_hidden", _raise)
+                    (failed,) = llm.generate(
+                        [{"prompt_token_ids": prompt}], greedy(2, detokenize=False), use_tqdm=False
+                    )
+                assert failed.outputs[0].finish_reason == "error"
+            if number == 3:
+                llm.sleep(level=1)
+                llm.wake_up()
+        session.close()
+        check(dense, turns, session.answers)
+        assert_nothing_is_held(llm, free)
+
+
+def _raise(*arguments):
+    raise RuntimeError("a step that fails")
+
+
+def test_a_session_whose_step_fails_has_ended(tiny, monkeypatch):
+    """It does not begin anew with what is sent to it next."""
+    turns, dense = scripts_of(1)[0], Dense(tiny)
+    with small_engine(tiny) as llm:
+        free = free_blocks(llm)
+        session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
+        session.ask(turns[0])
+        session.send(turns[1])
+        session.send(turns[2])
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelExecutor, "forward_hidden", _raise)
+            llm.llm_engine.step()
+        step_until(llm, [session], lambda: session.finished)
+        (first, second) = session.reasons
+        assert first == ("length", None)
+        assert second[0] == "error" and "a step that fails" in second[1]
+        assert_nothing_is_held(llm, free)
+        (answer,) = generate(llm, [turns[0]], greedy(MAX_TOKENS, detokenize=False))
+        dense.check(turns[0], answer)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_session_that_grows_too_long(tiny, ahead):
+    turns, dense = scripts_of(1)[0], Dense(tiny)
+    turns[2] = (turns[2] * 240)[:245]
+    with small_engine(tiny) as llm:
+        free = free_blocks(llm)
+        session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
+        beside = Session(llm, "beside", streamed(max_tokens=4 * MAX_TOKENS))
+        for turn in turns[:3]:
+            send = session.send if ahead or turn is turns[2] else session.ask
+            send(turn)
+        beside.send(turns[0])
+        beside.close()
+        step_until(llm, [session, beside], lambda: session.finished and beside.finished)
+        check(dense, turns[:2], session.answers[:2])
+        check(dense, turns[:1], beside.answers)
+        reason, why = session.reasons[2]
+        assert reason == "error" and "--max-model-len is 256" in why
+        assert session.answers[2:] == [[]]
+        assert_nothing_is_held(llm, free)
+
+
+def test_a_session_has_one_salt(tiny):
+    turns = scripts_of(1)[0]
+    with small_engine(tiny) as llm:
+        free = free_blocks(llm)
+        for salts, error in ((("a", None, "a"), False), (("a", "b"), True)):
+            session = Session(llm, str(salts), streamed(max_tokens=MAX_TOKENS))
+            for number, salt in enumerate(salts, 1):
+                session.ask(turns[number], salt=salt)
+            assert (session.reasons[-1][0] == "error") == error == session.finished
+            if error:
+                assert "cache_salt" in session.reasons[-1][1]
+            else:
+                session.close()
+        assert_nothing_is_held(llm, free)
+
+
+def test_what_a_session_cannot_have_is_refused_by_name(tiny):
+    with small_engine(tiny) as llm:
+        session = Session(llm, "session", streamed(max_tokens=2))
+        for setting in (
+            {"prompt_logprobs": 1},
+            {"structured_outputs": StructuredOutputsParams(regex="a+")},
+        ):
+            with pytest.raises(ValueError, match=f"{next(iter(setting))} is not served in a sess"):
+                session.send([3, 4], streamed(max_tokens=2, **setting))
+        session.send([3, 4])
+        session.close()
+        step_until(llm, [session], lambda: session.finished)
+        assert len(session.answers) == 1
+
+
+@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
+def test_turns_leave_sound_blocks_on_disk(tiny_models, tmp_path, name):
+    """What turns have stored is loaded by another engine, which goes on from it."""
+    model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
+    scripts = scripts_of(2, seed=3)
+    options = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 256}
+    with disk_engine(model, tmp_path, **options) as llm:
+        sessions = [
+            Session(llm, str(number), streamed(max_tokens=MAX_TOKENS)) for number in range(2)
+        ]
+        play(llm, dict(zip(sessions, scripts, strict=True)))
+        for session, turns in zip(sessions, scripts, strict=True):
+            check(dense, turns, session.answers)
+        run_out(llm)
+        assert counters(llm)[STORED] > 0 and held_rows(llm) == 0
+    texts = [
+        whole_texts(turns, session.answers)[-1]
+        for session, turns in zip(sessions, scripts, strict=True)
+    ]
+    with disk_engine(model, tmp_path, **options) as llm:
+        answers = generate(llm, texts, greedy(MAX_TOKENS, detokenize=False))
+        for text, answer in zip(texts, answers, strict=True):
+            dense.check(text, answer)
+        assert counters(llm)[HITS] > sum(len(turns[0]) for turns in scripts)
+        session = Session(llm, "again", streamed(max_tokens=MAX_TOKENS))
+        play(llm, {session: scripts[1]})
+        check(dense, scripts[1], session.answers)
+
+
+def test_vllms_own_front_end(tiny):
+    """Five turns of three sessions over two rows, by `AsyncLLM.generate`."""
+    dense, scripts = Dense(tiny), scripts_of(3)
+
+    async def turns_of(turns, answered):
+        for number, turn in enumerate(turns):
+            if number % 2:  # the others are sent while the turn before is answered
+                await answered[number - 1].wait()
+            yield StreamingInput(prompt=tokens_input(turn))
+
+    async def session(llm, name, turns):
+        answered, answers, new = [asyncio.Event() for _ in turns], [], []
+        params = streamed(max_tokens=MAX_TOKENS)
+        async for output in llm.generate(turns_of(turns, answered), params, name):
+            (completion,) = output.outputs
+            new += completion.token_ids
+            while len(new) >= MAX_TOKENS:  # outputs of two turns may come as one
+                answered[len(answers)].set()
+                answers.append(new[:MAX_TOKENS])
+                del new[:MAX_TOKENS]
+        assert not new
+        return answers
+
+    async def serve():
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                tiny,
+                skip_tokenizer_init=True,
+                max_model_len=256,
+                max_num_seqs=2,
+                kv_cache_memory_bytes=8 << 20,
+            )
+        )
+        try:
+            found = await asyncio.gather(
+                *(session(llm, str(number), turns) for number, turns in enumerate(scripts))
+            )
+            with pytest.raises(ValueError, match="prompt_logprobs is not served in a session"):
+                params = streamed(max_tokens=2, prompt_logprobs=0)
+                async for _ in llm.generate(turns_of(scripts[0], []), params, "refused"):
+                    pass
+            return found
+        finally:
+            llm.shutdown()
+
+    for turns, answers in zip(scripts, asyncio.run(serve()), strict=True):
+        check(dense, turns, answers)

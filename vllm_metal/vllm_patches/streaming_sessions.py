@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of streaming input: each turn goes on from exactly the text that vLLM says it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal.vllm_patches.replacing import replace
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessorOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32", "0.33")
+#: Sampling parameters that no turn of a session may set, and why.
+REFUSED = {
+    "prompt_logprobs": "a turn computes only what its prompt adds to the turns before",
+    "structured_outputs": "vLLM takes the grammar of the first turn, and none after it",
+}
+
+
+def serve_sessions(carry_salt: Callable[[SamplingParams, str | None], None]) -> None:
+    """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
+
+    A turn's text is all that came before it, less the last token of the turn before: that one was
+    sampled and not computed. vLLM 0.32 tells how much that is from the count of computed tokens,
+    and so loses the text where the request was preempted. Where a turn ended among drafts that were
+    accepted, any release counts more tokens as computed than are kept.
+
+    Between its turns a session keeps its blocks, but no row of the worker's tables: the worker is
+    told that it is preempted. A recurrent state cannot be taken back. Where a step went on behind
+    the text that is kept, the session starts again, from what the prefix cache has of it.
+
+    Args:
+        carry_salt: notes a request's cache_salt in sampling parameters; each turn brings its own.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def carrying(update: Callable[..., None]) -> Callable[..., None]:
+        return _going_on(update, carry_salt)
+
+    replace(Scheduler, "_handle_stopped_request", _ending_turns)
+    replace(Scheduler, "_update_request_as_session", carrying)
+    replace(Scheduler, "add_request", _of_one_salt)
+
+
+def _ending_turns(stop: Callable[..., bool]) -> Callable[..., bool]:
+    def _handle_stopped_request(self: Any, request: Any) -> bool:
+        queue = request.streaming_queue
+        if request.resumable and not (queue and queue[0] is None):
+            _end_turn(self, request)
+        return stop(self, request)
+
+    return _handle_stopped_request
+
+
+def _end_turn(scheduler: Any, request: Any) -> None:
+    """Has a request that stopped count as computed what its next turn keeps, or less."""
+    scheduler.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
+    kept = _num_kept(request)
+    if request.num_computed_tokens == 0:  # preempted, and stopped by a token that was on its way
+        scheduler.sessions_to_queue = [*getattr(scheduler, "sessions_to_queue", ()), request]
+        return
+    exact = request.num_computed_tokens == kept and not request.num_in_flight_tokens
+    if scheduler.has_mamba_layers and not exact:
+        _let_go_of_blocks(scheduler, request)
+    else:
+        computed = request.num_computed_tokens - request.num_output_placeholders
+        request.num_computed_tokens = min(computed, kept)
+    request.num_output_placeholders = 0
+
+
+def _num_kept(request: Any) -> int:
+    """Tokens that a session's next turn begins with: all but the last one sampled."""
+    return int(request.num_tokens - (request.num_output_tokens > 0))
+
+
+def _let_go_of_blocks(scheduler: Any, request: Any) -> None:
+    scheduler._free_request_blocks(request)
+    request.num_computed_tokens = 0
+    if hasattr(scheduler.connector, "blocks_given_up"):
+        scheduler.connector.blocks_given_up(request.request_id)
+
+
+def _going_on(
+    update: Callable[..., None], carry_salt: Callable[[SamplingParams, str | None], None]
+) -> Callable[..., None]:
+    def _update_request_as_session(self: Any, session: Any, turn: Any) -> None:
+        kept, computed = _num_kept(session), session.num_computed_tokens
+        session.num_computed_tokens = kept  # vLLM keeps that much text
+        update(self, session, turn)
+        session.num_computed_tokens = min(computed, kept)
+        session.stop_reason = None  # the turn before may have had one
+        session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
+        carry_salt(session.sampling_params, session.cache_salt)
+        if session.num_tokens >= self.max_model_len:
+            _end_session(
+                self,
+                session,
+                f"this turn makes the session {session.num_tokens} tokens long, but "
+                f"--max-model-len is {self.max_model_len}: begin another, with a shorter text",
+            )
+
+    return _update_request_as_session
+
+
+def _of_one_salt(add: Callable[..., None]) -> Callable[..., None]:
+    """vLLM heeds a session's first cache_salt only."""
+
+    def add_request(self: Any, request: Any) -> None:
+        session = self.requests.get(request.request_id)
+        add(self, request)
+        if session is None or not request.resumable:
+            return
+        if request.cache_salt not in (None, session.cache_salt):
+            reason = "cache_salt: a session has one, that of its first turn"
+            _end_session(self, session, reason)
+
+    return add_request
+
+
+def _end_session(scheduler: Any, session: Any, reason: str) -> None:
+    """Ends a session with an error, once the outputs of its turns so far are told.
+
+    A front end that reads both in one message would take the error for the end of the turn.
+    """
+    from vllm.v1.request import RequestStatus
+
+    if session.status == RequestStatus.WAITING:
+        # It waits, but is not scheduled: no grammar will come.
+        session.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    scheduler.sessions_to_end = getattr(scheduler, "sessions_to_end", {}) | {
+        session.request_id: reason
+    }
+
+
+def keeping_sessions(
+    update: Callable[..., dict[int, EngineCoreOutputs]],
+) -> Callable[..., dict[int, EngineCoreOutputs]]:
+    """`Scheduler.update_from_output` that queues sessions whose turn ended while preempted.
+
+    vLLM 0.32 takes such a request out of its queues when the step's outputs are read, though it has
+    put it there anew. It ends those, too, that `serve_sessions` found in error.
+    """
+
+    def update_from_output(
+        self: Any, scheduler_output: Any, result: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        reasons, self.sessions_to_end = getattr(self, "sessions_to_end", None), {}
+        if reasons:
+            ended = self.grammar_compile_error_reqs
+            # A set in 0.32; since 0.33 a dict, where None gives the output of 0.32.
+            ended.update(reasons if isinstance(ended, set) else dict.fromkeys(reasons))
+        outputs = update(self, scheduler_output, result)
+        if reasons:
+            for output in (each for of in outputs.values() for each in of.outputs):
+                output.stop_reason = reasons.get(output.request_id, output.stop_reason)
+        queued, self.sessions_to_queue = getattr(self, "sessions_to_queue", ()), ()
+        for request in queued:
+            alive = self.requests.get(request.request_id) is request and not request.is_finished()
+            if alive and request not in (*self.waiting, *self.kv_holding_waiting):
+                self._enqueue_waiting_request(request)
+        return outputs
+
+    return update_from_output
+
+
+def refuse_in_sessions() -> None:
+    """Refuses what vLLM would leave out, or get wrong, in turns of a session.
+
+    vLLM makes requests of prompts where its front ends are. Each of these makes a configuration
+    first, and thereby calls this function.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    replace(InputProcessor, "process_inputs", _refusing)
+
+
+def _refusing(process: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
+    ) -> EngineCoreRequest:
+        if options.get("resumable"):
+            for setting, why in REFUSED.items():
+                if getattr(params, setting, None) is not None:
+                    raise ValueError(
+                        f"{setting} is not served in a session of streaming input: {why}. Leave it "
+                        "out, or send the text as a request of its own"
+                    )
+        return process(self, request_id, prompt, params, *args, **options)
+
+    return process_inputs
+
+
+def end_failed_sessions() -> None:
+    """Has vLLM's front ends end a session whose request ended with an error.
+
+    They take any end of a request for the end of a turn, and wait for the next; the engine, which
+    has forgotten the session, would take that for a session's first.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    replace(OutputProcessor, "process_outputs", _ending_failed_sessions)
+
+
+def _ending_failed_sessions(
+    process: Callable[..., OutputProcessorOutput],
+) -> Callable[..., OutputProcessorOutput]:
+    from vllm.v1.engine import FinishReason
+
+    failed = (FinishReason.ERROR, FinishReason.ABORT)
+
+    def process_outputs(
+        self: Any, engine_core_outputs: list[EngineCoreOutput], *args: Any, **options: Any
+    ) -> OutputProcessorOutput:
+        states, ends = self.request_states, []
+        for output in engine_core_outputs:
+            state = states.get(output.request_id) if output.finish_reason in failed else None
+            if state is not None and state.streaming_input:
+                ends.append(output)
+        if not ends:
+            return process(self, engine_core_outputs, *args, **options)
+        others = [output for output in engine_core_outputs if output not in ends]
+        result = process(self, others, *args, **options)
+        for output in ends:
+            states[output.request_id].streaming_input = False
+        told = process(self, ends, *args, **options)
+        result.request_outputs.extend(told.request_outputs)
+        # A turn that is on its way would begin a session of its own.
+        result.reqs_to_abort.extend([*told.reqs_to_abort, *(each.request_id for each in ends)])
+        return result
+
+    return process_outputs
