@@ -40,6 +40,19 @@ class Measured:
     counts: int  # token counts of all requests, for penalties; held at all times
     cache: int  # buffers that MLX may keep for reuse
     transfers: int = 0  # staging of K/V on their way to a prefix cache on disk, or from it
+    states: StepStates | None = None  # None: no layer keeps states
+
+
+@dataclass(frozen=True)
+class StepStates:
+    """What layers that go from token to token take of a step beside its forward pass; bytes.
+
+    A step keeps the state after each row that may be a request's last until the next one begins: of
+    a request that verifies drafts after each of them, else after one.
+    """
+
+    row: int  # of all layers' states, kept after a row
+    request: int  # to compute a request's, while they are computed
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,8 @@ class Settings:
     fitted: bool = False  # --max-model-len -1: the longest that the pool has room for
     most: Most | None = None
     asked: AskedPool | None = None
+    num_drafts: int = 0  # of a request in a step, at most
+    request_bytes: int = 1  # of the pool, that every request of a step has for itself at least
 
     @property
     def least_context(self) -> int:
@@ -150,6 +165,10 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         ("- buffers MLX keeps for reuse", -measured.cache),
     ]
     left = sum(nbytes for _, nbytes in lines)
+    if measured.states is not None:
+        pool, states = _pool_and_states(measured, settings, left)
+        lines.append((f"- states of {at_once(settings, pool)} requests in a step", -states))
+        left -= states
     if settings.most is not None and left > settings.most.nbytes:
         lines.append((f"- left alone, {settings.most.reason}", settings.most.nbytes - left))
     return Budget(_worth_showing(lines))
@@ -158,6 +177,47 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
 def peak_of_a_step(measured: Measured) -> int:
     """What a step needs at most over short contexts."""
     return max(measured.forward, measured.sampling + measured.logits) + measured.counts
+
+
+def states_of_a_step(measured: Measured, settings: Settings, pool: int) -> int:
+    """What the states of a step take at most, of the requests that a pool of so many bytes holds.
+
+    Each request of a step writes to blocks that no other one has, so there are no more of them than
+    the pool has room for.
+    """
+    if measured.states is None:
+        return 0
+    requests = at_once(settings, pool)
+    rows = min(requests * (1 + settings.num_drafts), settings.max_num_batched_tokens)
+    return rows * measured.states.row + requests * measured.states.request
+
+
+def at_once(settings: Settings, pool: int) -> int:
+    """Requests of a step, at most; one at least."""
+    most = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+    return max(min(most, pool // settings.request_bytes), 1)
+
+
+def _pool_and_states(measured: Measured, settings: Settings, nbytes: int) -> tuple[int, int]:
+    """Of `nbytes` the largest pool that leaves room for the states of its requests' steps.
+
+    Returns:
+        Its size, no more than the most that is made, and not positive where there is no room for
+        the states of one request; and what of `nbytes` is theirs.
+    """
+    most = nbytes if settings.most is None else min(nbytes, settings.most.nbytes)
+
+    def beside(pool: int) -> int:
+        return states_of_a_step(measured, settings, pool)
+
+    if nbytes <= beside(0) or most + beside(most) <= nbytes:
+        pool = nbytes - beside(0) if nbytes <= beside(0) else most
+        return pool, beside(pool)
+    fits, beyond = 0, most
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if middle + beside(middle) <= nbytes else (fits, middle)
+    return fits, nbytes - fits
 
 
 def room(measured: Measured, settings: Settings) -> int:

@@ -120,7 +120,7 @@ def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, na
         **options,
     ) as llm:
         config = llm.llm_engine.vllm_config
-        blocks, (forward,) = config.cache_config.num_gpu_blocks, measured
+        blocks, (peaks,) = config.cache_config.num_gpu_blocks, measured
     model_type = json.loads((path / "config.json").read_text())["model_type"]
     found = estimate(
         Model.read(path, model_type, torch.float32),
@@ -132,7 +132,7 @@ def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, na
             **options,
         ),
         Machine.this(),
-        forward=forward,
+        peaks=peaks,
     )
     assert found.block_size == config.cache_config.block_size
     assert found.num_blocks == pytest.approx(blocks, rel=0.01)
