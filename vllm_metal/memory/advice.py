@@ -76,9 +76,9 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
 def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
     """What would make it fit, each change by itself, first those that cost least."""
     kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
-    kinds = (*kinds, _fewer_drafts)
+    smaller = (_fewer_drafts, _shorter_requests, _quantised_cache)
     several = (_less_elsewhere_and_shorter, _all_smaller)
-    for kind in (*kinds, _shorter_requests, _quantised_cache, *several, _smaller_model):
+    for kind in (*kinds, *smaller, *several, _smaller_model):
         for change in kind(Change("", measured, settings, request)):
             if fits(change.measured, change.settings, change.request):
                 yield change

@@ -39,6 +39,26 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
     assert found.vocab_size == 600
 
 
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [("qwen3_next, states", 0), ("qwen3_next, states", 5), ("lfm2, convolutions", 2)],
+)
+def test_the_peak_of_requests_that_verify_drafts(folder, name, drafts):
+    config = settings(folder(name), torch.float32, num_drafts=drafts)
+    network = loader.load(config)
+    layers, parts = attention_layers(network, name), ModelParts(network)
+    run = profile.drafts_profile(parts, layers, config, ScatterKVCache)
+    run()
+    measured = least_peak(run)
+    model = read(folder(name), torch.float32)
+    found = step_peak(model.parts, layers, config, ScatterKVCache, "cpu")
+    requests, of_each = profile.drafted(config)
+    assert (requests, of_each) == (2, drafts)
+    kept = requests * (1 + drafts) * sum(layer.state_bytes for layer in layers)
+    assert measured > kept
+    assert found.peaks.drafts == pytest.approx(measured, rel=0.15)
+
+
 def test_nothing_is_loaded(folder):
     before = mx.get_active_memory()
     mx.reset_peak_memory()
