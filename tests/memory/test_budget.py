@@ -313,7 +313,7 @@ def test_states_have_a_line_with_the_requests_that_they_are_of():
 def test_fewer_drafts_are_advised_where_each_keeps_a_state():
     machine = replace(LARGE_MAC, total=50 * GIB, weights=40 * GIB)
     flag = replace(HYBRID, num_drafts=16, max_num_seqs=1)
-    request = Request(lambda tokens: 3 * GIB + GIB // 2)
+    request = Request(lambda tokens: 9 * GIB // 2)
     assert not fits(machine, flag, request)
     advised = [change.advice for change in changes(machine, flag, request)]
     pattern = r"num_speculative_tokens (\d+) or less in --speculative-config"
