@@ -22,7 +22,7 @@ class Played:
     limit: int  # bytes that the engine holds MLX to
     peaks: list[int]  # of each step, what MLX held at most
     rows: list[int]  # of each step
-    drafts: list[int]  # of each step's rows
+    drafts: list[int]  # of each step's rows, those that were verified
     requests: list[int]  # of each step
     blocks: int  # of the pool
 
@@ -70,7 +70,8 @@ def _played(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> Played:
         if output.num_scheduled_tokens:
             peaks.append(mx.get_peak_memory())
             rows.append(sum(output.num_scheduled_tokens.values()))
-            drafts.append(sum(map(len, output.scheduled_spec_decode_tokens.values())))
+            missing = sum((output.num_invalid_spec_tokens or {}).values())
+            drafts.append(sum(map(len, output.scheduled_spec_decode_tokens.values())) - missing)
             requests.append(len(output.num_scheduled_tokens))
             mx.reset_peak_memory()
         return update(output, result)

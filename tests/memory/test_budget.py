@@ -21,8 +21,9 @@ from vllm_metal.memory.budget import (
     fits,
     longest,
     margin,
+    most_drafts,
     pool_bytes,
-    states_of_a_step,
+    set_aside_for_states,
 )
 
 MIB = 2**20
@@ -108,7 +109,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
         assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
         sampling = machine.sampling + machine.logits
         used += max(machine.forward + machine.attention, sampling) + machine.counts + machine.cache
-        used += states_of_a_step(machine, flag, pool)
+        used += set_aside_for_states(machine, flag, pool)
         assert used - machine.other_engines <= int(machine.total * flag.utilization)
     assert used <= machine.total - margin(machine.total)
 
@@ -136,8 +137,8 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
     name = data.draw(st.sampled_from(sorted(better)))
     improved = replace(machine, **{name: data.draw(better[name])})
     if machine.states is not None and data.draw(st.booleans()):
-        row, request = machine.states.row, machine.states.request
-        fewer = StepStates(data.draw(st.integers(0, row)), data.draw(st.integers(0, request)))
+        request, draft = machine.states.request, machine.states.draft
+        fewer = StepStates(data.draw(st.integers(0, request)), data.draw(st.integers(0, draft)))
         improved = replace(improved, states=data.draw(st.none() | st.just(fewer)))
     assert pool_bytes(improved, flag) >= pool_bytes(machine, flag)
     more = replace(flag, utilization=data.draw(st.floats(flag.utilization, 1.0)))
@@ -278,7 +279,7 @@ def test_a_cpus_pool_is_bounded_unless_asked_for():
 
 
 #: As a step of Qwen3-Next has them: 36 layers of 2.1 MiB, and a block of each of 4 groups.
-STATES = StepStates(row=78 * MIB, request=30 * MIB)
+STATES = StepStates(request=108 * MIB, draft=78 * MIB)
 HYBRID = replace(DEFAULTS, num_drafts=2, request_bytes=4 * 25 * MIB)
 LARGE_MAC = replace(EIGHT_GB_MAC, total=96 * GIB, weights=45 * GIB, states=STATES)
 
@@ -291,10 +292,11 @@ def test_the_pool_leaves_room_for_the_states_of_its_requests(gigabytes, drafts, 
     flag = replace(HYBRID, num_drafts=drafts, max_num_seqs=requests)
     flag = replace(flag, most=None if most is None else Most(most, "for the test"))
     left = budget_of(replace(machine, states=None), replace(flag, most=None)).left
+    for_drafts = max(left // 8, drafts * STATES.draft)  # of one request at least
     by_hand = []
     for count in range(1, requests + 1):
-        rows = min(count * (1 + drafts), flag.max_num_batched_tokens)
-        pool = left - rows * STATES.row - count * STATES.request
+        rows = min(count * drafts, flag.max_num_batched_tokens - count)
+        pool = left - count * STATES.request - min(rows * STATES.draft, for_drafts)
         # The pool has room for so many, and for no more.
         less_than = (count + 1) * flag.request_bytes if count < requests else pool + 1
         at_least = count * flag.request_bytes if count > 1 else 1
@@ -302,11 +304,15 @@ def test_the_pool_leaves_room_for_the_states_of_its_requests(gigabytes, drafts, 
         by_hand += [pool] if pool >= at_least else []
     found = pool_bytes(machine, flag)
     assert found == max(by_hand) if by_hand else found <= 0
+    if drafts:
+        assert most_drafts(machine, flag) == for_drafts // STATES.draft >= drafts
+    else:
+        assert most_drafts(machine, flag) is None
 
 
 def test_states_have_a_line_with_the_requests_that_they_are_of():
     table = budget_of(LARGE_MAC, replace(HYBRID, max_num_seqs=8)).table()
-    taken = 8 * (3 * 78 + 30) * MIB / GIB
+    taken = 8 * (108 + 2 * 78) * MIB / GIB
     assert re.search(rf"- states of 8 requests in a step +-{taken:.2f} GiB", table)
 
 

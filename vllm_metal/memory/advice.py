@@ -16,12 +16,12 @@ from vllm_metal.memory.budget import (
     Request,
     Settings,
     budget_of,
+    enough_for,
     fits,
     least,
     longest,
     pool_bytes,
     room,
-    states_of_a_step,
 )
 
 #: Smallest --max-num-batched-tokens to advise: below it, prompts take for ever.
@@ -257,10 +257,10 @@ def _missing(now: Change) -> int:
     """Bytes that would have to be free as well."""
     if now.settings.asked is not None:
         return 1 - budget_of(now.measured, now.settings).left
-    pool = least(now.settings, now.request)
-    beside = states_of_a_step(now.measured, now.settings, pool)
-    without = replace(now.measured, states=None)
-    return pool + beside - budget_of(without, now.settings).left
+    pool, states = least(now.settings, now.request), now.measured.states
+    if states is not None:
+        pool = enough_for(states, now.settings, pool)
+    return pool - budget_of(replace(now.measured, states=None), now.settings).left
 
 
 def _up(nbytes: int) -> float:

@@ -85,6 +85,7 @@ class Memory:
         self._limit_before: int | None = None
         self._wired_before: int | None = None  # None: nothing is wired by us
         self.limit: int | None = None  # bytes that MLX is held to, once the pool's size is known
+        self.most_drafts: int | None = None  # of a step, where layers keep states
 
     def pool_size(
         self,
@@ -120,8 +121,10 @@ class Memory:
         # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
         waiting = self._kind == "metal"
         peaks = Peaks(peak_of(workload.forward, waiting))
-        if workload.drafts is not None:
-            peaks = replace(peaks, drafts=peak_of(workload.drafts(), waiting))
+        if (requests := workload.requests) is not None:
+            _, most = workload.beside.drafted
+            without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
+            peaks = replace(peaks, requests=without, drafts=drafting)
         measured = at_work(measured, settings, request, workload.beside, peaks)
         found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
@@ -134,8 +137,9 @@ class Memory:
                 settings.max_model_len,
             )
         self._hold_to(self._other_engines + budget.room(measured, settings))
+        self.most_drafts = budget.most_drafts(measured, settings)
         if self._kind == "metal":
-            states = budget.states_of_a_step(measured, settings, found.left)
+            states = budget.set_aside_for_states(measured, settings, found.left)
             mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured) + states)
         return found.left
 

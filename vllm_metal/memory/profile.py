@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-#: Requests that are measured while they verify drafts: of one, some operations are less.
+#: Requests that are measured while they decode: of one, some operations are less.
 DRAFTED = 2
 
 
@@ -45,14 +45,15 @@ def profile_step(
     _run(parts, LargestStep.of(layers, config, kv_cache_type))
 
 
-def drafts_profile(
+def requests_profile(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
+    drafts: int,
 ) -> Callable[[], None]:
-    """What runs the few requests of `drafted`, which verify drafts; their pool is there already."""
-    step = LargestStep.of_drafts(layers, config, kv_cache_type)
+    """What runs the few requests of `drafted` with so many drafts each; their pool is there."""
+    step = LargestStep.of_requests(layers, config, kv_cache_type, drafts)
     mx.eval(step.layers.pool_arrays())
     return partial(_run, parts, step)
 
@@ -113,7 +114,7 @@ def most_sampled(config: VllmConfig) -> int:
 
 
 def drafted(config: VllmConfig) -> tuple[int, int]:
-    """Requests that are measured while they verify drafts, and the drafts of each.
+    """Requests that are measured while they decode, and the most drafts of each.
 
     What a request takes does not depend on how many there are, and of the most that there may be
     the states alone may be more than the device has.
@@ -159,14 +160,15 @@ class LargestStep:
         return _over_small_pool(layers, config, kv_cache_type, paced, counts, sampled)
 
     @staticmethod
-    def of_drafts(
+    def of_requests(
         layers: Sequence[StatefulLayer],
         config: VllmConfig,
         kv_cache_type: type[LayerKVCache],
+        drafts: int,
         paced: bool = True,
     ) -> LargestStep:
-        """A few requests that verify as many drafts as they may have; arguments as of `of`."""
-        requests, drafts = drafted(config)
+        """The few requests of `drafted`, each with so many drafts; see `of`."""
+        requests, _ = drafted(config)
         counts = np.full(requests, 1 + drafts)
         logits = mx.arange(requests * (1 + drafts), dtype=mx.int32)
         return _over_small_pool(

@@ -53,8 +53,9 @@ class Beside:
     def step_states(self, peaks: Peaks, num_tokens: int) -> StepStates | None:
         """What the states of steps take; None where no layer keeps any.
 
-        A step that verifies drafts is taken for the sum of its parts: rows of prompts, as many as a
-        step may have, and what each request takes beyond as many rows of them.
+        A step is taken for the sum of its parts: rows of prompts, as many as it may have, and what
+        each request and each draft takes beyond a row of them. Memory grows with the drafts of a
+        request as a maximum of lines does, so that a line from none to all of them is above it.
 
         Args:
             peaks: that were measured.
@@ -63,11 +64,13 @@ class Beside:
         if not self.states:
             return None
         requests, drafts = self.drafted
-        rows = 1 + drafts
-        known = rows * sum(self.states) + peaks.forward * rows // num_tokens
-        # Of the step before a layer's states are there until the layer begins.
-        kept = sum(self.states) + max(self.states)
-        return StepStates(kept, max(-(-peaks.drafts // requests) - known, 0))
+        # Of the step before, a layer's states are there until the layer begins.
+        beside = max(self.states) - peaks.forward // num_tokens
+        of_drafts = peaks.drafts - peaks.requests
+        return StepStates(
+            max(-(-peaks.requests // requests) + beside, 0),
+            max(-(-of_drafts // (requests * drafts)) + beside, 0) if drafts else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ class Workload:
 
     forward: Callable[[], None]
     beside: Beside
-    #: What runs the requests of `profile.drafted` once their pool is there; None: no layer keeps
-    #: states.
-    drafts: Callable[[], Callable[[], None]] | None = None
+    #: What runs the requests of `profile.drafted` with so many drafts, once their pool is there;
+    #: None: no layer keeps states.
+    requests: Callable[[int], Callable[[], None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,4 +89,5 @@ class Peaks:
     """What forward passes take at most; bytes."""
 
     forward: int  # of max_num_batched_tokens rows of prompts
-    drafts: int = 0  # of the requests of `profile.drafted`; 0: no layer keeps states
+    requests: int = 0  # of the requests of `profile.drafted`, without drafts
+    drafts: int = 0  # of the same with all drafts that they may have

@@ -30,7 +30,7 @@ from vllm_metal.kv_transfer.peer_config import PeerConfig
 from vllm_metal.kv_transfer.peering import Peering
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
-from vllm_metal.memory.profile import drafts_profile, profile_step
+from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.models import loader
@@ -186,7 +186,7 @@ class MetalWorker(WorkerBase):
             Workload(
                 self._largest_step,
                 Beside.of(config, layers, kv_cache, self.vocab_size),
-                self._drafts_profile if any(layer.state_bytes for layer in layers) else None,
+                self._requests_profile if any(layer.state_bytes for layer in layers) else None,
             ),
             self._transfer_bytes(),
         )
@@ -205,10 +205,10 @@ class MetalWorker(WorkerBase):
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
 
-    def _drafts_profile(self) -> Callable[[], None]:
-        networks = self.networks
-        return drafts_profile(
-            networks.target, networks.layers, self.vllm_config, self._kv_cache_type
+    def _requests_profile(self, drafts: int) -> Callable[[], None]:
+        networks, config = self.networks, self.vllm_config
+        return requests_profile(
+            networks.target, networks.layers, config, self._kv_cache_type, drafts
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -307,7 +307,8 @@ class MetalWorker(WorkerBase):
             proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = self._make_sampler(CustomProcessors(self.vllm_config))
-        speculator = make_speculator(self.vllm_config, requests, proposer)
+        most_drafts = None if self._memory is None else self._memory.most_drafts
+        speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
         return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
 
     def _make_sampler(self, custom: CustomProcessors | None = None) -> Sampler:

@@ -15,7 +15,7 @@ from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.planner import Peaks
-from vllm_metal.memory.profile import LargestStep
+from vllm_metal.memory.profile import LargestStep, drafted
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.settings import envs
 
@@ -38,7 +38,7 @@ def step_peak(
     kv_cache_type: type[LayerKVCache],
     kind: envs.Device,
 ) -> StepPeak:
-    """What `memory.profile.profile_step` and `drafts_profile` take beside the weights, where MLX
+    """What `memory.profile.profile_step` and `requests_profile` take beside the weights, where MLX
     waits for each operation, as it does on Metal.
 
     Not covered: what Metal rounds up to whole pages, the little that some of its operations set
@@ -56,11 +56,19 @@ def step_peak(
         # Without a pace: the graph is recorded as a whole.
         prompts = LargestStep.of(layers, config, kv_cache_type, paced=False)
         forward, vocab_size = _recorded(parts, prompts, pool_is_there=False)
-        drafts = 0
+        peaks = Peaks(forward)
         if any(layer.state_bytes for layer in layers):
-            drafting = LargestStep.of_drafts(layers, config, kv_cache_type, paced=False)
-            drafts, _ = _recorded(parts, drafting, pool_is_there=True)
-    return StepPeak(Peaks(forward, drafts), vocab_size)
+            _, most = drafted(config)
+            requests, drafts = (
+                _recorded(
+                    parts,
+                    LargestStep.of_requests(layers, config, kv_cache_type, count, paced=False),
+                    pool_is_there=True,
+                )[0]
+                for count in (0, most)
+            )
+            peaks = Peaks(forward, requests, drafts)
+    return StepPeak(peaks, vocab_size)
 
 
 def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tuple[int, int]:
