@@ -16,11 +16,14 @@ from vllm_metal.memory.budget import (
     Most,
     Request,
     Settings,
+    StepStates,
     budget_of,
     fits,
     longest,
     margin,
+    most_drafts,
     pool_bytes,
+    set_aside_for_states,
 )
 
 MIB = 2**20
@@ -28,6 +31,12 @@ NEEDS = (
     *("weights", "draft_weights", "forward", "attention"),
     *("sampling", "logits", "counts", "cache", "transfers"),
 )
+
+
+@st.composite
+def states(draw):
+    """Of a convolution's few inputs, up to 36 layers of 2 MiB and what computes them."""
+    return StepStates(draw(st.integers(0, 72 * MIB)), draw(st.integers(0, 72 * MIB)))
 
 
 @st.composite
@@ -50,6 +59,7 @@ def machines(draw):
         counts=draw(st.integers(0, total // 16)),
         cache=draw(st.integers(0, total // 64)),
         transfers=draw(st.just(0) | st.integers(0, total // 16)),
+        states=draw(st.none() | states()),
     )
 
 
@@ -68,6 +78,8 @@ def flags(draw):
         fitted=draw(st.booleans()),
         most=draw(st.none() | st.just(Most(4 * GIB, "on a CPU"))),
         asked=asked,
+        num_drafts=draw(st.integers(0, 16)),
+        request_bytes=draw(st.integers(1, 64 * MIB)),
     )
 
 
@@ -97,6 +109,7 @@ def test_a_pool_holds_a_request_and_leaves_the_margin_or_there_is_an_error(machi
         assert pool == budget.left == sum(nbytes for _, nbytes in budget.lines)
         sampling = machine.sampling + machine.logits
         used += max(machine.forward + machine.attention, sampling) + machine.counts + machine.cache
+        used += set_aside_for_states(machine, flag, pool)
         assert used - machine.other_engines <= int(machine.total * flag.utilization)
     assert used <= machine.total - margin(machine.total)
 
@@ -123,6 +136,10 @@ def test_the_pool_never_shrinks_where_less_is_needed_or_more_is_there(machine, f
     }
     name = data.draw(st.sampled_from(sorted(better)))
     improved = replace(machine, **{name: data.draw(better[name])})
+    if machine.states is not None and data.draw(st.booleans()):
+        request, draft = machine.states.request, machine.states.draft
+        fewer = StepStates(data.draw(st.integers(0, request)), data.draw(st.integers(0, draft)))
+        improved = replace(improved, states=data.draw(st.none() | st.just(fewer)))
     assert pool_bytes(improved, flag) >= pool_bytes(machine, flag)
     more = replace(flag, utilization=data.draw(st.floats(flag.utilization, 1.0)))
     assert pool_bytes(machine, more) >= pool_bytes(machine, flag)
@@ -259,3 +276,53 @@ def test_a_cpus_pool_is_bounded_unless_asked_for():
     assert budget_of(linux, settings).left == 4 * GIB
     with pytest.raises(BudgetError, match=r"--kv-cache-memory-bytes \d+"):
         check(linux, replace(settings, max_model_len=100_000), QWEN)
+
+
+#: As a step of Qwen3-Next has them: 36 layers of 2.1 MiB, and a block of each of 4 groups.
+STATES = StepStates(request=108 * MIB, draft=78 * MIB)
+HYBRID = replace(DEFAULTS, num_drafts=2, request_bytes=4 * 25 * MIB)
+LARGE_MAC = replace(EIGHT_GB_MAC, total=96 * GIB, weights=45 * GIB, states=STATES)
+
+
+@settings(deadline=None)
+@given(st.integers(20, 120), st.integers(0, 8), st.integers(1, 256), st.none() | st.just(8 * GIB))
+def test_the_pool_leaves_room_for_the_states_of_its_requests(gigabytes, drafts, requests, most):
+    """As one would find by trying every number of requests, a block of each group apart."""
+    machine = replace(LARGE_MAC, total=gigabytes * GIB, weights=gigabytes * GIB // 2)
+    flag = replace(HYBRID, num_drafts=drafts, max_num_seqs=requests)
+    flag = replace(flag, most=None if most is None else Most(most, "for the test"))
+    left = budget_of(replace(machine, states=None), replace(flag, most=None)).left
+    for_drafts = max(left // 8, drafts * STATES.draft)  # of one request at least
+    by_hand = []
+    for count in range(1, requests + 1):
+        rows = min(count * drafts, flag.max_num_batched_tokens - count)
+        pool = left - count * STATES.request - min(rows * STATES.draft, for_drafts)
+        # The pool has room for so many, and for no more.
+        less_than = (count + 1) * flag.request_bytes if count < requests else pool + 1
+        at_least = count * flag.request_bytes if count > 1 else 1
+        pool = min(pool, less_than - 1, most or pool)
+        by_hand += [pool] if pool >= at_least else []
+    found = pool_bytes(machine, flag)
+    assert found == max(by_hand) if by_hand else found <= 0
+    if drafts:
+        assert most_drafts(machine, flag) == for_drafts // STATES.draft >= drafts
+    else:
+        assert most_drafts(machine, flag) is None
+
+
+def test_states_have_a_line_with_the_requests_that_they_are_of():
+    table = budget_of(LARGE_MAC, replace(HYBRID, max_num_seqs=8)).table()
+    taken = 8 * (108 + 2 * 78) * MIB / GIB
+    assert re.search(rf"- states of 8 requests in a step +-{taken:.2f} GiB", table)
+
+
+def test_fewer_drafts_are_advised_where_each_keeps_a_state():
+    machine = replace(LARGE_MAC, total=50 * GIB, weights=40 * GIB)
+    flag = replace(HYBRID, num_drafts=16, max_num_seqs=1)
+    request = Request(lambda tokens: 9 * GIB // 2)
+    assert not fits(machine, flag, request)
+    advised = [change.advice for change in changes(machine, flag, request)]
+    pattern = r"num_speculative_tokens (\d+) or less in --speculative-config"
+    (drafts,) = [int(found[1]) for advice in advised if (found := re.fullmatch(pattern, advice))]
+    assert fits(machine, replace(flag, num_drafts=drafts), request)
+    assert not fits(machine, replace(flag, num_drafts=drafts + 1), request)

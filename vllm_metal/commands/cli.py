@@ -157,6 +157,13 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--kv-cache-dtype", default="auto", metavar="auto|fp8|int8")
     served.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
     served.add_argument("--max-num-seqs", type=units.count, metavar="N", help="default: --requests")
+    served.add_argument(
+        "--num-speculative-tokens",
+        type=units.count,
+        metavar="N",
+        help="drafts of a request in a step, in --speculative-config; the weights of a network "
+        "that drafts are not counted",
+    )
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
     served.add_argument("--gpu-memory-utilization", type=units.share, metavar="SHARE")
     served.add_argument("--block-size", type=int, metavar="16|32")

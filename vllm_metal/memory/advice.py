@@ -16,6 +16,7 @@ from vllm_metal.memory.budget import (
     Request,
     Settings,
     budget_of,
+    enough_for,
     fits,
     least,
     longest,
@@ -75,8 +76,9 @@ def check(measured: Measured, settings: Settings, request: Request) -> Budget:
 def changes(measured: Measured, settings: Settings, request: Request) -> Iterator[Change]:
     """What would make it fit, each change by itself, first those that cost least."""
     kinds = (_higher_share, _other_pool, _less_elsewhere, _smaller_steps, _fewer_requests)
+    smaller = (_fewer_drafts, _shorter_requests, _quantised_cache)
     several = (_less_elsewhere_and_shorter, _all_smaller)
-    for kind in (*kinds, _shorter_requests, _quantised_cache, *several, _smaller_model):
+    for kind in (*kinds, *smaller, *several, _smaller_model):
         for change in kind(Change("", measured, settings, request)):
             if fits(change.measured, change.settings, change.request):
                 yield change
@@ -155,6 +157,17 @@ def _fewer_requests(now: Change) -> Iterator[Change]:
         fewer //= 2
 
 
+def _fewer_drafts(now: Change) -> Iterator[Change]:
+    """Only where a step keeps a state after each."""
+    if now.measured.states is not None:
+        for drafts in range(now.settings.num_drafts - 1, 0, -1):
+            yield replace(
+                now,
+                advice=f"num_speculative_tokens {drafts} or less in --speculative-config",
+                settings=replace(now.settings, num_drafts=drafts),
+            )
+
+
 def _of_requests(now: Change, requests: int) -> Measured:
     """The figures for so many requests; what does not depend on their number stays."""
     logits, counts = (
@@ -180,6 +193,7 @@ def _quantised_cache(now: Change) -> Iterator[Change]:
         yield replace(
             now,
             advice=f"--kv-cache-dtype fp8, or int8: the KV cache takes {share:.2f} of its bytes",
+            settings=replace(now.settings, request_bytes=_share(now.settings.request_bytes, share)),
             request=Request(lambda tokens: math.ceil(needed(tokens) * share)),
         )
 
@@ -235,11 +249,18 @@ def _in_use_beyond_the_share(measured: Measured, settings: Settings) -> int:
     return room(alone, settings) - room(measured, settings)
 
 
+def _share(nbytes: int, share: float) -> int:
+    return max(math.floor(nbytes * share), 1)
+
+
 def _missing(now: Change) -> int:
     """Bytes that would have to be free as well."""
     if now.settings.asked is not None:
         return 1 - budget_of(now.measured, now.settings).left
-    return least(now.settings, now.request) - budget_of(now.measured, now.settings).left
+    pool, states = least(now.settings, now.request), now.measured.states
+    if states is not None:
+        pool = enough_for(states, now.settings, pool)
+    return pool - budget_of(replace(now.measured, states=None), now.settings).left
 
 
 def _up(nbytes: int) -> float:

@@ -6,8 +6,9 @@ Nothing here asks the device; `vllm_metal.memory.planner` measures. All sizes ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 #: Never used, whatever --gpu-memory-utilization says. Metal's recommended working set is a limit
@@ -21,6 +22,11 @@ MARGIN_FLOOR = GIB // 2
 #: made for, and so many tokens at most, a question of a page and its answer.
 LEAST_CONTEXT_SHARE = 1 / 8
 LEAST_CONTEXT = 1024
+#: Of what the pool and the states of steps have, the most that is set aside for states of drafts,
+#: unless one request's take more. The draft of a hybrid like Qwen3-Next takes 80 MiB: beside 24 GiB
+#: some 40 requests verify one each, or 20 two. Where more run at once, a step has rows enough to
+#: keep the device busy, and drafts gain least.
+DRAFTS_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,19 @@ class Measured:
     counts: int  # token counts of all requests, for penalties; held at all times
     cache: int  # buffers that MLX may keep for reuse
     transfers: int = 0  # staging of K/V on their way to a prefix cache on disk, or from it
+    states: StepStates | None = None  # None: no layer keeps states
+
+
+@dataclass(frozen=True)
+class StepStates:
+    """What layers that go from token to token take of a step beside its rows of prompts; bytes.
+
+    A step keeps the state after each row that may be a request's last until the next one begins: of
+    a request that verifies drafts after each of them, else after one.
+    """
+
+    request: int  # of one without drafts
+    draft: int  # of each draft besides
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,8 @@ class Settings:
     fitted: bool = False  # --max-model-len -1: the longest that the pool has room for
     most: Most | None = None
     asked: AskedPool | None = None
+    num_drafts: int = 0  # of a request in a step, at most
+    request_bytes: int = 1  # of the pool, that every request of a step has for itself at least
 
     @property
     def least_context(self) -> int:
@@ -150,6 +171,10 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
         ("- buffers MLX keeps for reuse", -measured.cache),
     ]
     left = sum(nbytes for _, nbytes in lines)
+    if measured.states is not None:
+        pool, states = _pool_and_states(measured.states, settings, left)
+        lines.append((f"- states of {at_once(settings, pool)} requests in a step", -states))
+        left -= states
     if settings.most is not None and left > settings.most.nbytes:
         lines.append((f"- left alone, {settings.most.reason}", settings.most.nbytes - left))
     return Budget(_worth_showing(lines))
@@ -158,6 +183,90 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
 def peak_of_a_step(measured: Measured) -> int:
     """What a step needs at most over short contexts."""
     return max(measured.forward, measured.sampling + measured.logits) + measured.counts
+
+
+def at_once(settings: Settings, pool: int) -> int:
+    """Requests of a step at most, one at least, where the pool has so many bytes.
+
+    Each writes to blocks that no other one has, so there are no more than the pool has room for.
+    """
+    most = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+    return max(min(most, pool // settings.request_bytes), 1)
+
+
+def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: int) -> int:
+    """What the states of a step take at most, beside a pool of so many bytes.
+
+    Args:
+        states: what one request takes.
+        settings: of the engine.
+        pool: its bytes.
+        drafts: bytes that are set aside for those of all requests.
+    """
+    requests = at_once(settings, pool)
+    rows = min(requests * settings.num_drafts, settings.max_num_batched_tokens - requests)
+    return requests * states.request + min(rows * states.draft, drafts)
+
+
+def for_drafts(states: StepStates, settings: Settings, nbytes: int) -> int:
+    """Of `nbytes` for the pool and the states of steps, what is set aside for those of drafts.
+
+    At least those of one request, whatever there is.
+    """
+    return max(int(nbytes * DRAFTS_SHARE), settings.num_drafts * states.draft)
+
+
+def most_drafts(measured: Measured, settings: Settings) -> int | None:
+    """Drafts of a step, at most; None: as many as it has rows for."""
+    if measured.states is None or not measured.states.draft or not settings.num_drafts:
+        return None
+    left = _left_without_states(measured, settings)
+    return for_drafts(measured.states, settings, left) // measured.states.draft
+
+
+def set_aside_for_states(measured: Measured, settings: Settings, pool: int) -> int:
+    """What the states of steps take of the sum, beside a pool of so many bytes."""
+    if measured.states is None:
+        return 0
+    drafts = for_drafts(measured.states, settings, _left_without_states(measured, settings))
+    return states_of_a_step(measured.states, settings, pool, drafts)
+
+
+def _left_without_states(measured: Measured, settings: Settings) -> int:
+    return budget_of(replace(measured, states=None), replace(settings, most=None)).left
+
+
+def enough_for(states: StepStates, settings: Settings, pool: int) -> int:
+    """Bytes that are enough for a pool of so many and for the states of steps."""
+    without = pool + at_once(settings, pool) * states.request
+    # What is set aside for drafts is a share of the sum of both.
+    drafts = math.ceil(without * DRAFTS_SHARE / (1 - DRAFTS_SHARE)) + 1
+    drafts = max(drafts, settings.num_drafts * states.draft)
+    return pool + states_of_a_step(states, settings, pool, drafts)
+
+
+def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tuple[int, int]:
+    """Of `nbytes` the largest pool that leaves room for the states of its requests' steps.
+
+    Returns:
+        Its size, no more than the most that is made, and not positive where there is no room for
+        the states of one request; and what of `nbytes` is theirs.
+    """
+    most = nbytes if settings.most is None else min(nbytes, settings.most.nbytes)
+    drafts = for_drafts(states, settings, nbytes)
+
+    def beside(pool: int) -> int:
+        return states_of_a_step(states, settings, pool, drafts)
+
+    if nbytes <= beside(0):
+        return nbytes - beside(0), beside(0)
+    if most + beside(most) <= nbytes:
+        return most, beside(most)
+    fits, beyond = 0, most
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if middle + beside(middle) <= nbytes else (fits, middle)
+    return fits, nbytes - fits
 
 
 def room(measured: Measured, settings: Settings) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -20,11 +19,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
-from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
-from vllm_metal.memory.profile import most_sampled, profile_layers, profile_sampling
-from vllm_metal.models.loader import mlx_dtype
+from vllm_metal.memory.profile import num_drafts
+from vllm_metal.memory.workload import Beside, Peaks, Workload
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
 from vllm_metal.vllm_patches.kv_cache_planning import (
@@ -73,42 +71,6 @@ SOURCES: dict[Device, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What a device is asked for at most beside a forward pass, run to be measured."""
-
-    attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
-    sampling: Callable[[int], None]  # of so many rows
-    vocab_size: int
-    most_sampled: int  # rows of a step
-    logit_bytes: int  # of one
-
-    @staticmethod
-    def of(
-        config: VllmConfig,
-        layers: Sequence[StatefulLayer],
-        kv_cache_type: type[LayerKVCache],
-        vocab_size: int,
-    ) -> Beside:
-        """What an engine with these settings and layers is asked for."""
-        gathers = any(layer.gathers(kv_cache_type) for layer in layers)
-        return Beside(
-            partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
-            partial(profile_sampling, config, vocab_size),
-            vocab_size,
-            most_sampled(config),
-            mlx_dtype(config).size,
-        )
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The largest things a device is asked for, run to be measured."""
-
-    forward: Callable[[], None]
-    beside: Beside
-
-
 class Memory:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
@@ -123,6 +85,7 @@ class Memory:
         self._limit_before: int | None = None
         self._wired_before: int | None = None  # None: nothing is wired by us
         self.limit: int | None = None  # bytes that MLX is held to, once the pool's size is known
+        self.most_drafts: int | None = None  # of a step, where layers keep states
 
     def pool_size(
         self,
@@ -156,8 +119,13 @@ class Memory:
             self._hold_to(measured.total - budget.margin(measured.total))
             return settings.asked.nbytes
         # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
-        forward = peak_of(workload.forward, waiting=self._kind == "metal")
-        measured = at_work(measured, settings, request, workload.beside, forward)
+        waiting = self._kind == "metal"
+        peaks = Peaks(peak_of(workload.forward, waiting))
+        if (requests := workload.requests) is not None:
+            _, most = workload.beside.drafted
+            without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
+            peaks = replace(peaks, requests=without, drafts=drafting)
+        measured = at_work(measured, settings, request, workload.beside, peaks)
         found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
         length = budget.longest(measured, settings, request)
@@ -169,8 +137,10 @@ class Memory:
                 settings.max_model_len,
             )
         self._hold_to(self._other_engines + budget.room(measured, settings))
+        self.most_drafts = budget.most_drafts(measured, settings)
         if self._kind == "metal":
-            mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured))
+            states = budget.set_aside_for_states(measured, settings, found.left)
+            mx.set_cache_limit(self._cache + budget.peak_of_a_step(measured) + states)
         return found.left
 
     def _at_rest(self, draft_weights: int) -> Measured:
@@ -239,7 +209,7 @@ def cache_limit(kind: Device, total: int) -> int:
 
 
 def at_work(
-    measured: Measured, settings: Settings, request: Request, beside: Beside, forward: int
+    measured: Measured, settings: Settings, request: Request, beside: Beside, peaks: Peaks
 ) -> Measured:
     """`measured` at rest, and what steps take.
 
@@ -247,17 +217,18 @@ def at_work(
         measured: a device with the networks on it, at rest.
         settings, request: of the engine.
         beside: is run and measured here.
-        forward: bytes that the largest forward pass takes.
+        peaks: of the largest forward passes.
     """
     at_once = min(rows_at_once(beside.vocab_size), beside.most_sampled)
     rows = min(SAMPLED_ROWS, at_once)
     sampling = peak_of(lambda: beside.sampling(rows))
     measured = replace(
         measured,
-        forward=_rounded(forward),
+        forward=_rounded(peaks.forward),
         sampling=_rounded(-(-sampling * at_once // rows)),
         logits=beside.most_sampled * beside.vocab_size * beside.logit_bytes,
         counts=settings.max_num_seqs * beside.vocab_size * COUNT_BYTES,
+        states=beside.step_states(peaks, settings.max_num_batched_tokens),
     )
     if (attention := beside.attention) is None:
         return measured
@@ -299,6 +270,7 @@ class Needs:
     block_bytes: int
     blocks: Callable[[int], int]  # of one request, by its tokens
     requests: int = 1
+    groups: int = 1  # of layers, each with blocks of its own
 
     def __call__(self, tokens: int) -> int:
         blocks = self.requests * self.blocks(tokens) + 1  # vLLM keeps one block for itself
@@ -326,7 +298,8 @@ class Needs:
                 model.max_model_len = before
             return round(placed.num_blocks / at_once)
 
-        return Needs(placed.kv_cache_tensors[0].size // placed.num_blocks, blocks)
+        block_bytes = placed.kv_cache_tensors[0].size // placed.num_blocks
+        return Needs(block_bytes, blocks, groups=len(groups))
 
 
 def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> Settings:
@@ -354,6 +327,9 @@ def settings_of(config: VllmConfig, kind: Device, needs: Needs, total: int) -> S
         fitted=model.original_max_model_len == -1,
         most=_most(cache, kind, needs(model.max_model_len), total),
         asked=asked,
+        num_drafts=num_drafts(config),
+        # A block of each group is written in a step, and nobody else's.
+        request_bytes=needs.groups * needs.block_bytes,
     )
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+#: Requests that are measured while they decode: of one, some operations are less.
+DRAFTED = 2
+
+
 def profile_step(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
@@ -37,10 +42,26 @@ def profile_step(
     The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
     part of that and gone afterwards.
     """
-    largest = LargestStep.of(layers, config, kv_cache_type)
-    with largest.caches() as caches:
+    _run(parts, LargestStep.of(layers, config, kv_cache_type))
+
+
+def requests_profile(
+    parts: ModelParts,
+    layers: Sequence[StatefulLayer],
+    config: VllmConfig,
+    kv_cache_type: type[LayerKVCache],
+    drafts: int,
+) -> Callable[[], None]:
+    """What runs the few requests of `drafted` with so many drafts each; their pool is there."""
+    step = LargestStep.of_requests(layers, config, kv_cache_type, drafts)
+    mx.eval(step.layers.pool_arrays())
+    return partial(_run, parts, step)
+
+
+def _run(parts: ModelParts, step: LargestStep) -> None:
+    with step.caches() as caches:
         # Of all rows nobody holds the hidden states, as in a step.
-        hidden_states = largest.rows.of_logits(parts.forward_hidden(largest.rows.input_ids, caches))
+        hidden_states = step.rows.of_logits(parts.forward_hidden(step.rows.input_ids, caches))
     mx.eval(parts.compute_logits(hidden_states))
 
 
@@ -88,14 +109,31 @@ def largest_step(config: VllmConfig) -> tuple[int, mx.array]:
 
 def most_sampled(config: VllmConfig) -> int:
     """Rows that are sampled in a step, at most: a request's newest token, and its drafts."""
-    scheduler, speculation = config.scheduler_config, config.speculative_config
-    drafts = speculation.num_speculative_tokens if speculation is not None else 0
-    return min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens)
+    scheduler = config.scheduler_config
+    return min(scheduler.max_num_seqs * (1 + num_drafts(config)), scheduler.max_num_batched_tokens)
+
+
+def drafted(config: VllmConfig) -> tuple[int, int]:
+    """Requests that are measured while they decode, and the most drafts of each.
+
+    What a request takes does not depend on how many there are, and of the most that there may be
+    the states alone may be more than the device has.
+    """
+    scheduler = config.scheduler_config
+    tokens = scheduler.max_num_batched_tokens
+    drafts = min(num_drafts(config), tokens - 1)
+    return max(min(DRAFTED, scheduler.max_num_seqs, tokens // (1 + drafts)), 1), drafts
+
+
+def num_drafts(config: VllmConfig) -> int:
+    """Drafts of a request in a step, at most."""
+    speculation = config.speculative_config
+    return speculation.num_speculative_tokens if speculation is not None else 0
 
 
 @dataclass(frozen=True)
 class LargestStep:
-    """A step of as few prompts as possible, over a small pool of its own."""
+    """A step over a small pool of its own."""
 
     layers: PagedLayers
     rows: Rows  # tokens are zeros, logits those of the rows that are sampled
@@ -108,7 +146,7 @@ class LargestStep:
         kv_cache_type: type[LayerKVCache],
         paced: bool = True,
     ) -> LargestStep:
-        """Of one network.
+        """As few prompts of one network as possible.
 
         Args:
             layers: the network's.
@@ -117,32 +155,72 @@ class LargestStep:
             paced: see PagedLayers.
         """
         num_tokens, sampled = largest_step(config)
-        block_size = config.cache_config.block_size
         longest = min(num_tokens, config.model_config.max_model_len)
-        starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
-        num_reqs, width = len(starts) - 1, -(-longest // block_size)
-        tables = BlockTables(1, num_reqs, width)
-        for req_idx in range(num_reqs):
-            tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
-        positions = np.arange(num_tokens, dtype=np.int32) % longest
-        rows = Rows(
-            req_indices_np=np.arange(num_reqs, dtype=np.int32),
-            query_start_loc_np=starts,
-            seq_lens_np=np.diff(starts),
-            positions_np=positions,
-            positions=mx.array(positions),
-            input_ids=mx.zeros(num_tokens, mx.int32),
-            logits_indices=sampled,
+        counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
+        return _over_small_pool(layers, config, kv_cache_type, paced, counts, sampled)
+
+    @staticmethod
+    def of_requests(
+        layers: Sequence[StatefulLayer],
+        config: VllmConfig,
+        kv_cache_type: type[LayerKVCache],
+        drafts: int,
+        paced: bool = True,
+    ) -> LargestStep:
+        """The few requests of `drafted`, each with so many drafts; see `of`."""
+        requests, _ = drafted(config)
+        counts = np.full(requests, 1 + drafts)
+        logits = mx.arange(requests * (1 + drafts), dtype=mx.int32)
+        return _over_small_pool(
+            layers, config, kv_cache_type, paced, counts, logits, np.full(requests, drafts)
         )
-        elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
-        states = {
-            layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
-            for layer in layers
-        }
-        group_of = dict.fromkeys(states, 0)
-        paged = PagedLayers(layers, states, group_of, block_size, paced)
-        return LargestStep(paged, rows, tables)
 
     def caches(self) -> AbstractContextManager[list[Any]]:
         """The layers' caches, for a forward of the rows; see PagedLayers.step."""
         return self.layers.step(self.rows, self.block_tables)
+
+
+def _over_small_pool(
+    layers: Sequence[StatefulLayer],
+    config: VllmConfig,
+    kv_cache_type: type[LayerKVCache],
+    paced: bool,
+    counts_np: np.ndarray,
+    logits_indices: mx.array,
+    drafts_np: np.ndarray | None = None,
+) -> LargestStep:
+    """
+    Args:
+        layers, config, kv_cache_type, paced: see LargestStep.of.
+        counts_np: [R] int, rows of each request.
+        logits_indices: see Rows.
+        drafts_np: [R] int, how many of them are drafts, behind a context of a token; None: all
+            are of prompts, from their beginning.
+    """
+    block_size = config.cache_config.block_size
+    begin, num_reqs = 0 if drafts_np is None else 1, len(counts_np)
+    starts = np.append(0, np.cumsum(counts_np)).astype(np.int32)
+    lengths = begin + np.diff(starts)
+    width = -(-int(lengths.max()) // block_size)
+    tables = BlockTables(1, num_reqs, width)
+    for req_idx in range(num_reqs):
+        tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts_np)
+    positions = (begin + places).astype(np.int32)
+    rows = Rows(
+        req_indices_np=np.arange(num_reqs, dtype=np.int32),
+        query_start_loc_np=starts,
+        seq_lens_np=lengths,
+        positions_np=positions,
+        positions=mx.array(positions),
+        input_ids=mx.zeros(len(positions), mx.int32),
+        logits_indices=logits_indices,
+        num_drafts_np=None if drafts_np is None else drafts_np.astype(np.int32),
+    )
+    elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
+    states = {
+        layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
+        for layer in layers
+    }
+    paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
+    return LargestStep(paged, rows, tables)

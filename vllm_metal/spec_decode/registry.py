@@ -182,7 +182,10 @@ def load_network(config: VllmConfig, target: ModelParts) -> DraftNetwork | None:
 
 
 def make_speculator(
-    config: VllmConfig, requests: Requests, network: Proposer | None
+    config: VllmConfig,
+    requests: Requests,
+    network: Proposer | None,
+    most_drafts: int | None = None,
 ) -> Speculator | None:
     """What drafts for the requests; None where nothing is drafted.
 
@@ -190,6 +193,7 @@ def make_speculator(
         config: vLLM's.
         requests: whose tokens drafts continue.
         network: the proposer of the network that `load_network` gave; None where it gave none.
+        most_drafts: of all requests of a step; None: as many as it has rows for.
 
     Raises:
         ValueError: no row has the method's name, or --additional-config holds what nobody reads.
@@ -209,7 +213,7 @@ def make_speculator(
         lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
     proposer = network if method.has_network else method.load().from_config(speculation)
     assert proposer is not None  # the worker has loaded the network before
-    return Speculator(requests, proposer, lengths, num_drafts)
+    return Speculator(requests, proposer, lengths, num_drafts, most_drafts)
 
 
 def methods_table() -> str:

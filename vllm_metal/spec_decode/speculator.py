@@ -38,7 +38,12 @@ class Speculator:
     """
 
     def __init__(
-        self, requests: Requests, proposer: Proposer, lengths: DraftLengthPolicy, num_drafts: int
+        self,
+        requests: Requests,
+        proposer: Proposer,
+        lengths: DraftLengthPolicy,
+        num_drafts: int,
+        most_drafts: int | None = None,
     ) -> None:
         """
         Args:
@@ -46,11 +51,14 @@ class Speculator:
             proposer: makes the drafts.
             lengths: limits the drafts of each request.
             num_drafts: K, the most of a request in a step.
+            most_drafts: of all requests of a step, where memory for them is set aside; None: as
+                many as it has rows for.
         """
         self._requests = requests
         self._proposer = proposer
         self._lengths = lengths
         self.num_drafts = num_drafts
+        self._most_drafts = most_drafts
         # Requests and drafts of the step laid out last.
         self._laid_out: tuple[list[str], StepDrafts]
         self._last_finish: float | None = None
@@ -59,7 +67,9 @@ class Speculator:
     def twin(self) -> Speculator:
         """One that gives all drafts it can; its steps teach this one nothing."""
         lengths = FixedDraftLengths(self.num_drafts)
-        return Speculator(self._requests, self._proposer, lengths, self.num_drafts)
+        return Speculator(
+            self._requests, self._proposer, lengths, self.num_drafts, self._most_drafts
+        )
 
     @property
     def reads_text(self) -> bool:
@@ -132,6 +142,7 @@ class Speculator:
             told = Drafts.of_lists(lists, token_ids.shape[1])
             token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, told.token_ids)
             counts = np.where(awaiting, counts, told.counts_np)
+            counts = _within(counts, self._most_drafts)
         self._laid_out = (req_ids, StepDrafts(token_ids, counts, room))
         return self._laid_out[1]
 
@@ -229,6 +240,7 @@ class Speculator:
             others = int(num_rows.sum()) - int(drafting.sum())
             chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
+            limits = _within(limits, self._most_drafts)
         return self._proposer.propose(
             requests.token_ids_np,
             req_indices,
@@ -237,6 +249,15 @@ class Speculator:
             _num_before(requests, req_indices),
             unread,
         )
+
+
+def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
+    """[R] of [R] int32 drafts as many as may be: the first of each, then the second, and so on."""
+    if most is None or counts_np.sum() <= most:
+        return counts_np
+    there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]
+    first = there & (np.cumsum(there).reshape(there.shape) <= most)
+    return first.sum(0, dtype=np.int32)
 
 
 def _num_before(requests: Requests, req_indices_np: np.ndarray) -> np.ndarray:

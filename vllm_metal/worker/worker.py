@@ -30,7 +30,7 @@ from vllm_metal.kv_transfer.peer_config import PeerConfig
 from vllm_metal.kv_transfer.peering import Peering
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
-from vllm_metal.memory.profile import profile_step
+from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.models import dense_check, loader
@@ -53,7 +53,7 @@ from vllm_metal.worker.step_hooks import NO_HOOKS
 from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.tasks import SupportedTask
@@ -185,7 +185,11 @@ class MetalWorker(WorkerBase):
             self.get_kv_cache_spec(),
             self.networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
-            Workload(self._largest_step, Beside.of(config, layers, kv_cache, self.vocab_size)),
+            Workload(
+                self._largest_step,
+                Beside.of(config, layers, kv_cache, self.vocab_size),
+                self._requests_profile if any(layer.state_bytes for layer in layers) else None,
+            ),
             self._transfer_bytes(),
         )
 
@@ -202,6 +206,12 @@ class MetalWorker(WorkerBase):
         profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
+
+    def _requests_profile(self, drafts: int) -> Callable[[], None]:
+        networks, config = self.networks, self.vllm_config
+        return requests_profile(
+            networks.target, networks.layers, config, self._kv_cache_type, drafts
+        )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_cache_config = kv_cache_config
@@ -306,7 +316,8 @@ class MetalWorker(WorkerBase):
             self.model_config.seed,
             CustomProcessors(self.vllm_config),
         )
-        speculator = make_speculator(self.vllm_config, requests, proposer)
+        most_drafts = None if self._memory is None else self._memory.most_drafts
+        speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
         return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -118,6 +118,21 @@ def test_what_does_not_fit_is_a_status_of_1_and_says_what_would(llama3_8b, capsy
             assert ask(capsys, *line, "--context", str(int(longest[1]) + 16))[0] == 1
 
 
+def test_drafts_of_a_model_with_states_leave_less_for_the_pool(folder, capsys):
+    line = [str(folder("qwen3_next, states")), "--memory", "8GB", "--requests", "64"]
+    line += ["--gpu-memory-utilization", "0.4"]
+    _, without = ask(capsys, *line)
+    status, found = ask(capsys, *line, "--num-speculative-tokens", "4")
+    assert status == 0
+    states = "- states of 64 requests in a step"
+    pools = [of["kv_cache"]["auto"]["pool"] for of in (without, found)]
+    taken = [-of["kv_cache"]["auto"]["memory"][states] for of in (without, found)]
+    assert taken[1] - taken[0] >= 64 * 4 * found["kv_cache"]["auto"]["state_bytes"]
+    assert pools[0] > pools[1]
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert f"--speculative-config '{drafts}'" in found["commands"][0]
+
+
 def test_on_this_machine_the_cpu_is_given_float32(folder, capsys):
     status, found = ask(capsys, str(folder("llama")))
     assert status == 0 and found["machine"] == "this machine's CPU"

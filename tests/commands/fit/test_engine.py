@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from e2e.harness import engine as served
+from e2e.small_device import ngram
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.commands.fit import engine
@@ -21,11 +22,22 @@ MIB = 2**20
 SETTINGS = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
 
-def test_what_is_not_asked_for_is_as_in_an_engine(folder):
-    args = EngineArgs(model=str(folder("llama")), skip_tokenizer_init=True, **SETTINGS)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_is_not_asked_for_is_as_in_an_engine(folder, drafts):
+    args = EngineArgs(
+        model=str(folder("llama")),
+        skip_tokenizer_init=True,
+        speculative_config=ngram(drafts) if drafts else None,
+        **SETTINGS,
+    )
     theirs = args.create_engine_config()
     ours = engine.config(
-        model_type="llama", dtype=torch.float32, cache_dtype="auto", block_size=16, **SETTINGS
+        model_type="llama",
+        dtype=torch.float32,
+        cache_dtype="auto",
+        block_size=16,
+        num_drafts=drafts,
+        **SETTINGS,
     )
     assert ours.max_in_flight_tokens == theirs.max_in_flight_tokens
     assert ours.num_prefill_lookahead_tokens == theirs.num_prefill_lookahead_tokens
@@ -93,15 +105,17 @@ def test_the_dtype_on_a_mac(content, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "cache_dtype"),
+    ("name", "cache_dtype", "drafts"),
     [
-        ("gemma3, windows", "int8"),
-        ("qwen3_next, states", "auto"),
-        ("qwen3_next, states", "fp8"),
-        ("deepseek_v3, latents", "auto"),
+        ("gemma3, windows", "int8", 0),
+        ("qwen3_next, states", "auto", 0),
+        ("qwen3_next, states", "fp8", 5),
+        ("deepseek_v3, latents", "auto", 0),
     ],
 )
-def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, name, cache_dtype):
+def test_given_the_measured_peaks_the_pool_is_the_engines(
+    folder, monkeypatch, name, cache_dtype, drafts
+):
     path, measured = folder(name), []
     at_work = planner.at_work
 
@@ -117,10 +131,11 @@ def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, na
         kv_cache_memory_bytes=None,
         skip_tokenizer_init=True,
         kv_cache_dtype=cache_dtype,
+        speculative_config=ngram(drafts) if drafts else None,
         **options,
     ) as llm:
         config = llm.llm_engine.vllm_config
-        blocks, (forward,) = config.cache_config.num_gpu_blocks, measured
+        blocks, (peaks,) = config.cache_config.num_gpu_blocks, measured
     model_type = json.loads((path / "config.json").read_text())["model_type"]
     found = estimate(
         Model.read(path, model_type, torch.float32),
@@ -129,10 +144,11 @@ def test_given_the_measured_peak_the_pool_is_the_engines(folder, monkeypatch, na
             dtype=torch.float32,
             cache_dtype=cache_dtype,
             block_size=16,
+            num_drafts=drafts,
             **options,
         ),
         Machine.this(),
-        forward=forward,
+        peaks=peaks,
     )
     assert found.block_size == config.cache_config.block_size
     assert found.num_blocks == pytest.approx(blocks, rel=0.01)

@@ -102,6 +102,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             gpu_memory_utilization=args.gpu_memory_utilization,
             block_size=args.block_size or metal_platform.BLOCK_SIZES[0],
             block_size_asked=args.block_size is not None,
+            num_drafts=args.num_speculative_tokens or 0,
         )
         estimates[cache_dtype] = estimate(model, config, machine)
         if estimates[cache_dtype].quantised is None:
@@ -181,6 +182,9 @@ def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
 
 def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
     """The command that serves the model with the settings of the estimate."""
+    drafts = {}
+    if args.num_speculative_tokens:
+        drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
     options = {
         "max-model-len": found.settings.max_model_len,
         "max-num-seqs": found.settings.max_num_seqs,
@@ -189,6 +193,7 @@ def _command(args: Namespace, found: Estimate, cache_dtype: str) -> str:
         "gpu-memory-utilization": args.gpu_memory_utilization,
         "block-size": args.block_size,
         "dtype": args.dtype,
+        "speculative-config": drafts and json.dumps(drafts),
     }
     flags = [part for name, value in options.items() if value for part in (f"--{name}", str(value))]
     return shlex.join(["vllm", "serve", args.model, *flags])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,20 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in MLX_DTYPES}
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
+@dataclass(frozen=True)
+class _TextDrafts:
+    """What vLLM's planning asks of a SpeculativeConfig whose drafts take no network."""
+
+    num_speculative_tokens: int
+    method: str = "ngram"
+
+    def use_eagle(self) -> bool:
+        return False
+
+    def use_eagle_block_drop(self) -> bool:
+        return False
+
+
 def config(
     *,
     model_type: str,
@@ -40,11 +55,12 @@ def config(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     gpu_memory_utilization: float | None = None,
+    num_drafts: int = 0,
 ) -> VllmConfig:
     """A configuration with vLLM's defaults for all else, made without loading the model.
 
     It has what vLLM's planning of the KV cache reads, under vLLM's names. `fitted` says that nobody
-    asked for max_model_len, so that what fits is taken.
+    asked for max_model_len, so that what fits is taken; `num_drafts` are looked up in the text.
     """
     cache = CacheConfig(block_size=block_size)
     cache.user_specified_block_size = block_size_asked
@@ -73,7 +89,7 @@ def config(
             seed=0,
             hf_config=SimpleNamespace(model_type=model_type),
         ),
-        speculative_config=None,
+        speculative_config=_TextDrafts(num_drafts) if num_drafts else None,
         kv_transfer_config=None,
         lora_config=None,
         # What VllmConfig derives: nothing is drafted, and two steps are in flight.

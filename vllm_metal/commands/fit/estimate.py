@@ -29,7 +29,14 @@ from vllm_metal.kv_cache.specs import kv_cache_specs, settle_block_size
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
-from vllm_metal.memory.planner import Beside, Needs, at_work, quantised_share, settings_of
+from vllm_metal.memory.planner import (
+    Beside,
+    Needs,
+    Peaks,
+    at_work,
+    quantised_share,
+    settings_of,
+)
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
 
@@ -115,7 +122,7 @@ class Estimate:
 
 
 def estimate(
-    model: Model, config: VllmConfig, machine: Machine, forward: int | None = None
+    model: Model, config: VllmConfig, machine: Machine, peaks: Peaks | None = None
 ) -> Estimate:
     """What an engine of `config` would find.
 
@@ -123,7 +130,7 @@ def estimate(
         model: to be served.
         config: vLLM's.
         machine: to serve it on.
-        forward: bytes of the largest forward pass where an engine has measured them; None: they are
+        peaks: of the largest forward passes where an engine has measured them; None: they are
             estimated.
 
     Raises:
@@ -143,7 +150,7 @@ def estimate(
         settings,
         Request(needs, quantised),
         Beside.of(config, model.layers, kv_cache_type, step.vocab_size),
-        step.nbytes if forward is None else forward,
+        step.peaks if peaks is None else peaks,
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)

@@ -14,7 +14,8 @@ from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.memory.profile import LargestStep
+from vllm_metal.memory.planner import Peaks
+from vllm_metal.memory.profile import LargestStep, drafted
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.settings import envs
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class StepPeak:
     """What was found of a step."""
 
-    nbytes: int
+    peaks: Peaks
     vocab_size: int  # of its logits
 
 
@@ -37,8 +38,8 @@ def step_peak(
     kv_cache_type: type[LayerKVCache],
     kind: envs.Device,
 ) -> StepPeak:
-    """What `memory.profile.profile_step` takes beside the weights, where MLX waits for each
-    operation, as it does on Metal.
+    """What `memory.profile.profile_step` and `requests_profile` take beside the weights, where MLX
+    waits for each operation, as it does on Metal.
 
     Not covered: what Metal rounds up to whole pages, the little that some of its operations set
     aside while they run, and that its command buffers hold what they read until they end.
@@ -51,34 +52,57 @@ def step_peak(
     Raises:
         ValueError: the model uses an operation of which MLX does not tell what it is.
     """
-    model = parts.model
-    names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
     with recordable(metal=kind == "metal"):
         # Without a pace: the graph is recorded as a whole.
-        largest = LargestStep.of(layers, config, kv_cache_type, paced=False)
-        states = largest.layers.layer_states
+        prompts = LargestStep.of(layers, config, kv_cache_type, paced=False)
+        forward, vocab_size = _recorded(parts, prompts, pool_is_there=False)
+        peaks = Peaks(forward)
+        if any(layer.state_bytes for layer in layers):
+            _, most = drafted(config)
+            requests, drafts = (
+                _recorded(
+                    parts,
+                    LargestStep.of_requests(layers, config, kv_cache_type, count, paced=False),
+                    pool_is_there=True,
+                )[0]
+                for count in (0, most)
+            )
+            peaks = Peaks(forward, requests, drafts)
+    return StepPeak(peaks, vocab_size)
 
-        def build(*inputs: mx.array) -> list[mx.array]:
-            given = iter(inputs)
-            model.update(tree_unflatten([(name, next(given)) for name in names]))
-            for state in states:
-                state.arrays = [next(given) for _ in state.arrays]
-            step = largest.rows
-            with largest.caches() as caches:
-                input_ids = mx.zeros(step.input_ids.shape, mx.int32)
-                hidden_states = parts.forward_hidden(input_ids, caches)
-            logits = parts.compute_logits(step.of_logits(hidden_states))
-            # Beside the logits, all that the layers keep of a step.
-            return [logits, *_arrays_in([vars(state) for state in states], set())]
 
-        try:
-            graph = record(build, [*parameters, *largest.layers.pool_arrays()])
-        finally:
-            model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
+def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tuple[int, int]:
+    """Bytes that a step takes at most, and the size of its vocabulary.
+
+    Args:
+        parts: of the model; its parameters stay as they are.
+        step: to be recorded.
+        pool_is_there: whether its pool counts as there already.
+    """
+    model = parts.model
+    names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
+    states = step.layers.layer_states
+
+    def build(*inputs: mx.array) -> list[mx.array]:
+        given = iter(inputs)
+        model.update(tree_unflatten([(name, next(given)) for name in names]))
+        for state in states:
+            state.arrays = [next(given) for _ in state.arrays]
+        with step.caches() as caches:
+            input_ids = mx.zeros(step.rows.input_ids.shape, mx.int32)
+            hidden_states = parts.forward_hidden(input_ids, caches)
+        logits = parts.compute_logits(step.rows.of_logits(hidden_states))
+        # Beside the logits, all that the layers keep of a step.
+        return [logits, *_arrays_in([vars(state) for state in states], set())]
+
+    try:
+        graph = record(build, [*parameters, *step.layers.pool_arrays()])
+    finally:
+        model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
     logits, *kept = graph.outputs
     shape, _ = graph.arrays[logits]
-    nbytes = peak(graph, [logits], kept, graph.inputs[: len(parameters)])
-    return StepPeak(nbytes, shape[-1])
+    there = graph.inputs if pool_is_there else graph.inputs[: len(parameters)]
+    return peak(graph, [logits], kept, there), shape[-1]
 
 
 def _arrays_in(value: Any, seen: set[int]) -> Iterator[mx.array]:

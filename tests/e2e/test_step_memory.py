@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No step takes more than the engine has set itself as a limit, whatever it serves.
+
+The devices are small (`e2e.small_device`), and states large against all else.
+"""
+
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import pytest
+from e2e.small_device import MIB, ngram, options, play, play_in_the_least
+from models.recurrent import FAMILIES, VOCAB, Family, write_model
+
+#: The shapes of qwen3_next whose steps took 1,846 MiB of 1,446: 3.2 MiB of states a request.
+HEADS = {
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+#: What makes a family's states large.
+LARGE = {
+    "qwen3_next": [
+        HEADS,
+        HEADS | {"linear_num_value_heads": 4, "linear_num_key_heads": 4},
+        HEADS | {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    ],
+    "falcon_h1": [
+        {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024, "mamba_d_state": size}
+        for size in (32, 128)
+    ],
+    "jamba": [{"hidden_size": 256, "mamba_d_state": size} for size in (16, 128)],
+    "lfm2": [{"conv_L_cache": size, "hidden_size": 128, "block_dim": 128} for size in (3, 32)],
+    "mamba2": [
+        {"num_heads": heads, "head_dim": 64, "hidden_size": heads * 32, "state_size": size}
+        for heads, size in ((8, 64), (16, 128))
+    ],
+    "recurrent_gemma": [{"lru_width": 512, "conv1d_width": 8}],
+}
+#: A family without states.
+PLAIN = Family("llama", "LlamaForCausalLM", {"num_hidden_layers": 4, "head_dim": 64})
+QUICK, ALL = 3, 300
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Folders of models, each written once."""
+    folder = tmp_path_factory.mktemp("large-states")
+
+    def write(name, index):
+        path = folder / f"{name}-{index}"
+        if name == "llama":
+            family = PLAIN
+        else:
+            family = FAMILIES[name]
+            family = replace(family, config=family.config | LARGE[name][index])
+        return str(path) if path.exists() else write_model(family, path)
+
+    return write
+
+
+def prompts_of(rng, count, longest):
+    """Texts that repeat themselves, so that drafts are found."""
+    found = []
+    for _ in range(count):
+        period = rng.integers(3, VOCAB, int(rng.integers(2, 8))).tolist()
+        found.append((period * longest)[: int(rng.integers(2, longest + 1))])
+    return found
+
+
+@pytest.fixture(scope="module")
+def ratios():
+    """Peak by limit of each setting that is played; printed at the end."""
+    found = {}
+    yield found
+    if found:
+        worst = max(found, key=found.get)
+        print(
+            f"\npeak / limit of {len(found)} settings: worst {found[worst]:.3f} (seed {worst}), "
+            f"median {median(found.values()):.3f}"
+        )
+
+
+def test_32_requests_that_verify_6_drafts_each(written):
+    share = 1446 * MIB
+    prompts = prompts_of(np.random.default_rng(0), 32, 40)
+    settings = {"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 32}
+    played = play(
+        written("qwen3_next", 0),
+        prompts,
+        5,
+        **options(share, speculative_config=ngram(6), **settings),
+    )
+    print(played)
+    assert max(played.drafts) > 50
+    assert played.limit <= share
+    assert max(played.peaks) <= played.limit, played
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, ALL))],
+)
+def test_random_settings(written, ratios, seed):
+    rng = np.random.default_rng(seed)
+    name = [*LARGE, "llama"][seed % (1 + len(LARGE))]
+    model = written(name, int(rng.integers(len(LARGE.get(name, [None])))))
+    drafts = int(rng.choice([0, 1, 2, 3, 6, 10]))
+    chunk = int(rng.choice([16, 64, 256, 512]))
+    requests = min(int(rng.choice([1, 2, 8, 16, 32, 48])), chunk)
+    settings = {
+        "max_model_len": 256,
+        "max_num_batched_tokens": chunk + requests * drafts * int(rng.integers(2)),
+        "max_num_seqs": requests,
+        "speculative_config": ngram(drafts) if drafts else None,
+        "async_scheduling": bool(rng.integers(2)),
+        "enable_prefix_caching": bool(rng.integers(2)),
+        "block_size": 32 if name == "mamba2" else 16,
+    }
+    prompts = prompts_of(rng, 1 + requests * 3 // 2, int(rng.choice([8, 40, 150])))
+    share = int(rng.integers(48, 512)) * MIB
+    played = play_in_the_least(model, prompts, int(rng.integers(3, 12)), share, **settings)
+    ratios[seed] = played.ratio
+    assert max(played.peaks) <= played.limit, (name, settings, played)
