@@ -8,7 +8,7 @@ from models.latent import FAMILIES
 from models.recurrent import write_model
 
 QUICK = ("deepseek_v3", "kimi_linear", "gemma2", "gemma4_text")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.more) for name in FAMILIES]
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_hits_drafts_and_preemptions(folders, name):
 
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.more) for name in list(FAMILIES)[1:])]
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in list(FAMILIES)[1:])]
 )
 def test_chunks(folders, name, chunk):
     check_passes(

@@ -20,7 +20,7 @@ from vllm_metal.worker.recovery import MAX_FAILURES_IN_A_ROW, STEPS_THAT_END_A_R
 NUM_TOKENS = 6
 BOTH = pytest.mark.parametrize(
     "async_scheduling",
-    [True, pytest.param(False, marks=pytest.mark.more)],
+    [True, pytest.param(False, marks=pytest.mark.slow)],
     ids=["async", "sync"],
 )
 MOST_STEPS = 2_000  # an engine with these requests takes some 50

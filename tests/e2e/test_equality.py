@@ -38,7 +38,7 @@ def serve_and_check(model, dense, prompts, passes=1, **options):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_without_prefix_caching(smollm2, dense, load):
     async_scheduling, num_prompts, num_blocks = LOADS[load]
     prompts = make_prompts(text_tokens(smollm2), num_prompts, 700)

@@ -18,7 +18,7 @@ NGRAM = {
 }
 #: One of each kind of layer stands in the quick tests.
 QUICK = ("qwen3_next", "falcon_h1", "lfm2")
-SLOWER = [pytest.param(name, marks=pytest.mark.more) for name in FAMILIES if name not in QUICK]
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK]
 #: Of prompts that begin alike in this many tokens; blocks hold 256 of them where there are only
 #: states, unless the user asks for less.
 SHARED = 100

@@ -94,7 +94,7 @@ def assert_no_avx512(told):
     assert not [name for name in told["features"] if "avx512" in name], told["arguments"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
 def test_a_server_loads_no_library_and_no_model_of_vllms(tiny, tmp_path):
     folder = tmp_path / "reports"

@@ -57,7 +57,7 @@ def by_name(report: dict) -> dict[str, dict]:
     return {finding["name"]: finding for finding in report["findings"]}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_runs_all_that_users_do_and_every_kernel_and_writes_a_report(tmp_path: Path):
     result, report = run(tmp_path, MLX_MAX_OPS_PER_BUFFER="100")
     assert result.returncode == 0, result.stdout + result.stderr
