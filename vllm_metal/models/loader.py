@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
+from vllm_metal.models.patches import registry as patches
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
@@ -112,7 +113,11 @@ def lazy_model(
     try:
         changed = dict(overrides or {})
         model, _ = load_mlx_model(
-            path, lazy=True, model_config=changed, trust_remote_code=trust_remote_code
+            path,
+            lazy=True,
+            model_config=changed,
+            get_model_classes=patches.classes,
+            trust_remote_code=trust_remote_code,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
