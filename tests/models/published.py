@@ -7,7 +7,7 @@ in no repeating pattern. Weights are drawn so large that texts vary.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,18 @@ class Published:
     model_type: str  # of the text model's configuration
     config: dict[str, Any]  # what differs from the common part
     common: bool = True  # whether the common part belongs to it
-    saved: dict[str, Any] = field(default_factory=dict)  # keys that older files have besides
 
 
-_HALF = _rope(partial_rotary_factor=0.5)
+_HALF = _rope(partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 FAMILIES: dict[str, Published] = {
     name: Published(name.partition(",")[0], config)
@@ -128,11 +136,12 @@ FAMILIES: dict[str, Published] = {
             llama_4_scaling_beta=0.1,
         ),
         "qwen2": {"use_sliding_window": False},
-        "qwen3": _HEAD | {"attention_bias": True},
-        "gemma": _HEAD,
+        "qwen3": _HEAD,
+        "gemma": _HEAD | {"tie_word_embeddings": True},
         "gemma2": _HEAD
         | _WINDOW
         | {
+            "tie_word_embeddings": True,
             "query_pre_attn_scalar": 20,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 5.0,
@@ -145,11 +154,11 @@ FAMILIES: dict[str, Published] = {
         "olmo2": {},
         "olmo3": _WINDOW,
         "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
-        "cohere2": _HEAD | _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
+        "cohere2": _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
         "granite": _MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
         "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
         "ernie4_5": _HEAD | {"use_bias": True},
-        "helium": _HEAD,
+        "helium": {},
         "nemotron": _HEAD | _HALF | {"attention_bias": True, "mlp_bias": True},
         "seed_oss": _HEAD | {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
         "apertus": {"attention_bias": False},
@@ -160,8 +169,9 @@ FAMILIES: dict[str, Published] = {
         "bitnet": {},
         "exaone4": _WINDOW,
         "nanochat": {"final_logit_softcapping": 5.0},
-        "gpt_neox": _HALF | {"use_parallel_residual": True},
-        "gpt_neox, one after another": _HALF | {"use_parallel_residual": False},
+        "gpt_neox": _HALF | {"intermediate_size": 288, "use_parallel_residual": True},
+        "gpt_neox, one after another": _HALF
+        | {"intermediate_size": 288, "use_parallel_residual": False},
         "lfm2": {
             "layer_types": ["conv", "full_attention", "full_attention", "conv"],
             "conv_bias": True,
@@ -172,14 +182,12 @@ FAMILIES: dict[str, Published] = {
         "qwen2_moe": _EXPERTS
         | {
             "shared_expert_intermediate_size": 56,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
             "norm_topk_prob": True,
         },
         "qwen3_moe": _EXPERTS
         | _HEAD
         | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
-        "olmoe": _EXPERTS | {"norm_topk_prob": True, "clip_qkv": 1.5},
+        "olmoe": _EXPERTS | {"norm_topk_prob": True},
         "granitemoe": _EXPERTS | _MULTIPLIERS,
         "phimoe": _EXPERTS
         | {"attention_bias": True, "lm_head_bias": True}
@@ -206,7 +214,7 @@ FAMILIES: dict[str, Published] = {
         "dots1": _ROUTED | _HEAD,
         "solar_open": _ROUTED | _HEAD,
         "ernie4_5_moe": {
-            "use_bias": True,
+            "use_bias": False,
             "moe_intermediate_size": 40,
             "moe_k": 2,
             "moe_num_experts": 5,
@@ -266,21 +274,18 @@ FAMILIES: dict[str, Published] = {
         },
         "deepseek_v2": _LATENT
         | _ROUTED
+        | _rope(**_YARN)
         | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
         "deepseek_v3": _LATENT | _ROUTED | {"attention_bias": True},
-        "deepseek_v3, yarn": _LATENT
-        | _ROUTED
-        | _rope(
-            rope_type="yarn",
-            factor=4.0,
-            original_max_position_embeddings=64,
-            beta_fast=32.0,
-            beta_slow=1.0,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-        ),
+        "deepseek_v3, yarn": _LATENT | _ROUTED | _rope(**_YARN),
         "glm4_moe_lite": _LATENT | _ROUTED,
         "minicpm3": _LATENT
+        | _rope(
+            rope_type="longrope",
+            original_max_position_embeddings=512,
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.0, 1.1, 1.2, 1.3],
+        )
         | {"scale_emb": 3.0, "scale_depth": 1.7, "dim_model_base": 48, "num_hidden_layers": 3},
         "kimi_linear": _LATENT
         | _ROUTED
@@ -297,6 +302,7 @@ FAMILIES: dict[str, Published] = {
         },
         "longcat_flash": _LATENT
         | {
+            "head_dim": 8,
             "num_layers": 2,
             "num_hidden_layers": 2,
             "ffn_hidden_size": 88,
@@ -307,6 +313,7 @@ FAMILIES: dict[str, Published] = {
             "routed_scaling_factor": 1.7,
         },
         "qwen3_next": _DELTA
+        | {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
         | _EXPERTS
         | _HEAD
         | _HALF
@@ -389,7 +396,6 @@ FAMILIES: dict[str, Published] = {
             "n_groups": 2,
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
-            "attention_bias": True,
             "mlp_bias": True,
         },
         "lfm2_moe": _EXPERTS
@@ -459,12 +465,26 @@ FAMILIES: dict[str, Published] = {
 FAMILIES |= {
     "gpt2": Published(
         "gpt2",
-        {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512},
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 72,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 288,
+        },
         common=False,
     ),
     "gpt_bigcode": Published(
         "gpt_bigcode",
-        {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512},
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 72,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 288,
+        },
         common=False,
     ),
     "gptj": Published(
@@ -487,7 +507,7 @@ FAMILIES |= {
             "n_heads": 6,
             "n_layers": 3,
             "max_seq_len": 512,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 700.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
             "ffn_config": {
                 "hidden_size": 72,
                 "ffn_hidden_size": 40,
@@ -497,6 +517,35 @@ FAMILIES |= {
         },
         common=False,
     ),
+}
+
+
+#: Keys under the names that older files have, which mlx-lm's modules read.
+OLDER: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "cohere2": {"head_dim": 12},
+    "exaone4": {"head_dim": 12, "sliding_window_pattern": "LGGL"},
+    "exaone_moe": {"head_dim": 12, "is_moe_layer": [False, True, True, True]},
+    "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
+    "lfm2": {"block_dim": 72},
+    "qwen3_moe": {"num_experts": 5},
+    "mellum": {"num_experts": 5},
+    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+    "minimax_m2": {"shared_intermediate_size": 0, "rotary_dim": 8},
+    "kimi_linear": {
+        "rope_theta": 10000.0,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 3],
+            "kda_layers": [1, 4],
+            "num_heads": 4,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "qwen3_next": {"full_attention_interval": 3},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},
+    "gemma4_text": {"global_head_dim": 20},
+    "gpt2": {"n_ctx": 512},
 }
 
 
@@ -518,7 +567,8 @@ def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         last = name.rpartition(".")[2]
-        if last in ("A_log", "D", "dt_bias") or ("norm" in name.lower() and last == "weight"):
+        of_norm = parameter.ndim == 1 and last == "weight"
+        if last in ("A_log", "D", "dt_bias") or of_norm:
             parameter.data = parameter.data + 0.2 * drawn
         elif parameter.ndim >= 2:
             inputs = parameter.shape[-1] if parameter.shape[-2] > 1 else parameter[0].numel()
@@ -536,7 +586,8 @@ def write(model: Any, folder: Path) -> str:
     model.save_pretrained(folder)
     path = folder / "config.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(_older_rope(content) | content))
+    older = OLDER.get(content["model_type"], {})
+    path.write_text(json.dumps(_older_rope(content) | content | older))
     return str(folder)
 
 

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.models.patches import registry as patches
+from vllm_metal.models.patches.ropes import fit_context
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     path = model_folder(model_config, config)
     overrides = _overrides(model_config, path)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
+    fit_context(model, model_config.max_model_len)
     _materialise(model, path)
     return model
 

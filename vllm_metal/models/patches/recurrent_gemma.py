@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RecurrentGemma: the first token of a text is told by the state, not by its absence.
 
+transformers' class has the embeddings' factor in bfloat16, whatever the model's dtype.
+
 The recurrence takes its first input whole, all others by a factor (De et al. 2024,
 arXiv:2402.19427, section 2.4, and transformers' `RecurrentGemmaRglru`). mlx-lm's module knows the
 first one by a cache that holds nothing. States in the pool begin as zeros, so they get one more
@@ -14,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal.models.patches.patch import replace_method
@@ -22,7 +25,7 @@ _PARTS = 3  # the convolution's inputs, the recurrence's state, [B, 1] whether t
 
 
 def recurrent_gemma(module: ModuleType) -> None:
-    """The block, and the caches of its layers."""
+    """The block, the caches of its layers, and the forward around them."""
 
     def block(self: Any, x: mx.array, cache: Any = None, mask: Any = None) -> mx.array:
         gate = nn.gelu_approx(self.linear_y(x))
@@ -42,6 +45,19 @@ def recurrent_gemma(module: ModuleType) -> None:
 
         return make_cache
 
+    def forward(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
+        hidden = self.embed_tokens(tokens)
+        if self.scale_by_sqrt_dim:
+            factor = mx.array(hidden.shape[-1] ** 0.5, mx.bfloat16)
+            hidden = hidden * factor.astype(hidden.dtype)
+        caches = [None] * len(self.layers) if cache is None else cache
+        mask = create_attention_mask(hidden, caches[self.swa_idx], self.window_size)
+        for layer, of_layer in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, mask=mask, cache=of_layer)
+        normed: mx.array = self.final_norm(hidden)
+        return normed
+
+    module.Griffin.__call__ = forward
     module.RecurrentBlock.__call__ = block
     replace_method(module.Model, "make_cache", with_caches)
 

@@ -13,13 +13,17 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+from mlx_lm.models import rope_utils as rope_utils_module
 from mlx_lm.utils import _get_classes
 
+from vllm_metal.models.patches.activations import gelu
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
 from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
+from vllm_metal.models.patches.ropes import rope_utils, spread
+from vllm_metal.models.patches.routers import grouped
 from vllm_metal.models.patches.windows import gemma2, gemma3_text
 
 _READ = ("0.32",)
@@ -30,14 +34,41 @@ PATCHES = (
     ModulePatch("falcon_h1", _READ, falcon_h1),
     ModulePatch("gemma2", _READ, gemma2),
     ModulePatch("gemma3_text", _READ, gemma3_text),
+    ModulePatch(
+        "gpt_bigcode",
+        _READ,
+        gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+    ),
+    ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
     ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
+    ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
+    ModulePatch("rope_utils", _READ, rope_utils),
+    *(
+        ModulePatch(module, _READ, grouped())
+        for module in (
+            "deepseek_v3",
+            "dots1",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "mimo_v2_flash",
+            "nemotron_h",
+        )
+    ),
+    ModulePatch("kimi_linear", _READ, grouped("_group_expert_select")),
 )
 REFUSALS = (
+    Refusal("ernie4_5_moe", unless("use_bias", False)),
     Refusal("falcon_h1", unless("time_step_limit", (0.0, math.inf))),
     Refusal("gpt_oss", unless("swiglu_alpha", 1.702)),
     Refusal("gpt_oss", unless("swiglu_limit", 7.0)),
+    Refusal("olmoe", unless("clip_qkv")),
+    Refusal("qwen2_moe", unless("decoder_sparse_step", 1)),
+    Refusal("qwen2_moe", unless("mlp_only_layers", [])),
+    Refusal("qwen3", unless("attention_bias", False)),
+    Refusal("qwen3_moe", unless("attention_bias", False)),
     Refusal("recurrent_gemma", unless("rope_theta", 10000.0)),
     Refusal("recurrent_gemma", unless("partial_rotary_factor", 0.5)),
 )
@@ -84,3 +115,4 @@ def install() -> None:
             )
         patch.apply(module)
         setattr(module, _MARK, patch)
+    spread(rope_utils_module)
