@@ -254,7 +254,7 @@ FAMILIES: dict[str, Published] = {
             full_attention={"partial_rotary_factor": 0.5},
             sliding_attention={"partial_rotary_factor": 0.5},
         )
-        | {"v_head_dim": 12},
+        | {"v_head_dim": 12, "num_key_value_heads": 1},
         "minimax_m2": _EXPERTS | _HEAD | _HALF,
         "llama4_text": _EXPERTS
         | _HEAD
@@ -541,6 +541,23 @@ OLDER: dict[str, dict[str, Any]] = {
             "head_dim": 8,
             "short_conv_kernel_size": 4,
         },
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [1, 0, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 7,
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 100.0,
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 12,
+        "partial_rotary_factor": 0.5,
     },
     "qwen3_next": {"full_attention_interval": 3},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},

@@ -20,6 +20,7 @@ from vllm_metal.models.patches.activations import gelu
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
+from vllm_metal.models.patches.names import renamed
 from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
@@ -42,6 +43,17 @@ PATCHES = (
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
+    ModulePatch(
+        "olmo_hybrid",
+        _READ,
+        # transformers' conversion_mapping.py has the same two.
+        renamed(
+            {
+                "attention_layer_norm": "input_layernorm",
+                "feedforward_layer_norm": "post_attention_layernorm",
+            }
+        ),
+    ),
     ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
     ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
     ModulePatch("rope_utils", _READ, rope_utils),
