@@ -634,4 +634,5 @@ def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
 #: What transformers has and the engine refuses, with words of the reason.
 REFUSED: dict[str, tuple[Published, str]] = {
     "olmo": (FAMILIES.pop("olmo"), "package that is not installed"),
+    "minimax": (FAMILIES.pop("minimax"), "linear_attn_alpha_factor"),
 }

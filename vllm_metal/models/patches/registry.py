@@ -76,6 +76,8 @@ REFUSALS = (
     Refusal("falcon_h1", unless("time_step_limit", (0.0, math.inf))),
     Refusal("gpt_oss", unless("swiglu_alpha", 1.702)),
     Refusal("gpt_oss", unless("swiglu_limit", 7.0)),
+    # mlx-lm's module of this name is MiniMax-M2's.
+    Refusal("minimax", unless("linear_attn_alpha_factor")),
     Refusal("olmoe", unless("clip_qkv")),
     Refusal("qwen2_moe", unless("decoder_sparse_step", 1)),
     Refusal("qwen2_moe", unless("mlp_only_layers", [])),
