@@ -16,6 +16,8 @@ import pytest
 from mlx_lm.utils import load_model
 from vllm import LLM, SamplingParams
 
+from vllm_metal.models.patches import registry
+
 #: Largest gap of two float32 logits that counts as a tie. Chunked, batched and one-at-a-time
 #: matrix products sum in different orders; over these models the logits (up to ~30) move by less
 #: than 2e-4 for it, see `Dense.check`, which reports what it saw.
@@ -117,14 +119,14 @@ def make_prompts(tokens: list[int], count: int, longest: int, seed: int = 5) -> 
 
 @dataclass
 class Dense:
-    """mlx-lm's own dense forward, one request at a time, as judge of greedy tokens."""
+    """mlx-lm's dense forward, as mended, one request at a time, as judge of greedy tokens."""
 
     path: str
     tie: float = TIE
     ties: list[float] = field(default_factory=list)  # gaps that were accepted as ties
 
     def __post_init__(self) -> None:
-        self._model, _ = load_model(Path(self.path))
+        self._model, _ = load_model(Path(self.path), get_model_classes=registry.classes)
         self._known: set[tuple[int, ...]] = set()
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:

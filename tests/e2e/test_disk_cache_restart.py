@@ -76,8 +76,8 @@ CHANGES = {
     "int8": (lambda own, patch: {"kv_cache_dtype": "int8"}, "kv_cache_dtype float32, now int8"),
     "rope": (lambda own, patch: rope(5e5), "rope changed"),
     "numerics": (
-        lambda own, patch: patch.setattr(fingerprint, "NUMERICS", 2) or {},
-        "numerics 1, now 2",
+        lambda own, patch: patch.setattr(fingerprint, "NUMERICS", 3) or {},
+        "numerics 2, now 3",
     ),
     "blocks": (lambda own, patch: {"block_size": 32}, "block_size 16, now 32"),
 }

@@ -162,10 +162,21 @@ def test_rope_of_a_part_of_the_configuration_counts(config):
     assert_differs(before, of(part), "rope changed")
 
 
+def test_longrope_counts_by_the_longest_text(config):
+    scaling = {"short_factor": [1.0], "original_max_position_embeddings": 128}
+    part = SimpleNamespace(to_dict=lambda: {"rope_parameters": scaling})
+    lengths = [
+        of(changed(config, model_config__hf_config=part, model_config__max_model_len=length))
+        for length in (64, 128, 129)
+    ]
+    assert lengths[0].digest == lengths[1].digest
+    assert_differs(lengths[1], lengths[2], "rope changed")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("NUMERICS", fingerprint.NUMERICS + 1, "numerics 1, now 2"),
+        ("NUMERICS", fingerprint.NUMERICS + 1, "numerics 2, now 3"),
         ("FORMAT", fingerprint.FORMAT + 1, "format 1, now 2"),
         ("version", lambda package: f"0 {package}", "mlx .*, now 0 mlx; mlx_lm .*, now 0 mlx-lm"),
     ],

@@ -1,170 +1,638 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models as transformers writes them, and what transformers computes of them.
+"""Small models as transformers' own classes write them, of families that mlx-lm has too.
 
-Shapes are odd: three query heads for each key head and, where the family can have it, a head size
-that is not hidden size / heads. Weights are drawn so large that the most likely token varies.
+Their shapes are odd where the family allows it: three query heads a K/V head, heads wider than
+hidden size / heads, keys of another width than values, multipliers that are not 1, biases, layers
+in no repeating pattern. Weights are drawn so large that texts vary.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 99
-_SMALL = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
+_LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+_STATES = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+_WINDOW = {"sliding_window": 7, "layer_types": _LAYERS}
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "intermediate_size": 88,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_HEAD = {"head_dim": 16}
 _EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
+    "num_experts": 5,
+    "num_local_experts": 5,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 40,
 }
-_ROUTED = _EXPERTS | {
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
+_ROUTED = {
+    "n_routed_experts": 6,
     "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
     "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
 }
-_LATENT = _ROUTED | {
+_LATENT = {
+    "num_key_value_heads": 6,
     "q_lora_rank": 24,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 32,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "num_key_value_heads": 6,
-    "head_dim": 8,
+    "v_head_dim": 20,
 }
-_EVEN = {"head_dim": 8}  # hidden size / heads
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-_LINEAR = {"rope_type": "linear", "factor": 3.0}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": _STATES,
 }
-_WINDOWS = {
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
 }
+
+
+def _rope(theta: float = 10000.0, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **changes}}
+
+
+def _ropes(**changes: Any) -> dict[str, Any]:
+    """Of layers with a window, and of the others."""
+    both = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 5000.0}}
+    return {
+        "rope_parameters": {
+            kind: {"rope_type": "default", **rope, **changes.get(kind, {})}
+            for kind, rope in both.items()
+        }
+    }
 
 
 @dataclass(frozen=True)
 class Published:
-    """A family's small model. shape: of its configuration; rope: changes of its parameters."""
+    """A small model of one of transformers' families."""
 
-    family: str
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    rope: Mapping[str, Any] = field(default_factory=dict)
-
-    def make(self) -> PreTrainedModel:
-        config = CONFIG_MAPPING[self.family](**(_SMALL | dict(self.shape)))
-        if self.rope:
-            config.rope_parameters = {"rope_theta": 10_000.0} | config.rope_parameters | self.rope
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        return _drawn(model.float().eval())
+    model_type: str  # of the text model's configuration
+    config: dict[str, Any]  # what differs from the common part
+    common: bool = True  # whether the common part belongs to it
 
 
-def _drawn(model: PreTrainedModel) -> PreTrainedModel:
-    random = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=random)
-        if parameter.ndim > 1:
-            parameter.data = noise * (1.6 / parameter.shape[-1] ** 0.5)
-        elif "norm" in name and name.endswith("weight"):
-            parameter.data = parameter.data + 0.2 * noise
-        else:
-            parameter.data = 0.3 * noise
-    for name, buffer in model.named_buffers():
-        if "correction_bias" in name:
-            buffer.data = 0.1 * torch.randn(buffer.shape, generator=random)
+_HALF = _rope(partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+FAMILIES: dict[str, Published] = {
+    name: Published(name.partition(",")[0], config)
+    for name, config in {
+        "llama": _HEAD | {"attention_bias": True, "mlp_bias": True} | _rope(700.0),
+        "llama, llama3": _HEAD
+        | _rope(
+            700.0,
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+        "mistral": _HEAD | {"sliding_window": None},
+        "ministral3": _HEAD
+        | _rope(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": _HEAD,
+        "gemma": _HEAD | {"tie_word_embeddings": True},
+        "gemma2": _HEAD
+        | _WINDOW
+        | {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+        "gemma3_text": _HEAD | _WINDOW | _ropes() | {"query_pre_attn_scalar": 20},
+        "glm": _HEAD | _HALF,
+        "glm4": _HEAD | _HALF,
+        "starcoder2": {"use_bias": True},
+        "olmo": {"clip_qkv": 1.5},
+        "olmo2": {},
+        "olmo3": _WINDOW,
+        "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
+        "cohere2": _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
+        "granite": _MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
+        "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
+        "ernie4_5": _HEAD | {"use_bias": True},
+        "helium": {},
+        "nemotron": _HEAD | _HALF | {"attention_bias": True, "mlp_bias": True},
+        "seed_oss": _HEAD | {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+        "apertus": {"attention_bias": False},
+        "stablelm": {"use_qkv_bias": True, "qk_layernorm": True} | _HALF,
+        "phi": _HALF | {"num_key_value_heads": 6},
+        "phi3": _HALF | {"num_key_value_heads": 2},
+        "hunyuan_v1_dense": _HEAD,
+        "bitnet": {},
+        "exaone4": _WINDOW,
+        "nanochat": {"final_logit_softcapping": 5.0},
+        "gpt_neox": _HALF | {"intermediate_size": 288, "use_parallel_residual": True},
+        "gpt_neox, one after another": _HALF
+        | {"intermediate_size": 288, "use_parallel_residual": False},
+        "lfm2": {
+            "layer_types": ["conv", "full_attention", "full_attention", "conv"],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+        "mixtral": _EXPERTS | {"head_dim": 12},
+        "qwen2_moe": _EXPERTS
+        | {
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": True,
+        },
+        "qwen3_moe": _EXPERTS
+        | _HEAD
+        | {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+        "olmoe": _EXPERTS | {"norm_topk_prob": True},
+        "granitemoe": _EXPERTS | _MULTIPLIERS,
+        "phimoe": _EXPERTS
+        | {"attention_bias": True, "lm_head_bias": True}
+        | _rope(
+            rope_type="longrope",
+            original_max_position_embeddings=512,
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[2.0] * 6,
+            short_mscale=1.1,
+            long_mscale=1.2,
+        ),
+        "gpt_oss": _EXPERTS
+        | _HEAD
+        | _WINDOW
+        | _rope(
+            rope_type="yarn",
+            factor=4.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=128,
+        ),
+        "glm4_moe": _ROUTED | _HEAD | _HALF | {"use_qk_norm": True, "attention_bias": True},
+        "dots1": _ROUTED | _HEAD,
+        "solar_open": _ROUTED | _HEAD,
+        "ernie4_5_moe": {
+            "use_bias": False,
+            "moe_intermediate_size": 40,
+            "moe_k": 2,
+            "moe_num_experts": 5,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 1,
+        },
+        "exaone_moe": _EXPERTS
+        | _WINDOW
+        | {
+            "num_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 1,
+        },
+        "afmoe": _EXPERTS
+        | _HEAD
+        | _WINDOW
+        | {
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+        },
+        "laguna": _EXPERTS
+        | _HEAD
+        | _WINDOW
+        | _ropes(full_attention={"partial_rotary_factor": 0.5})
+        | {"shared_expert_intermediate_size": 40, "moe_routed_scaling_factor": 1.7},
+        "mellum": _EXPERTS | _HEAD | _WINDOW | _ropes(),
+        "mimo_v2_flash": _ROUTED
+        | _HEAD
+        | _WINDOW
+        | _ropes(
+            full_attention={"partial_rotary_factor": 0.5},
+            sliding_attention={"partial_rotary_factor": 0.5},
+        )
+        | {"v_head_dim": 12, "num_key_value_heads": 1},
+        "minimax_m2": _EXPERTS | _HEAD | _HALF,
+        "llama4_text": _EXPERTS
+        | _HEAD
+        | {
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 56,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8192,
+            "layer_types": [
+                "chunked_attention",
+                "full_attention",
+                "chunked_attention",
+                "full_attention",
+            ],
+            "no_rope_layers": [1, 0, 1, 0],
+            "attn_temperature_tuning": False,
+        },
+        "deepseek_v2": _LATENT
+        | _ROUTED
+        | _rope(**_YARN)
+        | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
+        "deepseek_v3": _LATENT | _ROUTED | {"attention_bias": True},
+        "deepseek_v3, yarn": _LATENT | _ROUTED | _rope(**_YARN),
+        "glm4_moe_lite": _LATENT | _ROUTED,
+        "minicpm3": _LATENT
+        | _rope(
+            rope_type="longrope",
+            original_max_position_embeddings=512,
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.0, 1.1, 1.2, 1.3],
+        )
+        | {"scale_emb": 3.0, "scale_depth": 1.7, "dim_model_base": 48, "num_hidden_layers": 3},
+        "kimi_linear": _LATENT
+        | _ROUTED
+        | {
+            "num_experts": 6,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 1,
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "q_lora_rank": None,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": _STATES,
+        },
+        "longcat_flash": _LATENT
+        | {
+            "head_dim": 8,
+            "num_layers": 2,
+            "num_hidden_layers": 2,
+            "ffn_hidden_size": 88,
+            "expert_ffn_hidden_size": 40,
+            "moe_topk": 3,
+            "n_routed_experts": 5,
+            "zero_expert_num": 2,
+            "routed_scaling_factor": 1.7,
+        },
+        "qwen3_next": _DELTA
+        | {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
+        | _EXPERTS
+        | _HEAD
+        | _HALF
+        | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+        "qwen3_5_text": _DELTA | _HEAD | _HALF,
+        "qwen3_5_moe_text": _DELTA
+        | _EXPERTS
+        | _HEAD
+        | _HALF
+        | {"shared_expert_intermediate_size": 40},
+        "olmo_hybrid": _DELTA | {"linear_num_key_heads": 6, "num_key_value_heads": 2},
+        "falcon_h1": _HEAD
+        | {
+            "mamba_d_ssm": 48,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "lm_head_multiplier": 0.6,
+            "embedding_multiplier": 1.7,
+            "mlp_multipliers": [1.3, 0.7],
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 1.2, 0.6, 0.8, 1.3],
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.6,
+        },
+        "jamba": {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 6,
+            "mamba_proj_bias": True,
+        },
+        "mamba2": {
+            "hidden_size": 48,
+            "num_heads": 12,
+            "head_dim": 8,
+            "state_size": 8,
+            "n_groups": 3,
+            "expand": 2,
+            "chunk_size": 8,
+            "use_bias": True,
+            "intermediate_size": 96,
+        },
+        "mamba": {"hidden_size": 48, "state_size": 8, "time_step_rank": 5, "use_bias": True},
+        "falcon_mamba": {"hidden_size": 48, "state_size": 8, "time_step_rank": 5},
+        "granitemoehybrid": _EXPERTS
+        | _MULTIPLIERS
+        | {
+            "shared_intermediate_size": 56,
+            "layer_types": ["mamba", "attention", "attention", "mamba"],
+            "mamba_n_heads": 6,
+            "mamba_d_head": 24,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "position_embedding_type": "rope",
+        },
+        "nemotron_h": _ROUTED
+        | _HEAD
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+            "num_hidden_layers": 5,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "moe_shared_expert_intermediate_size": 56,
+            "mlp_bias": True,
+        },
+        "lfm2_moe": _EXPERTS
+        | {
+            "layer_types": ["conv", "full_attention", "full_attention", "conv"],
+            "conv_bias": True,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": True,
+        },
+        "recurrent_gemma": {
+            "num_key_value_heads": 1,
+            "block_types": ["recurrent", "attention", "attention", "recurrent"],
+            "attention_window_size": 7,
+            "lru_width": 72,
+            "intermediate_size": 176,
+            "logits_soft_cap": 5.0,
+        },
+        "minimax": _EXPERTS
+        | _HEAD
+        | {
+            "block_size": 8,
+            "layer_types": _STATES,
+            "linear_attn_alpha_factor": 1.2,
+        },
+        "gemma3n_text": _HEAD
+        | _ropes()
+        | {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "layer_types": [
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "sliding_window": 7,
+            "intermediate_size": [88] * 5,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0],
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 10,
+            "altup_num_inputs": 3,
+            "laurel_rank": 8,
+            "final_logit_softcapping": 5.0,
+        },
+        "gemma4_text": _HEAD
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "sliding_window": 7,
+            "global_head_dim": 20,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 10,
+            "final_logit_softcapping": 5.0,
+        },
+    }.items()
+}
+FAMILIES |= {
+    "gpt2": Published(
+        "gpt2",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 72,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 288,
+        },
+        common=False,
+    ),
+    "gpt_bigcode": Published(
+        "gpt_bigcode",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 72,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 288,
+        },
+        common=False,
+    ),
+    "gptj": Published(
+        "gptj",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 72,
+            "n_layer": 3,
+            "n_head": 6,
+            "n_positions": 512,
+            "rotary_dim": 6,
+        },
+        common=False,
+    ),
+    "dbrx": Published(
+        "dbrx",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 72,
+            "n_heads": 6,
+            "n_layers": 3,
+            "max_seq_len": 512,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
+            "ffn_config": {
+                "hidden_size": 72,
+                "ffn_hidden_size": 40,
+                "moe_num_experts": 5,
+                "moe_top_k": 2,
+            },
+        },
+        common=False,
+    ),
+}
+
+
+#: Keys under the names that older files have, which mlx-lm's modules read.
+OLDER: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "cohere2": {"head_dim": 12},
+    "exaone4": {"head_dim": 12, "sliding_window_pattern": "LGGL"},
+    "exaone_moe": {"head_dim": 12, "is_moe_layer": [False, True, True, True]},
+    "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
+    "lfm2": {"block_dim": 72},
+    "qwen3_moe": {"num_experts": 5},
+    "mellum": {"num_experts": 5},
+    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+    "minimax_m2": {"shared_intermediate_size": 0, "rotary_dim": 8},
+    "kimi_linear": {
+        "rope_theta": 10000.0,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 3],
+            "kda_layers": [1, 4],
+            "num_heads": 4,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [1, 0, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 7,
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 100.0,
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 12,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_next": {"full_attention_interval": 3},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},
+    "gemma4_text": {"global_head_dim": 20},
+    "gpt2": {"n_ctx": 512},
+}
+
+
+def make(family: Published, seed: int = 0) -> torch.nn.Module:
+    """transformers' model in float32, with weights so large that its texts vary."""
+    content = (_COMMON if family.common else {}) | family.config
+    config = CONFIG_MAPPING[family.model_type](**content)
+    auto = AutoModelForCausalLM
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        auto = AutoModelForImageTextToText
+    torch.manual_seed(seed)
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    _draw(model, torch.Generator().manual_seed(seed))
     return model
 
 
-def log_probabilities(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
-    """[B, T, V] float32 of [B, T] tokens."""
-    with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor(tokens)).logits, -1).numpy()
+def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draws all but what a recurrence's stability hangs on, which is moved a little."""
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        last = name.rpartition(".")[2]
+        of_norm = parameter.ndim == 1 and last == "weight"
+        if last in ("A_log", "D", "dt_bias") or of_norm:
+            parameter.data = parameter.data + 0.2 * drawn
+        elif parameter.ndim >= 2:
+            inputs = parameter.shape[-1] if parameter.shape[-2] > 1 else parameter[0].numel()
+            parameter.data = drawn * (1.6 / inputs**0.5)
+        else:
+            parameter.data = 0.3 * drawn
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name or "expert_bias" in name:
+            buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
 
 
-def write(model: PreTrainedModel, folder: Path) -> Path:
+def write(model: Any, folder: Path) -> str:
+    """Saves it as transformers does, with the rotary embedding's settings where older files have
+    them, too."""
     model.save_pretrained(folder)
-    return folder
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    older = OLDER.get(content["model_type"], {})
+    path.write_text(json.dumps(_older_rope(content) | content | older))
+    return str(folder)
 
 
-_PLAIN = [
-    "llama",
-    "mistral",
-    "qwen3",
-    "gemma2",
-    "glm",
-    "glm4",
-    "olmo2",
-    "smollm3",
-    "ernie4_5",
-    "nemotron",
-    "seed_oss",
-]
-_PLAIN_EVEN = [
-    "qwen2",
-    "cohere",
-    "granite",
-    "helium",
-    "apertus",
-    "hunyuan_v1_dense",
-    "stablelm",
-    "phi",
-    "phi3",
-]
-CASES: dict[str, Published] = {
-    **{family: Published(family) for family in _PLAIN},
-    **{family: Published(family, _EVEN) for family in _PLAIN_EVEN},
-    "olmo3": Published("olmo3", _WINDOWS),
-    "cohere2": Published("cohere2", _WINDOWS | _EVEN),
-    # mlx-lm scales embeddings by the root of this in bfloat16, transformers in the weights' dtype.
-    "gemma3_text": Published("gemma3_text", _WINDOWS | {"hidden_size": 36}),
-    "exaone4": Published("exaone4", _WINDOWS | _EVEN | {"sliding_window_pattern": 2}),
-    "lfm2": Published("lfm2", _EVEN | {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
-    "qwen3_moe": Published("qwen3_moe", _EXPERTS),
-    **{f: Published(f, _EXPERTS | _EVEN) for f in ["mixtral", "qwen2_moe", "olmoe", "granitemoe"]},
-    **{f: Published(f, _ROUTED) for f in ("glm4_moe", "dots1")},
-    **{f: Published(f, _LATENT) for f in ("deepseek_v3", "glm4_moe_lite")},
+def _older_rope(content: dict[str, Any]) -> dict[str, Any]:
+    rope = content.get("rope_parameters") or {}
+    if "full_attention" in rope:
+        full, local = rope["full_attention"], rope["sliding_attention"]
+        older = {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
+        return older | {"rope_scaling": None}
+    older = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    if "partial_rotary_factor" in rope:
+        older["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    scaling = None if rope.get("rope_type", "default") == "default" else {"type": rope["rope_type"]}
+    return older | {"rope_scaling": scaling and scaling | rope}
+
+
+def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
+    """Of each prompt [length, V] float32, by transformers' forward of the whole text."""
+    found = []
+    with torch.no_grad():
+        for prompt in prompts:
+            logits = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+            found.append(torch.log_softmax(logits, -1).numpy())
+    return found
+
+
+#: What transformers has and the engine refuses, with words of the reason.
+REFUSED: dict[str, tuple[Published, str]] = {
+    "olmo": (FAMILIES.pop("olmo"), "package that is not installed"),
+    "minimax": (FAMILIES.pop("minimax"), "linear_attn_alpha_factor"),
 }
-_SCALED = [
-    "llama",
-    "qwen3",
-    "mixtral",
-    "qwen3_moe",
-    "qwen2_moe",
-    "glm4_moe",
-    "deepseek_v3",
-    "cohere",
-    "ernie4_5",
-]
-CASES |= {
-    f"{name}, {rope['rope_type']}": Published(CASES[name].family, CASES[name].shape, rope)
-    for name in _SCALED
-    for rope in (_YARN, _LINEAR)
-}
-CASES["llama, llama3"] = Published("llama", {}, _LLAMA3)
-CASES["qwen3_moe, llama3"] = Published("qwen3_moe", _EXPERTS, _LLAMA3)

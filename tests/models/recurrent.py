@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from vllm_metal.attention import seam, soft_caps
+from vllm_metal.models.patches import registry
 
 VOCAB = 64
 
@@ -182,6 +183,7 @@ def make_model(family: Family, seed: int = 1) -> Any:
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     seam.install()
     soft_caps.install()
+    registry.install()
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config_of(family)))
     mx.eval(model.parameters())

@@ -18,6 +18,7 @@ from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
+from vllm_metal.models.patches import registry
 
 BLOCK = 16
 COMMON = {
@@ -78,6 +79,7 @@ def build(model_type: str):
         return make_model(SMALL[model_type], seed=7)
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     seam.install()
+    registry.install()
     mx.random.seed(7)
     config = COMMON | FAMILIES[model_type] | {"model_type": model_type}
     model = module.Model(module.ModelArgs.from_dict(config))

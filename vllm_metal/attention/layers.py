@@ -74,13 +74,14 @@ class _AttentionProbe(AttendingCache, Probe):
         return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
 
     def attend_latent(
-        self, queries: mx.array, position_queries: mx.array, scale: float
+        self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         # mlx-lm's modules of latent attention have this projection, and no others do.
         if "embed_q" not in recurrent_calls.under_way()[-1].module:
             return None
         self._num_heads, self._latent = queries.shape[1], True
-        return queries
+        # Of longer rows the values are of the heads' own width, which need not be the queries'.
+        return mx.zeros((*queries.shape[:3], values.shape[-1]), queries.dtype)
 
     def layer(self, name: str) -> AttentionLayer:
         if self._key_shape is None or self._num_heads is None:

@@ -96,7 +96,7 @@ class LatentCache(PagedCache[PlanT]):
         return keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
 
     def attend_latent(
-        self, queries: mx.array, position_queries: mx.array, scale: float
+        self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         """See AttendingCache."""
         # The scale applies to the whole product, so it leaves the queries of positions again.

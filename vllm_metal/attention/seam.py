@@ -50,12 +50,13 @@ class AttendingCache(ABC):
         """
 
     def attend_latent(
-        self, queries: mx.array, position_queries: mx.array, scale: float
+        self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         """Attention over latents, of layers with multi-head latent attention (MLA).
 
         Args:
             queries: [T, H, 1, rank], to be multiplied with latents.
+            values: what `update_and_fetch` gave as latents; or made of it, of longer rows.
             position_queries: [T, H, 1, n], what the layer would add to the scores. Of a cache of
                 latents it is the rotated part of the queries, times `scale`: see `LatentCache`.
             scale: factor on the scores of `queries`.
@@ -80,7 +81,7 @@ def _dispatch(
         cache = keys  # a layer that reads the K/V of another gets that layer's cache in their place
     if isinstance(cache, AttendingCache):
         if isinstance(mask, mx.array):
-            out = cache.attend_latent(queries, mask, scale)
+            out = cache.attend_latent(queries, values, mask, scale)
             if out is None:
                 raise NotImplementedError(_refusal(mask))
             return out

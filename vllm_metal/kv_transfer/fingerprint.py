@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Raised whenever a page's parts, or their order, change.
 FORMAT = 1
 #: Raised whenever the plugin computes other K/V for the same text.
-NUMERICS = 1
+NUMERICS = 2
 #: Of config.json: where it came from, who wrote it, and what vLLM writes into a draft's for itself.
 _NO_FACTS = ("transformers_version", "num_lookahead_tokens")
 #: Of a spec: which blocks vLLM frees when, which does not change what is in them.
@@ -161,6 +161,11 @@ def _network(model: ModelConfig) -> dict[str, Any]:
     config = _without_origin(model.hf_config.to_dict())
     rope, config = _split(config, ("rope", "rotary"))
     quantization, config = _split(config, ("quantization",))
+    for scaling in list(rope.values()):
+        # LongRoPE has factors for short contexts, and others for long ones.
+        if isinstance(scaling, Mapping) and "short_factor" in scaling:
+            trained = scaling.get("original_max_position_embeddings") or 0
+            rope["short"] = model.max_model_len <= trained
     return {
         "model": _name(model.model),
         "hf_config": _digest(config),

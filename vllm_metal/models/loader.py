@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import torch
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes as get_model_classes
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
@@ -22,7 +21,9 @@ from tqdm.auto import tqdm
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.models import published_config
-from vllm_metal.models.ropes import mend_ropes
+from vllm_metal.models.patches import registry as patches
+from vllm_metal.models.patches.plain_ropes import mend_ropes
+from vllm_metal.models.patches.ropes import fit_context
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     path = model_folder(model_config, config)
     overrides = _overrides(model_config, path)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
+    fit_context(model, model_config.max_model_len)
     _materialise(model, path)
     return model
 
@@ -116,7 +118,11 @@ def lazy_model(
         config = load_config(path) | dict(overrides or {})
         changed = dict(overrides or {}) | _as_read(config)
         model, _ = load_mlx_model(
-            path, lazy=True, model_config=changed, trust_remote_code=trust_remote_code
+            path,
+            lazy=True,
+            model_config=changed,
+            get_model_classes=patches.classes,
+            trust_remote_code=trust_remote_code,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
@@ -134,8 +140,8 @@ def _as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says in the words of mlx-lm's module, where it uses others."""
     if "model_file" in config:
         return {}  # the folder's own code reads it
-    args = get_model_classes(dict(config))[1]
-    return published_config.as_read(config, args.__module__.rpartition(".")[2], args)
+    family, args = patches.classes(dict(config))
+    return published_config.as_read(config, family.__module__.rpartition(".")[2], args)
 
 
 def in_dtype(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_metal.models.patches import registry as patches
 from vllm_metal.models.weight_files import ModelLoadError
 
 Config = Mapping[str, Any]
@@ -28,7 +29,7 @@ _READ_ROPE = _names(
     "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
     "muse_spark qwen3 qwen3_5 spark2_5"
 )
-#: Modules that rotate whole heads, whatever share the config says; see `ropes`.
+#: Modules that rotate whole heads, whatever share the config says; see `patches.plain_ropes`.
 PARTIAL = frozenset(("glm",))
 #: Keys that hold the theta of layers with windows.
 _LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta")
@@ -48,7 +49,7 @@ _TYPES: Mapping[str, frozenset[str]] = {
     "phimoe": frozenset(("longrope", "su")),
 }
 #: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
-#: one that is scaled; see `ropes`.
+#: one that is scaled; see `patches.plain_ropes`.
 UNSCALED = _names(
     "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium mixtral qwen2_moe "
     "qwen3_moe solar_open starcoder2"
@@ -177,7 +178,7 @@ ROWS: Sequence[Row] = (
     Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
     Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
     Row("head_dim", _head_dim, no_default=True),
-    Row("sliding_window_pattern", _window_period, ("cohere2", "gemma3_text"), always=True),
+    Row("sliding_window_pattern", _window_period, ("cohere2",), always=True),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
     Row("is_moe_layer", _sparse_layers),
@@ -260,31 +261,30 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
     if module not in _READ_ROPE:
         _check_rope(config, module, read)
     if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
-        changed |= _of_text(text, module, args)
+        changed |= _of_text(text, module)
     return changed
 
 
-def _of_text(text: Config, module: str, args: type) -> dict[str, Any]:
+def _of_text(text: Config, module: str) -> dict[str, Any]:
     """The same of a `text_config`, which is replaced as a whole."""
-    inner, inner_args = _text_args(text, module, args)
+    inner, inner_args = _text_args(text, module)
     if inner_args is None:
         return {}
     changed = as_read(text, inner, inner_args)
     return {"text_config": {**text, **changed}} if changed else {}
 
 
-def _text_args(text: Config, module: str, args: type) -> tuple[str, type | None]:
-    from mlx_lm.utils import _get_classes
-
-    own = sys.modules[args.__module__]
+def _text_args(text: Config, module: str) -> tuple[str, type | None]:
+    """The module that reads a `text_config`, and its arguments."""
+    own = sys.modules[f"mlx_lm.models.{module}"]
     for name in _TEXT_ARGS:
         if (found := getattr(own, name, None)) is not None:
             return module, found
     try:
-        found = _get_classes(dict(text))[1]
+        family, args = patches.classes(dict(text))
     except (KeyError, ValueError):
         return module, None
-    return found.__module__.rpartition(".")[2], found
+    return family.__module__.rpartition(".")[2], args
 
 
 def _check_activation(config: Config, module: str, read: set[str]) -> None:

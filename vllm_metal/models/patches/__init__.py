@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of mlx-lm's that differ from transformers' classes, mended."""

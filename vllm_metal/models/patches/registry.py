@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All changes of mlx-lm's modules, and the settings that they ignore.
+
+A model must compute what its files say, as transformers' class does, or be refused.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from mlx_lm.models import rope_utils as rope_utils_module
+from mlx_lm.utils import _get_classes
+
+from vllm_metal.models.patches.activations import gelu
+from vllm_metal.models.patches.falcon_h1 import falcon_h1
+from vllm_metal.models.patches.gpt_oss import gpt_oss
+from vllm_metal.models.patches.jamba import jamba
+from vllm_metal.models.patches.names import renamed
+from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
+from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
+from vllm_metal.models.patches.ropes import rope_utils, spread
+from vllm_metal.models.patches.routers import grouped
+from vllm_metal.models.patches.windows import gemma2, gemma3_text
+
+_READ = ("0.32",)
+_MODULES = "mlx_lm.models."
+_MARK = "_vllm_metal_patched"
+
+PATCHES = (
+    ModulePatch("falcon_h1", _READ, falcon_h1),
+    ModulePatch("gemma2", _READ, gemma2),
+    ModulePatch("gemma3_text", _READ, gemma3_text),
+    ModulePatch(
+        "gpt_bigcode",
+        _READ,
+        gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+    ),
+    ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
+    ModulePatch("gpt_oss", _READ, gpt_oss),
+    ModulePatch("jamba", _READ, jamba),
+    ModulePatch(
+        "olmo_hybrid",
+        _READ,
+        # transformers' conversion_mapping.py has the same two.
+        renamed(
+            {
+                "attention_layer_norm": "input_layernorm",
+                "feedforward_layer_norm": "post_attention_layernorm",
+            }
+        ),
+    ),
+    ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
+    ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
+    ModulePatch("rope_utils", _READ, rope_utils),
+    *(
+        ModulePatch(module, _READ, grouped())
+        for module in (
+            "deepseek_v3",
+            "dots1",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "mimo_v2_flash",
+            "nemotron_h",
+        )
+    ),
+    ModulePatch("kimi_linear", _READ, grouped("_group_expert_select")),
+)
+REFUSALS = (
+    Refusal("ernie4_5_moe", unless("use_bias", False)),
+    Refusal("falcon_h1", unless("time_step_limit", (0.0, math.inf))),
+    Refusal("gpt_oss", unless("swiglu_alpha", 1.702)),
+    Refusal("gpt_oss", unless("swiglu_limit", 7.0)),
+    # mlx-lm's module of this name is MiniMax-M2's.
+    Refusal("minimax", unless("linear_attn_alpha_factor")),
+    Refusal("olmoe", unless("clip_qkv")),
+    Refusal("qwen2_moe", unless("decoder_sparse_step", 1)),
+    Refusal("qwen2_moe", unless("mlp_only_layers", [])),
+    Refusal("qwen3", unless("attention_bias", False)),
+    Refusal("qwen3_moe", unless("attention_bias", False)),
+    Refusal("recurrent_gemma", unless("rope_theta", 10000.0)),
+    Refusal("recurrent_gemma", unless("partial_rotary_factor", 0.5)),
+)
+
+
+def classes(config: dict[str, Any]) -> tuple[type, type]:
+    """mlx-lm's model and its arguments for a config.json, patched; for mlx-lm's `load_model`.
+
+    Raises:
+        ValueError: mlx-lm's module is not there, or needs what is not installed, or ignores a
+            setting of the file.
+    """
+    try:
+        model, _ = _get_classes(config)
+    except SystemExit as error:  # of a module that finds a package missing
+        raise ValueError(
+            f"mlx-lm's module of model_type {config['model_type']!r} needs a package that is not "
+            f"installed: {error.__context__}"
+        ) from error
+    name = model.__module__.removeprefix(_MODULES)
+    text: Mapping[str, Any] = config.get("text_config") or config
+    for refusal in REFUSALS:
+        if refusal.module == name and (ignored := refusal.ignored(text)):
+            raise ValueError(f"mlx-lm's module {name!r} has no {ignored}")
+    install()
+    return _get_classes(config)
+
+
+def install() -> None:
+    """Patches the modules that mlx-lm has imported; idempotent.
+
+    Raises:
+        ValueError: a module is of a release of mlx-lm that the patch was not written for.
+    """
+    release = ".".join(version("mlx-lm").split(".")[:2])
+    for patch in PATCHES:
+        module: ModuleType | None = sys.modules.get(_MODULES + patch.module)
+        if module is None or hasattr(module, _MARK):
+            continue
+        if release not in patch.releases:
+            raise ValueError(
+                f"mlx-lm {release} may compute {patch.module!r} as transformers does not: "
+                f"vllm-metal knows what {' and '.join(patch.releases)} lack"
+            )
+        patch.apply(module)
+        setattr(module, _MARK, patch)
+    spread(rope_utils_module)
