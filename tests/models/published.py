@@ -6,7 +6,6 @@ hidden size / heads, keys of another width than values, multipliers that are not
 in no repeating pattern. Weights are drawn so large that texts vary.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -520,55 +519,15 @@ FAMILIES |= {
 }
 
 
-#: Keys under the names that older files have, which mlx-lm's modules read.
-OLDER: dict[str, dict[str, Any]] = {
-    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
-    "cohere2": {"head_dim": 12},
-    "exaone4": {"head_dim": 12, "sliding_window_pattern": "LGGL"},
-    "exaone_moe": {"head_dim": 12, "is_moe_layer": [False, True, True, True]},
-    "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
-    "lfm2": {"block_dim": 72},
-    "qwen3_moe": {"num_experts": 5},
-    "mellum": {"num_experts": 5},
-    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
-    "minimax_m2": {"shared_intermediate_size": 0, "rotary_dim": 8},
-    "kimi_linear": {
-        "rope_theta": 10000.0,
-        "linear_attn_config": {
-            "full_attn_layers": [2, 3],
-            "kda_layers": [1, 4],
-            "num_heads": 4,
-            "head_dim": 8,
-            "short_conv_kernel_size": 4,
-        },
-    },
-    "mimo_v2_flash": {
-        "hybrid_layer_pattern": [1, 0, 0, 1],
-        "moe_layer_freq": [0, 1, 1, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "sliding_window_size": 7,
-        "n_shared_experts": None,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "layernorm_epsilon": 1e-5,
-        "swa_rope_theta": 100.0,
-        "swa_num_attention_heads": 6,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 12,
-        "partial_rotary_factor": 0.5,
-    },
-    "qwen3_next": {"full_attention_interval": 3},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},
-    "gemma4_text": {"global_head_dim": 20},
-    "gpt2": {"n_ctx": 512},
-}
+def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """transformers' model in float32, with weights so large that its texts vary.
 
-
-def make(family: Published, seed: int = 0) -> torch.nn.Module:
-    """transformers' model in float32, with weights so large that its texts vary."""
-    content = (_COMMON if family.common else {}) | family.config
+    Args:
+        family: whose small model it is.
+        seed: of its weights.
+        changes: of its configuration.
+    """
+    content = (_COMMON if family.common else {}) | family.config | changes
     config = CONFIG_MAPPING[family.model_type](**content)
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -598,27 +557,9 @@ def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def write(model: Any, folder: Path) -> str:
-    """Saves it as transformers does, with the rotary embedding's settings where older files have
-    them, too."""
+    """Saves it as transformers does."""
     model.save_pretrained(folder)
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
-    older = OLDER.get(content["model_type"], {})
-    path.write_text(json.dumps(_older_rope(content) | content | older))
     return str(folder)
-
-
-def _older_rope(content: dict[str, Any]) -> dict[str, Any]:
-    rope = content.get("rope_parameters") or {}
-    if "full_attention" in rope:
-        full, local = rope["full_attention"], rope["sliding_attention"]
-        older = {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
-        return older | {"rope_scaling": None}
-    older = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    if "partial_rotary_factor" in rope:
-        older["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    scaling = None if rope.get("rope_type", "default") == "default" else {"type": rope["rope_type"]}
-    return older | {"rope_scaling": scaling and scaling | rope}
 
 
 def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:

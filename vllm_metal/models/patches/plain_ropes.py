@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.models import rope_utils  # whose function is patched, see `ropes`
 
 from vllm_metal.models import published_config
 from vllm_metal.models.weight_files import ModelLoadError
@@ -37,7 +37,7 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
         if scales is None and turns == 1.0:
             continue
         try:
-            layer.rope = initialize_rope(
+            layer.rope = rope_utils.initialize_rope(
                 int(rope.dims * turns),
                 rope.base,
                 rope.traditional,
