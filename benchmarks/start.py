@@ -39,6 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, to compare")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("starts", "commands"),
+        default=["starts", "commands"],
+        help="default: both; the figures of other parts stay",
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -50,17 +57,29 @@ def main() -> None:
     found: dict[str, dict[str, list[Any]]] = {name: {} for name in trees}
     for run in range(args.runs):
         for name, tree in trees.items():
-            with tempfile.TemporaryDirectory() as caches:
-                for which in STARTS:
+            with tempfile.TemporaryDirectory() as folder:
+                caches = Path(folder)
+                for which in STARTS if "starts" in args.parts else STARTS[:1]:
                     if which == "first":  # the bytecode of the bare start stays
                         for cache in ("vllm", "vllm-metal"):
-                            shutil.rmtree(Path(caches) / cache, ignore_errors=True)
-                    phases = measured(tree, Path(caches))
-                    found[name].setdefault(which, []).append(phases)
-                    note(f"{name}, run {run + 1}, {which}: {sum(phases.values()):.1f} s")
-                for command, seconds in commands(tree, Path(caches)).items():
-                    found[name].setdefault(command, []).append(seconds)
-    report(found)
+                            shutil.rmtree(caches / cache, ignore_errors=True)
+                    phases = measured(tree, caches)
+                    if "starts" in args.parts:
+                        found[name].setdefault(which, []).append(phases)
+                        note(f"{name}, run {run + 1}, {which}: {sum(phases.values()):.1f} s")
+                if "commands" in args.parts:
+                    for command, seconds in commands(tree, caches).items():
+                        found[name].setdefault(command, []).append(seconds)
+    report({name: kept(name) | runs for name, runs in found.items()})
+
+
+def kept(name: str) -> dict[str, list[Any]]:
+    """What an earlier run has found of a tree."""
+    path = RESULTS / "start.json"
+    found: dict[str, list[Any]] = (
+        json.loads(path.read_text()).get(name, {}) if path.is_file() else {}
+    )
+    return found
 
 
 def start() -> dict[str, float]:
@@ -118,6 +137,7 @@ def environment(tree: Path, caches: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {
         "PYTHONPATH": str(tree),
+        "PYTHONSAFEPATH": "1",  # else the folder that this runs in would come first
         "PYTHONPYCACHEPREFIX": str(caches / "bytecode"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "VLLM_METAL_CACHE": str(caches / "vllm-metal"),
@@ -188,6 +208,7 @@ def report(found: dict[str, dict[str, list[Any]]]) -> None:
         [
             [command, *(statistics.median(runs[command]) for runs in found.values())]
             for command in (*COMMANDS, "server, first start", "server, second start")
+            if all(command in runs for runs in found.values())
         ],
     )
     RESULTS.mkdir(exist_ok=True)
@@ -210,11 +231,11 @@ def draw(bars: dict[str, dict[str, float]], totals: dict[str, float]) -> None:
         axes.barh(names, widths, left=lefts, label=phase)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, name in enumerate(names):
-        axes.text(lefts[place] + 0.1, place, f"{totals[name]:.1f} s", va="center")
+        axes.text(lefts[place] + 0.4, place, f"{totals[name]:.1f} s", va="center")
     axes.set_xlim(0, max(lefts) * 1.1)
     axes.invert_yaxis()
     axes.set_xlabel("seconds until an engine with SmolLM2-135M is ready")
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.45, 1.35), frameon=False)
+    figure.legend(ncols=4, loc="outside upper center", frameon=False)
     figure.savefig(RESULTS / "start.png", dpi=120)
 
 
