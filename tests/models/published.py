@@ -19,6 +19,10 @@ VOCAB = 99
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _STATES = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
 _WINDOW = {"sliding_window": 7, "layer_types": _LAYERS}
+_EVERY_OTHER = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 72,
@@ -153,11 +157,11 @@ FAMILIES: dict[str, Published] = {
         "olmo2": {},
         "olmo3": _WINDOW,
         "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
-        "cohere2": _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
+        "cohere2": _EVERY_OTHER | {"logit_scale": 0.3, "tie_word_embeddings": True},
         "granite": _MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
         "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
         "ernie4_5": _HEAD | {"use_bias": True},
-        "helium": {},
+        "helium": {"head_dim": 12},
         "nemotron": _HEAD | _HALF | {"attention_bias": True, "mlp_bias": True},
         "seed_oss": _HEAD | {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
         "apertus": {"attention_bias": False},
@@ -181,7 +185,7 @@ FAMILIES: dict[str, Published] = {
         "qwen2_moe": _EXPERTS
         | {
             "shared_expert_intermediate_size": 56,
-            "norm_topk_prob": True,
+            "norm_topk_prob": False,
         },
         "qwen3_moe": _EXPERTS
         | _HEAD
@@ -284,8 +288,15 @@ FAMILIES: dict[str, Published] = {
             original_max_position_embeddings=512,
             short_factor=[1.0, 1.1, 1.2, 1.3],
             long_factor=[1.0, 1.1, 1.2, 1.3],
+            factor=1.0,
         )
-        | {"scale_emb": 3.0, "scale_depth": 1.7, "dim_model_base": 48, "num_hidden_layers": 3},
+        | {
+            "scale_emb": 3.0,
+            "scale_depth": 1.7,
+            "dim_model_base": 48,
+            "num_hidden_layers": 3,
+            "v_head_dim": 12,
+        },
         "kimi_linear": _LATENT
         | _ROUTED
         | {
@@ -323,7 +334,8 @@ FAMILIES: dict[str, Published] = {
         | _HEAD
         | _HALF
         | {"shared_expert_intermediate_size": 40},
-        "olmo_hybrid": _DELTA | {"linear_num_key_heads": 6, "num_key_value_heads": 2},
+        # transformers writes the three parts of a convolution as if they were of one width.
+        "olmo_hybrid": _DELTA | {"linear_num_key_heads": 6, "linear_value_head_dim": 8},
         "falcon_h1": _HEAD
         | {
             "mamba_d_ssm": 48,
@@ -453,7 +465,7 @@ FAMILIES: dict[str, Published] = {
                 "full_attention",
             ],
             "sliding_window": 7,
-            "global_head_dim": 20,
+            "global_head_dim": 24,
             "num_kv_shared_layers": 2,
             "vocab_size_per_layer_input": VOCAB,
             "hidden_size_per_layer_input": 10,

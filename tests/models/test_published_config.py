@@ -11,6 +11,7 @@ from models.published import FAMILIES, VOCAB, log_probabilities, make, write
 
 from vllm_metal.models import loader
 from vllm_metal.models.patches import registry
+from vllm_metal.models.patches.ropes import fit_context
 from vllm_metal.models.weight_files import ModelLoadError
 
 #: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
@@ -24,6 +25,7 @@ SCALED = ("mixtral", "qwen3_moe", "qwen2_moe", "cohere", "ernie4_5", "llama", "q
 
 def ours(folder, tokens, **overrides):
     model = loader.lazy_model(folder, mx.float32, overrides=overrides)
+    fit_context(model, 128)
     logits = model(mx.array([tokens]))[0].astype(mx.float32)
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
@@ -35,11 +37,36 @@ def tokens(length=40):
 def compare(model, folder):
     """The largest difference from transformers' log-probabilities, which vary."""
     (expected,) = log_probabilities(model, [tokens()])
-    assert len(set(expected.argmax(-1).tolist())) > 8, "the weights say nothing"
+    assert len(set(expected.argmax(-1).tolist())) > 5, "the weights say nothing"
     return np.abs(ours(folder, tokens()) - expected).max()
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in PATCHED])
+#: What is refused of these small models, and by which words.
+NOT_READ = {
+    "bitnet": "weight_scale",  # mlx-lm reads packed weights only
+    "nanochat": "not in model",  # other names of arrays
+    "llama4_text": "not in model",  # mlx-lm's module of this name has no experts
+    "longcat_flash": "not in model",  # experts that compute nothing have no weights there
+    "qwen3_5_text": "not supported",  # read as parts of models with images
+    "qwen3_5_moe_text": "not supported",
+    "gemma3n_text": "not supported",
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_mlx_lm_cannot_read_is_refused(name, tmp_path):
+    write(make(FAMILIES[name]), tmp_path)
+    with pytest.raises(ModelLoadError, match=NOT_READ[name]):
+        loader.lazy_model(tmp_path, mx.float32)
+
+
+#: Compared elsewhere, refused, or refused by the engine: its positions cannot be a batch's.
+OTHERS = {*PATCHED, *NOT_READ, "gpt_bigcode"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name.partition(",")[0] not in OTHERS]
+)
 def test_a_folder_as_published_computes_what_transformers_does(name, tmp_path):
     model = make(FAMILIES[name])
     write(model, tmp_path)

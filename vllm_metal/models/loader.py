@@ -141,7 +141,7 @@ def _as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     if "model_file" in config:
         return {}  # the folder's own code reads it
     family, args = patches.classes(dict(config))
-    return published_config.as_read(config, family.__module__.rpartition(".")[2], args)
+    return published_config.as_read(config, patches.module_of(config, family), args)
 
 
 def in_dtype(

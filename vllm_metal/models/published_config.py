@@ -9,6 +9,7 @@ default. Each row below gives one key that modules read from what a config.json 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ _TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
 _OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor")
 
 
+#: The value of a key that is to be None.
+NOTHING = object()
+
+
 @dataclass(frozen=True)
 class Row:
     """A key that modules read, and what it follows from."""
@@ -96,6 +101,12 @@ def scaling(config: Config) -> dict[str, Any] | None:
     """How positions are scaled, in either spelling; None: they are not."""
     given = config.get("rope_scaling")
     return _scaling({"rope_parameters": given} if given else config)
+
+
+def rotated_share(config: Config) -> float:
+    """The share of each head that a rope turns."""
+    stated = config.get("partial_rotary_factor", _rope(config).get("partial_rotary_factor"))
+    return 1.0 if stated is None else float(stated)
 
 
 def _of_rope(key: str, layer_type: str = "full_attention") -> Callable[[Config], Any]:
@@ -169,7 +180,67 @@ def _num_dense_layers(config: Config) -> int | None:
     return count
 
 
-ROWS: Sequence[Row] = (
+def _always(value: Any) -> Callable[[Config], Any]:
+    return lambda config: value
+
+
+def _kinds_of_granite(config: Config) -> list[str] | None:
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    types = config.get("layer_types")
+    return [names.get(kind, kind) for kind in types] if types else None
+
+
+def _least_time_step(config: Config) -> list[float] | None:
+    least = config.get("time_step_min")
+    return None if least is None else [float(least), math.inf]
+
+
+def _twice_the_kv_heads(config: Config) -> int | None:
+    heads = config.get("num_key_value_heads")
+    return None if heads is None else 2 * int(heads)
+
+
+def _layers_with_windows(config: Config) -> list[int] | None:
+    types = config.get("layer_types")
+    return [int(kind == "sliding_attention") for kind in types] if types else None
+
+
+def _layers_of_experts(config: Config) -> list[int] | None:
+    sparse = _sparse_layers(config)
+    return None if sparse is None else [int(each) for each in sparse]
+
+
+def _head_dim_of_whole_layers(config: Config) -> int | None:
+    """transformers 5 says it layer by layer; layers of one kind have one."""
+    changed = config.get("per_layer_config") or {}
+    for index in _whole_layers(config) or ():
+        if (size := (changed.get(str(index)) or {}).get("head_dim")) is not None:
+            return int(size)
+    return None
+
+
+def _rotated_width(config: Config) -> int | None:
+    size = config.get("head_dim") or _head_dim(config)
+    return int(size * rotated_share(config)) if size else None
+
+
+def _delta_attention(config: Config) -> dict[str, Any] | None:
+    """Layers are counted from 1 here."""
+    types = config.get("layer_types")
+    if not types:
+        return None
+    whole = [index + 1 for index in _whole_layers(config) or ()]
+    return {
+        "full_attn_layers": whole,
+        "kda_layers": [n for n in range(1, len(types) + 1) if n not in whole],
+        "num_heads": config.get("linear_num_heads"),
+        "head_dim": config.get("linear_head_dim"),
+        "short_conv_kernel_size": config.get("linear_conv_kernel_dim"),
+    }
+
+
+#: Of modules that do not take `rope_parameters` by themselves.
+_ROPE_ROWS: Sequence[Row] = (
     Row("rope_theta", _of_rope("rope_theta")),
     Row("rope_scaling", _scaling),
     Row("partial_rotary_factor", _of_rope("partial_rotary_factor")),
@@ -177,6 +248,8 @@ ROWS: Sequence[Row] = (
     Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
     Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
     Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
+)
+ROWS: Sequence[Row] = (
     Row("head_dim", _head_dim, no_default=True),
     Row("sliding_window_pattern", _window_period, ("cohere2",), always=True),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
@@ -185,10 +258,52 @@ ROWS: Sequence[Row] = (
     Row("num_experts", _renamed("num_local_experts")),
     Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
     Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
-    # transformers' class has no such choices, so its files do not name them.
-    Row("mlp_bias", lambda config: False, ("apertus",)),
-    Row("post_norm", lambda config: False, ("apertus",)),
-    Row("qk_norm", lambda config: True, ("apertus",)),
+    Row("full_attention_interval", _window_period, ("qwen3_next", "qwen3_5"), always=True),
+    Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
+    Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
+    Row("rotary_dim", _rotated_width, ("minimax",)),
+    # As transformers' MiMoV2FlashAttention has it.
+    Row("swa_num_key_value_heads", _twice_the_kv_heads, ("mimo_v2_flash",)),
+    Row("hybrid_layer_pattern", _layers_with_windows, ("mimo_v2_flash",)),
+    Row("moe_layer_freq", _layers_of_experts, ("mimo_v2_flash",)),
+    *(
+        Row(key, _renamed(name), ("mimo_v2_flash",))
+        for key, name in {
+            "sliding_window_size": "sliding_window",
+            "layernorm_epsilon": "rms_norm_eps",
+            "swa_num_attention_heads": "num_attention_heads",
+            "swa_head_dim": "head_dim",
+            "swa_v_head_dim": "v_head_dim",
+        }.items()
+    ),
+    # transformers' class bounds time steps from below by this, and heeds no time_step_limit.
+    Row("time_step_limit", _least_time_step, ("nemotron_h",), always=True),
+    Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
+    # transformers' classes have no such choices, so their files do not name them.
+    *(
+        Row(key, _always(value), (module,), always=True)
+        for module, choices in {
+            "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+            "ernie4_5_moe": {"moe_use_aux_free": True},
+            "kimi_linear": {"rope_theta": 10000.0},  # positions are not used
+            "longcat_flash": {
+                "attention_method": "MLA",
+                "zero_expert_type": "identity",
+                "mla_scale_q_lora": True,
+                "mla_scale_kv_lora": True,
+            },
+            "minimax": {"shared_intermediate_size": 0},
+            "mimo_v2_flash": {
+                "add_swa_attention_sink_bias": True,
+                "add_full_attention_sink_bias": False,
+                "n_shared_experts": NOTHING,
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+            },
+            "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+        }.items()
+        for key, value in choices.items()
+    ),
 )
 #: Keys that name an activation.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
@@ -245,14 +360,14 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
         if field.default is field.default_factory is dataclasses.MISSING
     }
     changed: dict[str, Any] = {}
-    for row in ROWS:
+    for row in (*ROWS, *(() if module in _READ_ROPE else _ROPE_ROWS)):
         if row.key not in (required if row.no_default else read):
             continue
         if row.families and module not in row.families:
             continue
         value = row.value(config)
         if value is not None and (row.always or config.get(row.key) is None):
-            changed[row.key] = value
+            changed[row.key] = None if value is NOTHING else value
     if "rope_scaling" in required and "rope_scaling" not in config:
         changed.setdefault("rope_scaling", None)
     if module in UNSCALED and "rope_scaling" in read:
@@ -284,7 +399,7 @@ def _text_args(text: Config, module: str) -> tuple[str, type | None]:
         family, args = patches.classes(dict(text))
     except (KeyError, ValueError):
         return module, None
-    return family.__module__.rpartition(".")[2], args
+    return patches.module_of(text, family), args
 
 
 def _check_activation(config: Config, module: str, read: set[str]) -> None:
@@ -301,12 +416,6 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
                 f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
                 f"{' or '.join(sorted(computed))}"
             )
-
-
-def rotated_share(config: Config) -> float:
-    """The share of each head that a rope turns."""
-    stated = config.get("partial_rotary_factor", _rope(config).get("partial_rotary_factor"))
-    return 1.0 if stated is None else float(stated)
 
 
 def _check_rope(config: Config, module: str, read: set[str]) -> None:

@@ -24,6 +24,17 @@ _GELUS: dict[str, Callable[[mx.array], mx.array]] = {
 }
 
 
+def gemma(module: ModuleType) -> None:
+    """Gemma's gate: published files say "gelu", and mean the approximation (transformers'
+    `GemmaConfig`)."""
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        out: mx.array = self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+    module.MLP.__call__ = call
+
+
 def gelu(key: str, default: str, first: str, second: str) -> Callable[[ModuleType], None]:
     """What patches a module.
 

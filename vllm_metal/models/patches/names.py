@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,30 @@ def renamed(names: Mapping[str, str]) -> Callable[[ModuleType], None]:
         def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             known: dict[str, mx.array] = before(
                 self, {_replaced(name, names): array for name, array in weights.items()}
+            )
+            return known
+
+        return sanitize
+
+    def apply(module: ModuleType) -> None:
+        replace_method(module.Model, "sanitize", sanitized)
+
+    return apply
+
+
+def rewritten(pattern: str, replacement: str) -> Callable[[ModuleType], None]:
+    """What patches a module.
+
+    Args:
+        pattern: a regular expression, of parts of arrays' names in files.
+        replacement: of each, as in `re.sub`.
+    """
+
+    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
+        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            known: dict[str, mx.array] = before(
+                self,
+                {re.sub(pattern, replacement, name): array for name, array in weights.items()},
             )
             return known
 

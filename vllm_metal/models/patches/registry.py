@@ -14,13 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from mlx_lm.models import rope_utils as rope_utils_module
-from mlx_lm.utils import _get_classes
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
-from vllm_metal.models.patches.activations import gelu
+from vllm_metal.models.patches.activations import gelu, gemma
+from vllm_metal.models.patches.ernie import ernie4_5_moe
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
-from vllm_metal.models.patches.names import renamed
+from vllm_metal.models.patches.names import renamed, rewritten
 from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
@@ -31,15 +32,20 @@ _READ = ("0.32",)
 _MODULES = "mlx_lm.models."
 _MARK = "_vllm_metal_patched"
 
+
+def kimi_linear(module: ModuleType) -> None:
+    """Groups of experts; and names: transformers gives dense layers those of layers of experts."""
+    grouped("_group_expert_select")(module)
+    rewritten(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.")(module)
+
+
 PATCHES = (
     ModulePatch("falcon_h1", _READ, falcon_h1),
+    ModulePatch("ernie4_5_moe", _READ, ernie4_5_moe),
+    ModulePatch("gemma", _READ, gemma),
     ModulePatch("gemma2", _READ, gemma2),
     ModulePatch("gemma3_text", _READ, gemma3_text),
-    ModulePatch(
-        "gpt_bigcode",
-        _READ,
-        gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
-    ),
+    ModulePatch("gpt2", _READ, rewritten(r"^transformer\.", "")),
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
@@ -62,16 +68,16 @@ PATCHES = (
         for module in (
             "deepseek_v3",
             "dots1",
-            "exaone_moe",
             "glm4_moe",
             "glm4_moe_lite",
             "mimo_v2_flash",
             "nemotron_h",
         )
     ),
-    ModulePatch("kimi_linear", _READ, grouped("_group_expert_select")),
+    ModulePatch("kimi_linear", _READ, kimi_linear),
 )
 REFUSALS = (
+    Refusal("exaone_moe", unless("n_group", 1)),
     Refusal("ernie4_5_moe", unless("use_bias", False)),
     Refusal("falcon_h1", unless("time_step_limit", (0.0, math.inf))),
     Refusal("gpt_oss", unless("swiglu_alpha", 1.702)),
@@ -81,6 +87,7 @@ REFUSALS = (
     Refusal("olmoe", unless("clip_qkv")),
     Refusal("qwen2_moe", unless("decoder_sparse_step", 1)),
     Refusal("qwen2_moe", unless("mlp_only_layers", [])),
+    Refusal("qwen2_moe", unless("norm_topk_prob", False)),
     Refusal("qwen3", unless("attention_bias", False)),
     Refusal("qwen3_moe", unless("attention_bias", False)),
     Refusal("recurrent_gemma", unless("rope_theta", 10000.0)),
@@ -102,13 +109,27 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
             f"mlx-lm's module of model_type {config['model_type']!r} needs a package that is not "
             f"installed: {error.__context__}"
         ) from error
-    name = model.__module__.removeprefix(_MODULES)
+    name = module_of(config, model)
     text: Mapping[str, Any] = config.get("text_config") or config
     for refusal in REFUSALS:
         if refusal.module == name and (ignored := refusal.ignored(text)):
             raise ValueError(f"mlx-lm's module {name!r} has no {ignored}")
     install()
     return _get_classes(config)
+
+
+def module_of(config: Mapping[str, Any], model: type) -> str:
+    """The name of mlx-lm's module that reads a config.json.
+
+    Args:
+        config: of config.json.
+        model: its model, which the module may have of another one.
+    """
+    name = str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
+    module = sys.modules.get(_MODULES + name)
+    if getattr(module, "Model", None) is model:
+        return name
+    return model.__module__.removeprefix(_MODULES)
 
 
 def install() -> None:
