@@ -61,10 +61,10 @@ def _ending_turns(stop: Callable[..., bool]) -> Callable[..., bool]:
 def _end_turn(scheduler: Any, request: Any) -> None:
     """Has a request that stopped count as computed what its next turn keeps, or less."""
     scheduler.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
-    kept = _num_kept(request)
+    scheduler.turns_ended = [*getattr(scheduler, "turns_ended", ()), request]
     if request.num_computed_tokens == 0:  # preempted, and stopped by a token that was on its way
-        scheduler.sessions_to_queue = [*getattr(scheduler, "sessions_to_queue", ()), request]
         return
+    kept = _num_kept(request)
     exact = request.num_computed_tokens == kept and not request.num_in_flight_tokens
     if scheduler.has_mamba_layers and not exact:
         _let_go_of_blocks(scheduler, request)
@@ -94,7 +94,6 @@ def _going_on(
         session.num_computed_tokens = kept  # vLLM keeps that much text
         update(self, session, turn)
         session.num_computed_tokens = min(computed, kept)
-        session.stop_reason = None  # the turn before may have had one
         session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
         carry_salt(session.sampling_params, session.cache_salt)
         if session.num_tokens >= self.max_model_len:
@@ -159,10 +158,12 @@ def keeping_sessions(
         if reasons:
             for output in (each for of in outputs.values() for each in of.outputs):
                 output.stop_reason = reasons.get(output.request_id, output.stop_reason)
-        queued, self.sessions_to_queue = getattr(self, "sessions_to_queue", ()), ()
-        for request in queued:
+        ended_turns, self.turns_ended = getattr(self, "turns_ended", ()), ()
+        for request in ended_turns:
+            request.stop_reason = None  # it was told, and the next turn may have none
             alive = self.requests.get(request.request_id) is request and not request.is_finished()
-            if alive and request not in (*self.waiting, *self.kv_holding_waiting):
+            preempted = alive and request.num_computed_tokens == 0
+            if preempted and request not in (*self.waiting, *self.kv_holding_waiting):
                 self._enqueue_waiting_request(request)
         return outputs
 
