@@ -2,6 +2,7 @@
 """Sessions of streaming input: every turn is answered as its whole text asked at once would be."""
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def draft_model(folder, name):
 def small_engine(model, **options):
     settings = {
         "skip_tokenizer_init": True,
-        "max_model_len": 256,
+        "max_model_len": 160,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "additional_config": {"fixed_draft_length": True},
@@ -70,11 +71,38 @@ def assert_nothing_is_held(llm, free):
 SPECULATION = {"plain": None, "ngram": NGRAM, "draft model": "draft"}
 
 
-@pytest.mark.parametrize("ends", ["max_tokens", "stop tokens"])
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("speculation", SPECULATION)
-@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
-def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
+#: Of pools in which four sessions have no room at once.
+BLOCKS = {"full": 12, "windowed": 36, "hybrid": 26}
+#: Model, speculation, whether steps overlap, and what ends turns. Those that `make test` plays.
+QUICK = {
+    ("full", "draft model", "async", "max_tokens"),
+    ("windowed", "ngram", "async", "stop tokens"),
+    ("hybrid", "ngram", "async", "stop tokens"),
+}
+#: Those that CI plays besides.
+MORE = {
+    ("full", "ngram", "sync", "stop tokens"),
+    ("full", "plain", "async", "stop tokens"),
+    ("windowed", "plain", "sync", "max_tokens"),
+    ("windowed", "draft model", "async", "stop tokens"),
+    ("hybrid", "plain", "async", "max_tokens"),
+    ("hybrid", "plain", "async", "stop tokens"),
+    ("hybrid", "draft model", "sync", "stop tokens"),
+}
+ALL = itertools.product(
+    ("full", "windowed", "hybrid"), SPECULATION, ("async", "sync"), ("max_tokens", "stop tokens")
+)
+
+
+def marked(case):
+    marks = () if case in QUICK else pytest.mark.more if case in MORE else pytest.mark.slow
+    return pytest.param(*case, marks=marks, id=", ".join(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "speculation", "scheduling", "ends"), [marked(case) for case in ALL]
+)
+def test_five_turns(tiny_models, name, speculation, scheduling, ends):
     """Two rounds: all turns sent ahead, and each when the one before was answered.
 
     In the first the pool has no room for all that runs, so turns are preempted. In the second
@@ -90,7 +118,7 @@ def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
     with small_engine(
         model,
         speculative_config=config,
-        async_scheduling=async_scheduling,
+        async_scheduling=scheduling == "async",
         num_gpu_blocks_override=BLOCKS[name],
     ) as llm:
         free = free_blocks(llm)
@@ -120,10 +148,6 @@ def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
             greedy(MAX_TOKENS, detokenize=False, stop_token_ids=params.stop_token_ids),
         )
         assert asked == [session.answers[-1] for session in whole]
-
-
-#: Of pools in which four sessions have no room at once.
-BLOCKS = {"full": 26, "windowed": 60, "hybrid": 40}
 
 
 #: Of texts on which every setting shows: what is the likeliest is repeated, penalised or drawn.
@@ -163,11 +187,11 @@ def test_each_turn_samples_as_a_request_of_its_own(tiny):
     ]
 
 
-@pytest.mark.parametrize("name", ["full", "hybrid"])
+@pytest.mark.parametrize("name", ["full", pytest.param("hybrid", marks=pytest.mark.more)])
 def test_a_session_between_turns_gives_its_blocks_to_who_waits(tiny_models, name):
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
     turns, (other,) = scripts_of(2)[1], scripts_of(1, seed=5)[:1]
-    blocks = {"full": 11, "hybrid": 24}[name]
+    blocks = {"full": 11, "hybrid": 21}[name]
     with small_engine(model, num_gpu_blocks_override=blocks) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
@@ -181,7 +205,7 @@ def test_a_session_between_turns_gives_its_blocks_to_who_waits(tiny_models, name
         assert_nothing_is_held(llm, free)
 
 
-@pytest.mark.parametrize("name", ["full", "hybrid"])
+@pytest.mark.parametrize("name", ["hybrid", pytest.param("full", marks=pytest.mark.more)])
 def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
     turns, prompt = scripts_of(2)[1], [4, 5, 6]
@@ -230,10 +254,10 @@ def test_a_session_whose_step_fails_has_ended(tiny, monkeypatch):
         dense.check(turns[0], answer)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_session_that_grows_too_long(tiny, ahead):
     turns, dense = scripts_of(1)[0], Dense(tiny)
-    turns[2] = (turns[2] * 240)[:245]
+    turns[2] = (turns[2] * 140)[:140]
     with small_engine(tiny) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
@@ -247,7 +271,7 @@ def test_a_session_that_grows_too_long(tiny, ahead):
         check(dense, turns[:2], session.answers[:2])
         check(dense, turns[:1], beside.answers)
         reason, why = session.reasons[2]
-        assert reason == "error" and "--max-model-len is 256" in why
+        assert reason == "error" and "--max-model-len is 160" in why
         assert session.answers[2:] == [[]]
         assert_nothing_is_held(llm, free)
 
@@ -283,7 +307,9 @@ def test_what_a_session_cannot_have_is_refused_by_name(tiny):
         assert len(session.answers) == 1
 
 
-@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["windowed", *(pytest.param(n, marks=pytest.mark.more) for n in ("full", "hybrid"))]
+)
 def test_turns_leave_sound_blocks_on_disk(tiny_models, tmp_path, name):
     """What turns have stored is loaded by another engine, which goes on from it."""
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
