@@ -9,7 +9,16 @@ import pytest
 from e2e.disk import HITS, STORED, disk_engine
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
-from e2e.sessions import Session, check, held_rows, play, step_until, streamed, whole_texts
+from e2e.sessions import (
+    Session,
+    ask_once,
+    check,
+    held_rows,
+    play,
+    step_until,
+    streamed,
+    whole_texts,
+)
 from vllm import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
@@ -152,9 +161,9 @@ def test_five_turns(tiny_models, name, speculation, scheduling, ends):
 
 #: Of texts on which every setting shows: what is the likeliest is repeated, penalised or drawn.
 SAMPLING = {
+    "plain": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.5},
     "seed": {"temperature": 1.0, "seed": 7, "top_k": 20},
-    "logprobs": {"logprobs": 2},
     "bad words and bias": {"logit_bias": {5: 4.0}, "min_tokens": 4, "stop_token_ids": STOPS},
 }
 
@@ -162,7 +171,10 @@ SAMPLING = {
 def test_each_turn_samples_as_a_request_of_its_own(tiny):
     """Sampling state begins with the turn: the text before is prompt. Turns set what they like."""
     dense = Dense(tiny)
-    turns, settings = scripts_of(2)[1], [*SAMPLING.values(), {}]
+    turns, settings = (
+        scripts_of(2)[1],
+        [*({"logprobs": 2} | options for options in SAMPLING.values()), {"logprobs": 2}],
+    )
     with small_engine(tiny, max_num_seqs=2, speculative_config=NGRAM) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
@@ -172,19 +184,15 @@ def test_each_turn_samples_as_a_request_of_its_own(tiny):
         texts = whole_texts(turns, session.answers)
         for text, answer, options in zip(texts, session.answers, settings, strict=True):
             params = streamed(**({"max_tokens": MAX_TOKENS} | options))
-            alone = Session(llm, "alone", params)
-            assert alone.ask(text) == answer, options
-            alone.close()
+            assert ask_once(llm, text, params).answers == [answer], options
         assert_nothing_is_held(llm, free)
-    at = list(SAMPLING).index("logprobs")
-    rows = dense.logits([*texts[at], *session.answers[at][:-1]])[len(texts[at]) - 1 :]
-    expected = rows - np.log(np.exp(rows.astype(np.float64)).sum(axis=1, keepdims=True))
-    for row, token, found in zip(expected, session.answers[at], session.logprobs[at], strict=True):
-        assert token == row.argmax()
-        assert found[token].logprob == pytest.approx(row[token], abs=1e-3)
-    assert [len(found) for found in session.logprobs] == [
-        MAX_TOKENS if number == at else 0 for number in range(NUM_TURNS)
-    ]
+    for at in (0, NUM_TURNS - 1):  # the turns that set nothing else
+        text, answer = texts[at], session.answers[at]
+        rows = dense.logits([*text, *answer[:-1]])[len(text) - 1 :].astype(np.float64)
+        expected = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        for row, token, found in zip(expected, answer, session.logprobs[at], strict=True):
+            assert token == row.argmax()
+            assert found[token].logprob == pytest.approx(row[token], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["full", pytest.param("hybrid", marks=pytest.mark.more)])
@@ -198,8 +206,8 @@ def test_a_session_between_turns_gives_its_blocks_to_who_waits(tiny_models, name
         for turn in turns:
             session.ask(turn)
             prompt = (other[0] * 40)[: 16 * 8]
-            (answer,) = generate(llm, [prompt], greedy(MAX_TOKENS, detokenize=False))
-            dense.check(prompt, answer)
+            once = ask_once(llm, prompt, streamed(max_tokens=MAX_TOKENS))
+            dense.check(prompt, once.answers[0])
         session.close()
         check(dense, turns, session.answers)
         assert_nothing_is_held(llm, free)
@@ -217,10 +225,8 @@ def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
             if number == 2:
                 with monkeypatch.context() as patch:
                     patch.setattr(ModelExecutor, "forward_hidden", _raise)
-                    (failed,) = llm.generate(
-                        [{"prompt_token_ids": prompt}], greedy(2, detokenize=False), use_tqdm=False
-                    )
-                assert failed.outputs[0].finish_reason == "error"
+                    (reason,) = ask_once(llm, prompt, streamed(max_tokens=2)).reasons
+                assert reason[0] == "error"
             if number == 3:
                 llm.sleep(level=1)
                 llm.wake_up()
@@ -301,10 +307,12 @@ def test_what_a_session_cannot_have_is_refused_by_name(tiny):
         ):
             with pytest.raises(ValueError, match=f"{next(iter(setting))} is not served in a sess"):
                 session.send([3, 4], streamed(max_tokens=2, **setting))
-        session.send([3, 4])
+        session.ask([3, 4])
+        with pytest.raises(ValueError, match="logprobs is 1 in a turn .* whose first has None"):
+            session.send([3, 4], streamed(max_tokens=2, logprobs=1))
+        session.ask([3, 4])
         session.close()
-        step_until(llm, [session], lambda: session.finished)
-        assert len(session.answers) == 1
+        assert len(session.answers) == 2
 
 
 @pytest.mark.parametrize(

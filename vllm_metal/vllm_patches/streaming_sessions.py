@@ -22,6 +22,17 @@ REFUSED = {
     "structured_outputs": "vLLM takes the grammar of the first turn, and none after it",
 }
 
+#: Those that a front end takes of the first turn, for all.
+OF_ALL_TURNS = (
+    "logprobs",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+)
+
 
 def serve_sessions(carry_salt: Callable[[SamplingParams, str | None], None]) -> None:
     """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
@@ -177,8 +188,31 @@ def refuse_in_sessions() -> None:
     first, and thereby calls this function.
     """
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     replace(InputProcessor, "process_inputs", _refusing)
+    replace(OutputProcessor, "add_request", _alike_in_all_turns)
+
+
+def _alike_in_all_turns(add: Callable[..., None]) -> Callable[..., None]:
+    """A turn with logprobs behind one without ends the front end, by an assertion."""
+
+    def add_request(self: Any, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
+        if not request.resumable:
+            return add(self, request, *args, **options)
+        state, params = self.request_states.get(request.request_id), request.sampling_params
+        for setting in OF_ALL_TURNS if state is not None else ():
+            first, own = (getattr(of, setting, None) for of in (state.first_turn, params))
+            if own != first:
+                raise ValueError(
+                    f"{setting} is {own} in a turn of a session of streaming input whose first "
+                    f"has {first}: set the same in all its turns"
+                )
+        add(self, request, *args, **options)
+        if state is None:
+            self.request_states[request.request_id].first_turn = params
+
+    return add_request
 
 
 def _refusing(process: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
