@@ -106,7 +106,8 @@ class Session:
 
     def close(self) -> None:
         """There is no other turn."""
-        self._add(self._final)
+        if not self.finished:
+            self._add(self._final)
 
     def _add(self, request: Any) -> None:
         engine = self.llm.llm_engine
@@ -170,6 +171,14 @@ def play(llm: LLM, scripts: dict[Session, Sequence[Sequence[int]]], ahead: bool 
         )
 
     step_until(llm, scripts, send_on)
+
+
+def ask_once(llm: LLM, text: Sequence[int], params: SamplingParams) -> Session:
+    """A request of its own, answered; `LLM.generate` returns when no session is open."""
+    request = Session(llm, f"once {time.monotonic()}", params)
+    request.ask(text)
+    request.close()
+    return request
 
 
 def held_rows(llm: LLM) -> int:

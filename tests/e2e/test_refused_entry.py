@@ -51,10 +51,15 @@ def refuse_by_length(monkeypatch):
     monkeypatch.setattr(BlockTables, "replace", replace_blocks)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize(
-    ("refuse", "speculative_config"),
-    [(refuse_by_prompt, None), (refuse_by_speculator, NGRAM), (refuse_by_length, None)],
+    ("refuse", "speculative_config", "async_scheduling"),
+    [
+        (refuse_by_prompt, None, True),
+        (refuse_by_speculator, NGRAM, True),
+        pytest.param(refuse_by_length, None, True, marks=pytest.mark.more),
+        pytest.param(refuse_by_prompt, None, False, marks=pytest.mark.more),
+        pytest.param(refuse_by_speculator, NGRAM, False, marks=pytest.mark.more),
+    ],
 )
 def test_it_ends_alone(tiny, tiny_text, monkeypatch, refuse, speculative_config, async_scheduling):
     text = [token for token in tiny_text if token != MARK]

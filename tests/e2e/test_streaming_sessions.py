@@ -2,13 +2,23 @@
 """Sessions of streaming input: every turn is answered as its whole text asked at once would be."""
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
 from e2e.disk import HITS, STORED, disk_engine
 from e2e.fuzz.models import VOCAB
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
-from e2e.sessions import Session, check, held_rows, play, step_until, streamed, whole_texts
+from e2e.sessions import (
+    Session,
+    ask_once,
+    check,
+    held_rows,
+    play,
+    step_until,
+    streamed,
+    whole_texts,
+)
 from vllm import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.inputs import tokens_input
@@ -52,7 +62,7 @@ def draft_model(folder, name):
 def small_engine(model, **options):
     settings = {
         "skip_tokenizer_init": True,
-        "max_model_len": 256,
+        "max_model_len": 160,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "additional_config": {"fixed_draft_length": True},
@@ -70,11 +80,38 @@ def assert_nothing_is_held(llm, free):
 SPECULATION = {"plain": None, "ngram": NGRAM, "draft model": "draft"}
 
 
-@pytest.mark.parametrize("ends", ["max_tokens", "stop tokens"])
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("speculation", SPECULATION)
-@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
-def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
+#: Of pools in which four sessions have no room at once.
+BLOCKS = {"full": 12, "windowed": 36, "hybrid": 26}
+#: Model, speculation, whether steps overlap, and what ends turns. Those that `make test` plays.
+QUICK = {
+    ("full", "draft model", "async", "max_tokens"),
+    ("windowed", "ngram", "async", "stop tokens"),
+    ("hybrid", "ngram", "async", "stop tokens"),
+}
+#: Those that CI plays besides.
+MORE = {
+    ("full", "ngram", "sync", "stop tokens"),
+    ("full", "plain", "async", "stop tokens"),
+    ("windowed", "plain", "sync", "max_tokens"),
+    ("windowed", "draft model", "async", "stop tokens"),
+    ("hybrid", "plain", "async", "max_tokens"),
+    ("hybrid", "plain", "async", "stop tokens"),
+    ("hybrid", "draft model", "sync", "stop tokens"),
+}
+ALL = itertools.product(
+    ("full", "windowed", "hybrid"), SPECULATION, ("async", "sync"), ("max_tokens", "stop tokens")
+)
+
+
+def marked(case):
+    marks = () if case in QUICK else pytest.mark.more if case in MORE else pytest.mark.slow
+    return pytest.param(*case, marks=marks, id=", ".join(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "speculation", "scheduling", "ends"), [marked(case) for case in ALL]
+)
+def test_five_turns(tiny_models, name, speculation, scheduling, ends):
     """Two rounds: all turns sent ahead, and each when the one before was answered.
 
     In the first the pool has no room for all that runs, so turns are preempted. In the second
@@ -90,7 +127,7 @@ def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
     with small_engine(
         model,
         speculative_config=config,
-        async_scheduling=async_scheduling,
+        async_scheduling=scheduling == "async",
         num_gpu_blocks_override=BLOCKS[name],
     ) as llm:
         free = free_blocks(llm)
@@ -122,15 +159,11 @@ def test_five_turns(tiny_models, name, speculation, async_scheduling, ends):
         assert asked == [session.answers[-1] for session in whole]
 
 
-#: Of pools in which four sessions have no room at once.
-BLOCKS = {"full": 26, "windowed": 60, "hybrid": 40}
-
-
 #: Of texts on which every setting shows: what is the likeliest is repeated, penalised or drawn.
 SAMPLING = {
+    "plain": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.5},
     "seed": {"temperature": 1.0, "seed": 7, "top_k": 20},
-    "logprobs": {"logprobs": 2},
     "bad words and bias": {"logit_bias": {5: 4.0}, "min_tokens": 4, "stop_token_ids": STOPS},
 }
 
@@ -138,7 +171,10 @@ SAMPLING = {
 def test_each_turn_samples_as_a_request_of_its_own(tiny):
     """Sampling state begins with the turn: the text before is prompt. Turns set what they like."""
     dense = Dense(tiny)
-    turns, settings = scripts_of(2)[1], [*SAMPLING.values(), {}]
+    turns, settings = (
+        scripts_of(2)[1],
+        [*({"logprobs": 2} | options for options in SAMPLING.values()), {"logprobs": 2}],
+    )
     with small_engine(tiny, max_num_seqs=2, speculative_config=NGRAM) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
@@ -148,40 +184,36 @@ def test_each_turn_samples_as_a_request_of_its_own(tiny):
         texts = whole_texts(turns, session.answers)
         for text, answer, options in zip(texts, session.answers, settings, strict=True):
             params = streamed(**({"max_tokens": MAX_TOKENS} | options))
-            alone = Session(llm, "alone", params)
-            assert alone.ask(text) == answer, options
-            alone.close()
+            assert ask_once(llm, text, params).answers == [answer], options
         assert_nothing_is_held(llm, free)
-    at = list(SAMPLING).index("logprobs")
-    rows = dense.logits([*texts[at], *session.answers[at][:-1]])[len(texts[at]) - 1 :]
-    expected = rows - np.log(np.exp(rows.astype(np.float64)).sum(axis=1, keepdims=True))
-    for row, token, found in zip(expected, session.answers[at], session.logprobs[at], strict=True):
-        assert token == row.argmax()
-        assert found[token].logprob == pytest.approx(row[token], abs=1e-3)
-    assert [len(found) for found in session.logprobs] == [
-        MAX_TOKENS if number == at else 0 for number in range(NUM_TURNS)
-    ]
+    for at in (0, NUM_TURNS - 1):  # the turns that set nothing else
+        text, answer = texts[at], session.answers[at]
+        rows = dense.logits([*text, *answer[:-1]])[len(text) - 1 :].astype(np.float64)
+        expected = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        for row, token, found in zip(expected, answer, session.logprobs[at], strict=True):
+            assert token == row.argmax()
+            assert found[token].logprob == pytest.approx(row[token], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["full", "hybrid"])
+@pytest.mark.parametrize("name", ["full", pytest.param("hybrid", marks=pytest.mark.more)])
 def test_a_session_between_turns_gives_its_blocks_to_who_waits(tiny_models, name):
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
     turns, (other,) = scripts_of(2)[1], scripts_of(1, seed=5)[:1]
-    blocks = {"full": 11, "hybrid": 24}[name]
+    blocks = {"full": 11, "hybrid": 21}[name]
     with small_engine(model, num_gpu_blocks_override=blocks) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
         for turn in turns:
             session.ask(turn)
             prompt = (other[0] * 40)[: 16 * 8]
-            (answer,) = generate(llm, [prompt], greedy(MAX_TOKENS, detokenize=False))
-            dense.check(prompt, answer)
+            once = ask_once(llm, prompt, streamed(max_tokens=MAX_TOKENS))
+            dense.check(prompt, once.answers[0])
         session.close()
         check(dense, turns, session.answers)
         assert_nothing_is_held(llm, free)
 
 
-@pytest.mark.parametrize("name", ["full", "hybrid"])
+@pytest.mark.parametrize("name", ["hybrid", pytest.param("full", marks=pytest.mark.more)])
 def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
     turns, prompt = scripts_of(2)[1], [4, 5, 6]
@@ -193,10 +225,8 @@ def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
             if number == 2:
                 with monkeypatch.context() as patch:
                     patch.setattr(ModelExecutor, "forward_hidden", _raise)
-                    (failed,) = llm.generate(
-                        [{"prompt_token_ids": prompt}], greedy(2, detokenize=False), use_tqdm=False
-                    )
-                assert failed.outputs[0].finish_reason == "error"
+                    (reason,) = ask_once(llm, prompt, streamed(max_tokens=2)).reasons
+                assert reason[0] == "error"
             if number == 3:
                 llm.sleep(level=1)
                 llm.wake_up()
@@ -230,10 +260,10 @@ def test_a_session_whose_step_fails_has_ended(tiny, monkeypatch):
         dense.check(turns[0], answer)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_session_that_grows_too_long(tiny, ahead):
     turns, dense = scripts_of(1)[0], Dense(tiny)
-    turns[2] = (turns[2] * 240)[:245]
+    turns[2] = (turns[2] * 140)[:140]
     with small_engine(tiny) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
@@ -247,7 +277,7 @@ def test_a_session_that_grows_too_long(tiny, ahead):
         check(dense, turns[:2], session.answers[:2])
         check(dense, turns[:1], beside.answers)
         reason, why = session.reasons[2]
-        assert reason == "error" and "--max-model-len is 256" in why
+        assert reason == "error" and "--max-model-len is 160" in why
         assert session.answers[2:] == [[]]
         assert_nothing_is_held(llm, free)
 
@@ -277,13 +307,17 @@ def test_what_a_session_cannot_have_is_refused_by_name(tiny):
         ):
             with pytest.raises(ValueError, match=f"{next(iter(setting))} is not served in a sess"):
                 session.send([3, 4], streamed(max_tokens=2, **setting))
-        session.send([3, 4])
+        session.ask([3, 4])
+        with pytest.raises(ValueError, match="logprobs is 1 in a turn .* whose first has None"):
+            session.send([3, 4], streamed(max_tokens=2, logprobs=1))
+        session.ask([3, 4])
         session.close()
-        step_until(llm, [session], lambda: session.finished)
-        assert len(session.answers) == 1
+        assert len(session.answers) == 2
 
 
-@pytest.mark.parametrize("name", ["full", "windowed", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["windowed", *(pytest.param(n, marks=pytest.mark.more) for n in ("full", "hybrid"))]
+)
 def test_turns_leave_sound_blocks_on_disk(tiny_models, tmp_path, name):
     """What turns have stored is loaded by another engine, which goes on from it."""
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))

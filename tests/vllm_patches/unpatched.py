@@ -454,10 +454,10 @@ def a_turn_too_long(folder):
     scheduler.add_request(make([7] * 300))  # --max-model-len is 256
     found = (
         len(session.all_token_ids),
-        str(session.status),
+        session.status.name,
         getattr(scheduler, "sessions_to_end", None),
     )
-    return found == (303, "RequestStatus.WAITING", None), found
+    return found == (303, "WAITING", None), found
 
 
 @probe("streaming_sessions.keeping_sessions", releases=("0.32",))

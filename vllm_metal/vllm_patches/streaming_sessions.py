@@ -22,6 +22,17 @@ REFUSED = {
     "structured_outputs": "vLLM takes the grammar of the first turn, and none after it",
 }
 
+#: Those that a front end takes of the first turn, for all.
+OF_ALL_TURNS = (
+    "logprobs",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+)
+
 
 def serve_sessions(carry_salt: Callable[[SamplingParams, str | None], None]) -> None:
     """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
@@ -61,10 +72,10 @@ def _ending_turns(stop: Callable[..., bool]) -> Callable[..., bool]:
 def _end_turn(scheduler: Any, request: Any) -> None:
     """Has a request that stopped count as computed what its next turn keeps, or less."""
     scheduler.reset_preempted_req_ids.add(request.request_id)  # tells the worker to free its row
-    kept = _num_kept(request)
+    scheduler.turns_ended = [*getattr(scheduler, "turns_ended", ()), request]
     if request.num_computed_tokens == 0:  # preempted, and stopped by a token that was on its way
-        scheduler.sessions_to_queue = [*getattr(scheduler, "sessions_to_queue", ()), request]
         return
+    kept = _num_kept(request)
     exact = request.num_computed_tokens == kept and not request.num_in_flight_tokens
     if scheduler.has_mamba_layers and not exact:
         _let_go_of_blocks(scheduler, request)
@@ -94,7 +105,6 @@ def _going_on(
         session.num_computed_tokens = kept  # vLLM keeps that much text
         update(self, session, turn)
         session.num_computed_tokens = min(computed, kept)
-        session.stop_reason = None  # the turn before may have had one
         session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
         carry_salt(session.sampling_params, session.cache_salt)
         if session.num_tokens >= self.max_model_len:
@@ -159,10 +169,12 @@ def keeping_sessions(
         if reasons:
             for output in (each for of in outputs.values() for each in of.outputs):
                 output.stop_reason = reasons.get(output.request_id, output.stop_reason)
-        queued, self.sessions_to_queue = getattr(self, "sessions_to_queue", ()), ()
-        for request in queued:
+        ended_turns, self.turns_ended = getattr(self, "turns_ended", ()), ()
+        for request in ended_turns:
+            request.stop_reason = None  # it was told, and the next turn may have none
             alive = self.requests.get(request.request_id) is request and not request.is_finished()
-            if alive and request not in (*self.waiting, *self.kv_holding_waiting):
+            preempted = alive and request.num_computed_tokens == 0
+            if preempted and request not in (*self.waiting, *self.kv_holding_waiting):
                 self._enqueue_waiting_request(request)
         return outputs
 
@@ -176,8 +188,31 @@ def refuse_in_sessions() -> None:
     first, and thereby calls this function.
     """
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     replace(InputProcessor, "process_inputs", _refusing)
+    replace(OutputProcessor, "add_request", _alike_in_all_turns)
+
+
+def _alike_in_all_turns(add: Callable[..., None]) -> Callable[..., None]:
+    """A turn with logprobs behind one without ends the front end, by an assertion."""
+
+    def add_request(self: Any, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
+        if not request.resumable:
+            return add(self, request, *args, **options)
+        state, params = self.request_states.get(request.request_id), request.sampling_params
+        for setting in OF_ALL_TURNS if state is not None else ():
+            first, own = (getattr(of, setting, None) for of in (state.first_turn, params))
+            if own != first:
+                raise ValueError(
+                    f"{setting} is {own} in a turn of a session of streaming input whose first "
+                    f"has {first}: set the same in all its turns"
+                )
+        add(self, request, *args, **options)
+        if state is None:
+            self.request_states[request.request_id].first_turn = params
+
+    return add_request
 
 
 def _refusing(process: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:

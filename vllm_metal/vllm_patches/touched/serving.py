@@ -46,7 +46,8 @@ SERVING = (
         fields="request_states",
         methods={
             "process_outputs": "engine_core_outputs engine_core_timestamp iteration_stats "
-            "weight_version"
+            "weight_version",
+            "add_request": "request prompt parent_req request_index queue",
         },
     ),
     Touched(
@@ -73,5 +74,9 @@ SERVING = (
         by="vllm_patches/streaming_sessions.py",
         fields="ERROR ABORT",
     ),
-    Touched("vllm.v1.engine:EngineCoreRequest", by="vllm_patches/streaming_sessions.py"),
+    Touched(
+        "vllm.v1.engine:EngineCoreRequest",
+        by="vllm_patches/streaming_sessions.py",
+        fields="request_id resumable sampling_params",
+    ),
 )
