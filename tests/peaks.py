@@ -6,8 +6,8 @@ import mlx.core as mx
 from vllm_metal.memory import planner
 
 
-def least_peak(run):
-    """Bytes that a run takes where MLX waits for each operation.
+def least_peak(run=None, prepare=None):
+    """Bytes that a run takes where MLX waits for each operation, or each run that `prepare` gives.
 
     Its CPU backend counts only every tenth of the tasks that it waits for
     (mlx/backend/cpu/encoder.h), so that memory may come back some operations late. The runs begin
@@ -17,5 +17,5 @@ def least_peak(run):
     for run_number in range(40):
         for _ in range(run_number % 10):
             mx.eval(mx.ones(1) + 1)  # moves the count on
-        peaks.append(planner.peak_of(run))
+        peaks.append(planner.peak_of(prepare() if prepare else run))
     return min(peaks)
