@@ -239,6 +239,27 @@ def _delta_attention(config: Config) -> dict[str, Any] | None:
     }
 
 
+#: By module, what transformers' class has no choice of, so that its files do not name it.
+_CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "ernie4_5_moe": {"moe_use_aux_free": True},
+    "kimi_linear": {"rope_theta": 10000.0},  # positions are not used
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "minimax": {"shared_intermediate_size": 0},
+    "mimo_v2_flash": {
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": NOTHING,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+}
 #: Of modules that do not take `rope_parameters` by themselves.
 _ROPE_ROWS: Sequence[Row] = (
     Row("rope_theta", _of_rope("rope_theta")),
@@ -279,29 +300,9 @@ ROWS: Sequence[Row] = (
     # transformers' class bounds time steps from below by this, and heeds no time_step_limit.
     Row("time_step_limit", _least_time_step, ("nemotron_h",), always=True),
     Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
-    # transformers' classes have no such choices, so their files do not name them.
     *(
         Row(key, _always(value), (module,), always=True)
-        for module, choices in {
-            "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
-            "ernie4_5_moe": {"moe_use_aux_free": True},
-            "kimi_linear": {"rope_theta": 10000.0},  # positions are not used
-            "longcat_flash": {
-                "attention_method": "MLA",
-                "zero_expert_type": "identity",
-                "mla_scale_q_lora": True,
-                "mla_scale_kv_lora": True,
-            },
-            "minimax": {"shared_intermediate_size": 0},
-            "mimo_v2_flash": {
-                "add_swa_attention_sink_bias": True,
-                "add_full_attention_sink_bias": False,
-                "n_shared_experts": NOTHING,
-                "topk_method": "noaux_tc",
-                "scoring_func": "sigmoid",
-            },
-            "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
-        }.items()
+        for module, choices in _CHOICES.items()
         for key, value in choices.items()
     ),
 )
