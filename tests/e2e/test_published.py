@@ -59,7 +59,7 @@ def test_log_probabilities_equal_transformers(name, tmp_path):
                 worst = max(worst, np.abs(found - rows[-len(found) :]).max())
         assert counters(llm)["vllm:prefix_cache_hits"] > 0
     best = np.concatenate(expected).argmax(-1)
-    assert len(set(best.tolist())) > 15, "the reference says the same whatever it reads"
+    assert len(set(best.tolist())) > 8, "the reference says the same whatever it reads"
     print(f"{name}: {worst:.1e}")
     assert worst <= TOLERANCE
 

@@ -20,6 +20,10 @@ VOCAB = 99
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _STATES = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
 _WINDOW = {"sliding_window": 7, "layer_types": _LAYERS}
+_EVERY_OTHER = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 72,
@@ -154,11 +158,11 @@ FAMILIES: dict[str, Published] = {
         "olmo2": {},
         "olmo3": _WINDOW,
         "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
-        "cohere2": _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
+        "cohere2": _EVERY_OTHER | {"logit_scale": 0.3, "tie_word_embeddings": True},
         "granite": _MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
         "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
         "ernie4_5": _HEAD | {"use_bias": True},
-        "helium": {},
+        "helium": {"head_dim": 12},
         "nemotron": _HEAD | _HALF | {"attention_bias": True, "mlp_bias": True},
         "seed_oss": _HEAD | {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
         "apertus": {"attention_bias": False},
@@ -182,7 +186,7 @@ FAMILIES: dict[str, Published] = {
         "qwen2_moe": _EXPERTS
         | {
             "shared_expert_intermediate_size": 56,
-            "norm_topk_prob": True,
+            "norm_topk_prob": False,
         },
         "qwen3_moe": _EXPERTS
         | _HEAD
@@ -227,8 +231,9 @@ FAMILIES: dict[str, Published] = {
         | _WINDOW
         | {
             "num_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
+            "num_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
             "routed_scaling_factor": 1.7,
             "first_k_dense_replace": 1,
         },
@@ -285,6 +290,7 @@ FAMILIES: dict[str, Published] = {
             original_max_position_embeddings=512,
             short_factor=[1.0, 1.1, 1.2, 1.3],
             long_factor=[1.0, 1.1, 1.2, 1.3],
+            factor=1.0,
         )
         | {"scale_emb": 3.0, "scale_depth": 1.7, "dim_model_base": 48, "num_hidden_layers": 3},
         "kimi_linear": _LATENT
@@ -324,7 +330,8 @@ FAMILIES: dict[str, Published] = {
         | _HEAD
         | _HALF
         | {"shared_expert_intermediate_size": 40},
-        "olmo_hybrid": _DELTA | {"linear_num_key_heads": 6, "num_key_value_heads": 2},
+        "olmo_hybrid": _DELTA
+        | {"linear_num_key_heads": 6, "linear_value_head_dim": 8, "num_key_value_heads": 2},
         "falcon_h1": _HEAD
         | {
             "mamba_d_ssm": 48,
@@ -396,6 +403,8 @@ FAMILIES: dict[str, Published] = {
             "n_groups": 2,
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
+            # transformers' class bounds steps by this, where vLLM's and mlx-lm's read time_step_limit.
+            "time_step_min": 0.0,
             "mlp_bias": True,
         },
         "lfm2_moe": _EXPERTS
@@ -454,7 +463,7 @@ FAMILIES: dict[str, Published] = {
                 "full_attention",
             ],
             "sliding_window": 7,
-            "global_head_dim": 20,
+            "global_head_dim": 24,
             "num_kv_shared_layers": 2,
             "vocab_size_per_layer_input": VOCAB,
             "hidden_size_per_layer_input": 10,
@@ -559,9 +568,15 @@ OLDER: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 12,
         "partial_rotary_factor": 0.5,
     },
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "qwen3_next": {"full_attention_interval": 3},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "attention", "mamba"]},
-    "gemma4_text": {"global_head_dim": 20},
+    "gemma4_text": {"global_head_dim": 24},
     "gpt2": {"n_ctx": 512},
 }
 
@@ -589,9 +604,10 @@ def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.data = parameter.data + 0.2 * drawn
         elif parameter.ndim >= 2:
             inputs = parameter.shape[-1] if parameter.shape[-2] > 1 else parameter[0].numel()
-            parameter.data = drawn * (1.6 / inputs**0.5)
+            of_tokens = "embed" in name or ".wte" in name
+            parameter.data = drawn * (0.5 if of_tokens else 1.6 / inputs**0.5)
         else:
-            parameter.data = 0.3 * drawn
+            parameter.data = 0.2 * drawn
     for name, buffer in model.named_buffers():
         if "correction_bias" in name or "expert_bias" in name:
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)

@@ -20,8 +20,9 @@ from vllm_metal.models.patches.activations import gelu
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
-from vllm_metal.models.patches.names import renamed
+from vllm_metal.models.patches.names import gpt2, kimi_linear, renamed
 from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
+from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
 from vllm_metal.models.patches.routers import grouped
@@ -31,14 +32,26 @@ _READ = ("0.32",)
 _MODULES = "mlx_lm.models."
 _MARK = "_vllm_metal_patched"
 
+
+def _gpt_bigcode(module: ModuleType) -> None:
+    gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj")(module)
+    gpt_bigcode(module)
+
+
+def _kimi_linear(module: ModuleType) -> None:
+    grouped("_group_expert_select")(module)
+    kimi_linear(module)
+
+
 PATCHES = (
     ModulePatch("falcon_h1", _READ, falcon_h1),
     ModulePatch("gemma2", _READ, gemma2),
     ModulePatch("gemma3_text", _READ, gemma3_text),
+    ModulePatch("gpt2", _READ, gpt2),
     ModulePatch(
         "gpt_bigcode",
         _READ,
-        gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+        _gpt_bigcode,
     ),
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
@@ -69,7 +82,7 @@ PATCHES = (
             "nemotron_h",
         )
     ),
-    ModulePatch("kimi_linear", _READ, grouped("_group_expert_select")),
+    ModulePatch("kimi_linear", _READ, _kimi_linear),
 )
 REFUSALS = (
     Refusal("ernie4_5_moe", unless("use_bias", False)),
