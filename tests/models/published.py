@@ -403,7 +403,7 @@ FAMILIES: dict[str, Published] = {
             "n_groups": 2,
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
-            # transformers' class bounds steps by this, where vLLM's and mlx-lm's read time_step_limit.
+            # transformers' class bounds steps by this; vLLM's and mlx-lm's by time_step_limit.
             "time_step_min": 0.0,
             "mlp_bias": True,
         },
