@@ -230,8 +230,9 @@ FAMILIES: dict[str, Published] = {
         | _WINDOW
         | {
             "num_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
+            "num_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
             "routed_scaling_factor": 1.7,
             "first_k_dense_replace": 1,
         },
@@ -335,7 +336,8 @@ FAMILIES: dict[str, Published] = {
         | _HALF
         | {"shared_expert_intermediate_size": 40},
         # transformers writes the three parts of a convolution as if they were of one width.
-        "olmo_hybrid": _DELTA | {"linear_num_key_heads": 6, "linear_value_head_dim": 8},
+        "olmo_hybrid": _DELTA
+        | {"linear_num_key_heads": 6, "linear_value_head_dim": 8, "num_key_value_heads": 2},
         "falcon_h1": _HEAD
         | {
             "mamba_d_ssm": 48,
@@ -407,6 +409,8 @@ FAMILIES: dict[str, Published] = {
             "n_groups": 2,
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
+            # transformers' class bounds steps by this; vLLM's and mlx-lm's by time_step_limit.
+            "time_step_min": 0.0,
             "mlp_bias": True,
         },
         "lfm2_moe": _EXPERTS
@@ -560,9 +564,10 @@ def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.data = parameter.data + 0.2 * drawn
         elif parameter.ndim >= 2:
             inputs = parameter.shape[-1] if parameter.shape[-2] > 1 else parameter[0].numel()
-            parameter.data = drawn * (1.6 / inputs**0.5)
+            of_tokens = "embed" in name or ".wte" in name
+            parameter.data = drawn * (0.5 if of_tokens else 1.6 / inputs**0.5)
         else:
-            parameter.data = 0.3 * drawn
+            parameter.data = 0.2 * drawn
     for name, buffer in model.named_buffers():
         if "correction_bias" in name or "expert_bias" in name:
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)

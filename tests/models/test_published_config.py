@@ -46,7 +46,6 @@ NOT_READ = {
     "bitnet": "weight_scale",  # mlx-lm reads packed weights only
     "nanochat": "not in model",  # other names of arrays
     "llama4_text": "not in model",  # mlx-lm's module of this name has no experts
-    "longcat_flash": "not in model",  # experts that compute nothing have no weights there
     "qwen3_5_text": "not supported",  # read as parts of models with images
     "qwen3_5_moe_text": "not supported",
     "gemma3n_text": "not supported",
@@ -60,8 +59,8 @@ def test_what_mlx_lm_cannot_read_is_refused(name, tmp_path):
         loader.lazy_model(tmp_path, mx.float32)
 
 
-#: Compared elsewhere, refused, or refused by the engine: its positions cannot be a batch's.
-OTHERS = {*PATCHED, *NOT_READ, "gpt_bigcode"}
+#: Compared elsewhere, or refused.
+OTHERS = {*PATCHED, *NOT_READ}
 
 
 @pytest.mark.parametrize(

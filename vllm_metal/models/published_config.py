@@ -9,7 +9,6 @@ default. Each row below gives one key that modules read from what a config.json 
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,16 +189,6 @@ def _kinds_of_granite(config: Config) -> list[str] | None:
     return [names.get(kind, kind) for kind in types] if types else None
 
 
-def _least_time_step(config: Config) -> list[float] | None:
-    least = config.get("time_step_min")
-    return None if least is None else [float(least), math.inf]
-
-
-def _twice_the_kv_heads(config: Config) -> int | None:
-    heads = config.get("num_key_value_heads")
-    return None if heads is None else 2 * int(heads)
-
-
 def _layers_with_windows(config: Config) -> list[int] | None:
     types = config.get("layer_types")
     return [int(kind == "sliding_attention") for kind in types] if types else None
@@ -297,8 +286,6 @@ ROWS: Sequence[Row] = (
             "swa_v_head_dim": "v_head_dim",
         }.items()
     ),
-    # transformers' class bounds time steps from below by this, and heeds no time_step_limit.
-    Row("time_step_limit", _least_time_step, ("nemotron_h",), always=True),
     Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
     *(
         Row(key, _always(value), (module,), always=True)

@@ -12,6 +12,8 @@ import mlx.core as mx
 
 from vllm_metal.models.patches.patch import replace_method
 
+_DENSE = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
+
 
 def renamed(names: Mapping[str, str]) -> Callable[[ModuleType], None]:
     """What patches a module.
@@ -35,28 +37,34 @@ def renamed(names: Mapping[str, str]) -> Callable[[ModuleType], None]:
     return apply
 
 
-def rewritten(pattern: str, replacement: str) -> Callable[[ModuleType], None]:
-    """What patches a module.
-
-    Args:
-        pattern: a regular expression, of parts of arrays' names in files.
-        replacement: of each, as in `re.sub`.
-    """
+def gpt2(module: ModuleType) -> None:
+    """All of them, which transformers 5 writes as parts of a `transformer`."""
 
     def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
         def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             known: dict[str, mx.array] = before(
-                self,
-                {re.sub(pattern, replacement, name): array for name, array in weights.items()},
+                self, {name.removeprefix("transformer."): a for name, a in weights.items()}
             )
             return known
 
         return sanitize
 
-    def apply(module: ModuleType) -> None:
-        replace_method(module.Model, "sanitize", sanitized)
+    replace_method(module.Model, "sanitize", sanitized)
 
-    return apply
+
+def kimi_linear(module: ModuleType) -> None:
+    """Layers without experts, which transformers writes under the name of those with experts."""
+
+    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
+        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            known: dict[str, mx.array] = before(
+                self, {_DENSE.sub(r".mlp.\1.", name): array for name, array in weights.items()}
+            )
+            return known
+
+        return sanitize
+
+    replace_method(module.Model, "sanitize", sanitized)
 
 
 def _replaced(name: str, names: Mapping[str, str]) -> str:

@@ -21,8 +21,9 @@ from vllm_metal.models.patches.ernie import ernie4_5_moe
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
-from vllm_metal.models.patches.names import renamed, rewritten
+from vllm_metal.models.patches.names import gpt2, kimi_linear, renamed
 from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
+from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
 from vllm_metal.models.patches.routers import grouped
@@ -33,19 +34,24 @@ _MODULES = "mlx_lm.models."
 _MARK = "_vllm_metal_patched"
 
 
-def kimi_linear(module: ModuleType) -> None:
-    """Groups of experts; and names: transformers gives dense layers those of layers of experts."""
+def _gpt_bigcode(module: ModuleType) -> None:
+    gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj")(module)
+    gpt_bigcode(module)
+
+
+def _kimi_linear(module: ModuleType) -> None:
     grouped("_group_expert_select")(module)
-    rewritten(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.")(module)
+    kimi_linear(module)
 
 
 PATCHES = (
-    ModulePatch("falcon_h1", _READ, falcon_h1),
     ModulePatch("ernie4_5_moe", _READ, ernie4_5_moe),
+    ModulePatch("falcon_h1", _READ, falcon_h1),
     ModulePatch("gemma", _READ, gemma),
     ModulePatch("gemma2", _READ, gemma2),
     ModulePatch("gemma3_text", _READ, gemma3_text),
-    ModulePatch("gpt2", _READ, rewritten(r"^transformer\.", "")),
+    ModulePatch("gpt2", _READ, gpt2),
+    ModulePatch("gpt_bigcode", _READ, _gpt_bigcode),
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
@@ -68,16 +74,16 @@ PATCHES = (
         for module in (
             "deepseek_v3",
             "dots1",
+            "exaone_moe",
             "glm4_moe",
             "glm4_moe_lite",
             "mimo_v2_flash",
             "nemotron_h",
         )
     ),
-    ModulePatch("kimi_linear", _READ, kimi_linear),
+    ModulePatch("kimi_linear", _READ, _kimi_linear),
 )
 REFUSALS = (
-    Refusal("exaone_moe", unless("n_group", 1)),
     Refusal("ernie4_5_moe", unless("use_bias", False)),
     Refusal("falcon_h1", unless("time_step_limit", (0.0, math.inf))),
     Refusal("gpt_oss", unless("swiglu_alpha", 1.702)),
