@@ -189,6 +189,11 @@ def _kinds_of_granite(config: Config) -> list[str] | None:
     return [names.get(kind, kind) for kind in types] if types else None
 
 
+def _twice_the_kv_heads(config: Config) -> int | None:
+    heads = config.get("num_key_value_heads")
+    return None if heads is None else 2 * int(heads)
+
+
 def _layers_with_windows(config: Config) -> list[int] | None:
     types = config.get("layer_types")
     return [int(kind == "sliding_attention") for kind in types] if types else None
