@@ -292,7 +292,13 @@ FAMILIES: dict[str, Published] = {
             long_factor=[1.0, 1.1, 1.2, 1.3],
             factor=1.0,
         )
-        | {"scale_emb": 3.0, "scale_depth": 1.7, "dim_model_base": 48, "num_hidden_layers": 3},
+        | {
+            "scale_emb": 3.0,
+            "scale_depth": 1.7,
+            "dim_model_base": 48,
+            "num_hidden_layers": 3,
+            "v_head_dim": 12,
+        },
         "kimi_linear": _LATENT
         | _ROUTED
         | {
@@ -404,7 +410,7 @@ FAMILIES: dict[str, Published] = {
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
             # transformers' class bounds steps by this; vLLM's and mlx-lm's by time_step_limit.
-            "time_step_min": 0.0,
+            "time_step_min": 1e-6,
             "mlp_bias": True,
         },
         "lfm2_moe": _EXPERTS
