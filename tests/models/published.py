@@ -538,7 +538,7 @@ FAMILIES |= {
 #: Keys under the names that older files have, which mlx-lm's modules read.
 OLDER: dict[str, dict[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
-    "cohere2": {"head_dim": 12},
+    "cohere2": {"head_dim": 12, "sliding_window_pattern": 2},
     "exaone4": {"head_dim": 12, "sliding_window_pattern": "LGGL"},
     "exaone_moe": {"head_dim": 12, "is_moe_layer": [False, True, True, True]},
     "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5},
