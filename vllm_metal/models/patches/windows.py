@@ -27,7 +27,7 @@ def gemma2(module: ModuleType) -> None:
     base: Any = module.ModelArgs
 
     @dataclass
-    class ModelArgs(base):  # type: ignore[misc]
+    class ModelArgs(base):
         sliding_window: int | None = 4096  # transformers' default of Gemma2Config
         layer_types: list[str] | None = None
 
@@ -46,7 +46,7 @@ def gemma3_text(module: ModuleType) -> None:
     base: Any = module.ModelArgs
 
     @dataclass
-    class ModelArgs(base):  # type: ignore[misc]
+    class ModelArgs(base):
         layer_types: list[str] | None = None
 
         def __post_init__(self) -> None:
