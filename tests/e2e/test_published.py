@@ -14,12 +14,13 @@ TOLERANCE = 1e-3
 NUM_TOKENS = 6
 #: Windows and a soft cap; states beside latents, with experts.
 QUICK = ("gemma2", "kimi_linear")
-#: Files that mlx-lm's modules cannot read: packed weights only, other names of arrays, or a text
-#: model without the multimodal one around it.
+#: Files that mlx-lm's modules cannot read: packed weights only, other names of arrays, arrays of
+#: experts that are none, or a text model without the multimodal one around it.
 UNREAD = (
     "bitnet",
     "gemma3n_text",
     "llama4_text",
+    "longcat_flash",
     "nanochat",
     "qwen3_5_moe_text",
     "qwen3_5_text",

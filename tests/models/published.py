@@ -410,7 +410,7 @@ FAMILIES: dict[str, Published] = {
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
             # transformers' class bounds steps by this; vLLM's and mlx-lm's by time_step_limit.
-            "time_step_min": 1e-9,
+            "time_step_min": 1e-6,
             "mlp_bias": True,
         },
         "lfm2_moe": _EXPERTS
