@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 VOCAB = 99
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -544,7 +545,8 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
         changes: of its configuration.
     """
     content = (_COMMON if family.common else {}) | family.config | changes
-    config = CONFIG_MAPPING[family.model_type](**content)
+    # Of transformers' own names: vLLM registers classes of its own for some of them.
+    config = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])(**content)
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModelForImageTextToText
