@@ -62,6 +62,7 @@ class Runner:
 
     def update_requests(self, scheduler_output):
         self._call("update requests")
+        return {}
 
     def update_blocks(self, scheduler_output):
         self._call("update blocks")
