@@ -356,7 +356,7 @@ def test_vllms_own_front_end(tiny, monkeypatch):
         for number, turn in enumerate(turns):
             if number % 2:  # the others are sent while the turn before is answered
                 await answered[number - 1].wait()
-            yield StreamingInput(prompt=tokens_input(turn))
+            yield StreamingInput(prompt=tokens_input(list(turn)))  # vLLM lengthens it
 
     async def session(llm, name, turns):
         answered, answers, new = [asyncio.Event() for _ in turns], [], []
