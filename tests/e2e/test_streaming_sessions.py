@@ -217,7 +217,7 @@ def test_a_session_between_turns_gives_its_blocks_to_who_waits(tiny_models, name
 def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
     turns, prompt = scripts_of(2)[1], [4, 5, 6]
-    with small_engine(model) as llm:
+    with small_engine(model, enable_sleep_mode=True) as llm:
         free = free_blocks(llm)
         session = Session(llm, "session", streamed(max_tokens=MAX_TOKENS))
         for number, turn in enumerate(turns, 1):
@@ -228,8 +228,8 @@ def test_a_pool_that_is_lost_between_two_turns(tiny_models, name, monkeypatch):
                     (reason,) = ask_once(llm, prompt, streamed(max_tokens=2)).reasons
                 assert reason[0] == "error"
             if number == 3:
-                llm.sleep(level=1)
-                llm.wake_up()
+                llm.llm_engine.sleep(1, mode="keep")  # else vLLM aborts all there is
+                llm.llm_engine.wake_up()
         session.close()
         check(dense, turns, session.answers)
         assert_nothing_is_held(llm, free)
@@ -340,21 +340,23 @@ def test_turns_leave_sound_blocks_on_disk(tiny_models, tmp_path, name):
         answers = generate(llm, texts, greedy(MAX_TOKENS, detokenize=False))
         for text, answer in zip(texts, answers, strict=True):
             dense.check(text, answer)
-        assert counters(llm)[HITS] > sum(len(turns[0]) for turns in scripts)
+        assert counters(llm)[HITS] >= 3 * 16  # windows of groups bound what can be begun with
         session = Session(llm, "again", streamed(max_tokens=MAX_TOKENS))
         play(llm, {session: scripts[1]})
         check(dense, scripts[1], session.answers)
 
 
-def test_vllms_own_front_end(tiny):
+def test_vllms_own_front_end(tiny, monkeypatch):
     """Five turns of three sessions over two rows, by `AsyncLLM.generate`."""
+    # A forked child has none of the threads that MLX has in this process.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     dense, scripts = Dense(tiny), scripts_of(3)
 
     async def turns_of(turns, answered):
         for number, turn in enumerate(turns):
             if number % 2:  # the others are sent while the turn before is answered
                 await answered[number - 1].wait()
-            yield StreamingInput(prompt=tokens_input(turn))
+            yield StreamingInput(prompt=tokens_input(list(turn)))  # vLLM lengthens it
 
     async def session(llm, name, turns):
         answered, answers, new = [asyncio.Event() for _ in turns], [], []
@@ -380,9 +382,10 @@ def test_vllms_own_front_end(tiny):
             )
         )
         try:
-            found = await asyncio.gather(
-                *(session(llm, str(number), turns) for number, turns in enumerate(scripts))
-            )
+            async with asyncio.timeout(120):
+                found = await asyncio.gather(
+                    *(session(llm, str(number), turns) for number, turns in enumerate(scripts))
+                )
             with pytest.raises(ValueError, match="prompt_logprobs is not served in a session"):
                 params = streamed(max_tokens=2, prompt_logprobs=0)
                 async for _ in llm.generate(turns_of(scripts[0], []), params, "refused"):

@@ -175,6 +175,7 @@ class Runner:
             elif blocks is not None:
                 for of_group, added in zip(tables[req_id], blocks, strict=True):
                     of_group += added
+        return {}
 
     def update_blocks(self, step):
         assert not step.kv_cache_block_copies

@@ -198,10 +198,8 @@ def _alike_in_all_turns(add: Callable[..., None]) -> Callable[..., None]:
     """A turn with logprobs behind one without ends the front end, by an assertion."""
 
     def add_request(self: Any, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
-        if not request.resumable:
-            return add(self, request, *args, **options)
         state, params = self.request_states.get(request.request_id), request.sampling_params
-        for setting in OF_ALL_TURNS if state is not None else ():
+        for setting in OF_ALL_TURNS if state is not None and request.resumable else ():
             first, own = (getattr(of, setting, None) for of in (state.first_turn, params))
             if own != first:
                 raise ValueError(
@@ -209,7 +207,7 @@ def _alike_in_all_turns(add: Callable[..., None]) -> Callable[..., None]:
                     f"has {first}: set the same in all its turns"
                 )
         add(self, request, *args, **options)
-        if state is None:
+        if state is None and request.resumable:
             self.request_states[request.request_id].first_turn = params
 
     return add_request
