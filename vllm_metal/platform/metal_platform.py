@@ -26,6 +26,7 @@ from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS, propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
+    cache_salts,
     engine_args,
     kv_transfer,
     logs,
@@ -143,6 +144,7 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        from vllm_metal.batch.requests import remember_salt
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
@@ -160,6 +162,7 @@ class MetalPlatform(Platform):
         mlx_models.take_mlx_models()
         refusals.allow_min_p_and_logit_bias()
         kv_transfer.recompute_by_default()
+        cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
 
     @classmethod
@@ -199,14 +202,12 @@ class MetalPlatform(Platform):
     ) -> None:
         from vllm.sampling_params import SamplingParams
 
-        from vllm_metal.batch.requests import remember_salt
         from vllm_metal.sample import validate
         from vllm_metal.serving.start import check_salt
 
         check_salt(processed_inputs.get("cache_salt"))
         if isinstance(params, SamplingParams):
             validate(params)
-            remember_salt(params, processed_inputs.get("cache_salt"))
 
 
 # Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`

@@ -40,4 +40,18 @@ SERVING = (
         by="serving/deadline.py",
         fields="external_req_ids",
     ),
+    Touched(
+        "vllm.v1.engine.input_processor:InputProcessor",
+        by="vllm_patches/cache_salts.py",
+        methods={
+            "process_inputs": "request_id prompt params supported_tasks arrival_time lora_request "
+            "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
+            "kv_hints"
+        },
+    ),
+    Touched(
+        "vllm.v1.engine:EngineCoreRequest",
+        by="vllm_patches/cache_salts.py",
+        fields="sampling_params cache_salt",
+    ),
 )
