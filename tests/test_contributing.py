@@ -20,6 +20,8 @@ NEVER_NEEDED = {
     "requirements/macos.txt": "likewise",
     "benchmarks/": "they measure what is there",
     "tests/benchmarks/": "likewise",
+    "docs/vllm-settings.md": "`python -m vllm_settings.page` writes it",
+    "tests/vllm_settings/": "rows of all that a vLLM release has, whether served or not",
     "tests/recipes.py": "the recipes' test",
     "tests/test_contributing.py": "likewise",
 }

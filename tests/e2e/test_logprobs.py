@@ -6,18 +6,20 @@ import pytest
 import torch
 from e2e.harness import counters, engine, greedy, text_tokens
 from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
 
 TOLERANCE = 1e-3
 
 
-def reference_of(path):
+def reference_of(path, normalise=True):
     """transformers' forward of a model."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def logprobs(tokens):
         """[len(tokens), V], of the token after each."""
         with torch.no_grad():
-            return torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1).numpy()
+            logits = model(torch.tensor([tokens])).logits[0]
+            return (torch.log_softmax(logits, -1) if normalise else logits).numpy()
 
     return logprobs
 
@@ -57,6 +59,21 @@ def test_sample_and_prompt_logprobs(smollm2, reference):
         for step, entries in enumerate(output.outputs[0].logprobs):
             assert generated[step] in entries
             agree(entries, rows[len(prompt) - 1 + step], 3)
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
+def test_a_prompt_has_what_logprobs_mode_says(tiny, tiny_text, mode):
+    """vLLM's runner takes the logits themselves in both modes of logits, and processes no prompt
+    token: the request's temperature and penalty change what is reported of its output alone."""
+    rows = reference_of(tiny, normalise=mode.endswith("logprobs"))(tiny_text[:50])
+    params = SamplingParams(
+        max_tokens=2, prompt_logprobs=2, logprobs=1, presence_penalty=1.5, temperature=2.0
+    )
+    with engine(tiny, logprobs_mode=mode, max_model_len=64, max_num_batched_tokens=32) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": tiny_text[:50]}], params, use_tqdm=False)
+    assert len(output.prompt_logprobs) == 50
+    for position, entries in enumerate(output.prompt_logprobs[1:]):
+        agree(entries, rows[position], 2)
 
 
 def test_none_and_all(smollm2, reference):

@@ -25,6 +25,12 @@ def configure(model, options):
     ("options", "named"),
     [
         ({"enable_lora": True}, "--enable-lora"),
+        ({"use_fp64_gumbel": True}, r"--use-fp64-gumbel \(.*no float64"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        (
+            {"aux_output_config": {"enable_return_routed_experts": True}},
+            "--enable-return-routed-experts",
+        ),
         ({"additional_config": {"wire_memory": True}}, "wire_memory .*macOS 15 or newer"),
         ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
@@ -77,6 +83,14 @@ def test_connectors_that_cannot_be_honoured_are_named(model, transfer, named):
     config = KVTransferConfig(**({"kv_role": "kv_both"} | transfer))
     with pytest.raises(ValueError, match=named):
         configure(model, {"kv_transfer_config": config})
+
+
+def test_batch_invariance_is_not_promised(model, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"not support VLLM_BATCH_INVARIANT \(.*rounding"):
+        configure(model, {})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    configure(model, {})
 
 
 def test_a_configuration_of_elsewhere_is_refused(model, tmp_path):

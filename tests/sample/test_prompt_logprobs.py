@@ -8,12 +8,19 @@ from vllm_metal.sample import Logprobs, prompt_logprob_chunks, prompt_logprobs
 V, H = 50, 16
 
 
-def check(got: Logprobs, logits: np.ndarray, targets: np.ndarray, num_logprobs: int) -> None:
+def check(
+    got: Logprobs,
+    logits: np.ndarray,
+    targets: np.ndarray,
+    num_logprobs: int,
+    normalise: bool = True,
+) -> None:
     """Against the definition, in float64. logits: [n, V], of the rows that predict the targets."""
     lists = got.to_lists()
     scores = logits.astype(np.float64)
-    scores = scores - scores.max(axis=-1, keepdims=True)
-    scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    if normalise:
+        scores = scores - scores.max(axis=-1, keepdims=True)
+        scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     width = logits.shape[1] if num_logprobs < 0 else num_logprobs
     best_first = np.argsort(-scores, axis=-1)[:, :width]
     token_ids = np.concatenate([targets[:, None], best_first], axis=1)
@@ -34,6 +41,25 @@ def test_prompt_logprobs_are_those_of_the_models_logits(num_logprobs):
     logits = np.random.default_rng(11).normal(scale=2.0, size=(3, V)).astype(np.float32)
     targets = np.array([4, 0, 49])
     check(prompt_logprobs(mx.array(logits), targets, num_logprobs), logits, targets, num_logprobs)
+
+
+def test_logits_are_reported_as_they_are():
+    rng = np.random.default_rng(3)
+    hidden = rng.normal(size=(5, 1, H)).astype(np.float32)
+    head = rng.normal(size=(H, V)).astype(np.float32)
+    targets = rng.integers(0, V, 5)
+    logits = mx.array(hidden) @ mx.array(head)
+    whole = prompt_logprobs(logits[:, 0], targets, 3, normalise=False)
+    chunks = prompt_logprob_chunks(
+        mx.array(hidden),
+        targets,
+        3,
+        lambda states: (states @ mx.array(head)).reshape(-1, V),
+        2,
+        normalise=False,
+    )
+    for found in (whole, Logprobs.joined(chunks)):
+        check(found, (hidden @ head).reshape(-1, V), targets, 3, normalise=False)
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3, -1])

@@ -141,6 +141,7 @@ def test_without_changes_means_without_all_of_them():
 
 #: Changes that are there in any process with an engine's configuration and scheduler.
 MADE_AT_ONCE = (
+    "cache_salts.send_salts",
     "engine_args.set_batch_defaults",
     "engine_args.accept_int8_kv_cache",
     "engine_args.cache_prefixes_of_states",

@@ -23,6 +23,7 @@ from typing import Any
 
 #: Modules of vllm_patches that change something: in this process all their functions do nothing.
 CHANGING = (
+    "cache_salts",
     "engine_args",
     "environment",
     "kv_transfer",
@@ -115,6 +116,20 @@ def planning(folder):
 
     found = find_spec("vllm.v1.core.kv_cache_planning")
     return found is None, str(found)
+
+
+@probe("cache_salts.send_salts")
+def salts(folder):
+    """A request's cache_salt is in nothing that the scheduler sends to the worker."""
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    prompt = {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "pepper"}
+    processor = InputProcessor(folder_config(folder))
+    params = processor.process_inputs("a", prompt, SamplingParams(), ("generate",)).sampling_params
+    fields = list(NewRequestData.__dataclass_fields__)
+    return "pepper" not in repr(params) and "cache_salt" not in fields, [params, fields]
 
 
 @probe("engine_args.set_batch_defaults")

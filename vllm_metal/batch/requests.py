@@ -21,7 +21,13 @@ _SALT = "vllm_metal_cache_salt"  # key among a request's extra arguments
 
 
 def remember_salt(params: SamplingParams, salt: str | None) -> None:
-    """Puts a request's cache_salt where the worker sees it; vLLM itself does not send it along."""
+    """Puts a request's cache_salt where the worker sees it; vLLM itself does not send it along.
+
+    Args:
+        params: this request's own, a copy of the caller's. Its dictionary of extra arguments may be
+            the caller's still, and stays as it is.
+        salt: None or "" for none; one that a client put there is removed.
+    """
     others = {key: value for key, value in (params.extra_args or {}).items() if key != _SALT}
     params.extra_args = others | ({_SALT: salt} if salt else {}) or None
 

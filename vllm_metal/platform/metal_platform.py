@@ -26,6 +26,7 @@ from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS, propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
+    cache_salts,
     engine_args,
     kv_transfer,
     logs,
@@ -144,6 +145,7 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        from vllm_metal.batch.requests import remember_salt
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
@@ -163,6 +165,7 @@ class MetalPlatform(Platform):
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         kv_transfer.recompute_by_default()
+        cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
 
     @classmethod
@@ -202,14 +205,12 @@ class MetalPlatform(Platform):
     ) -> None:
         from vllm.sampling_params import SamplingParams
 
-        from vllm_metal.batch.requests import remember_salt
         from vllm_metal.sample import validate
         from vllm_metal.serving.start import check_salt
 
         check_salt(processed_inputs.get("cache_salt"))
         if isinstance(params, SamplingParams):
             validate(params)
-            remember_salt(params, processed_inputs.get("cache_salt"))
 
 
 # Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`

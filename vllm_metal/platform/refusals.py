@@ -11,6 +11,8 @@ import torch
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_metal.platform.refused_options import refused_options
+from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.serving import start
 from vllm_metal.settings import envs
 from vllm_metal.settings.additional_config import AdditionalConfig
@@ -31,6 +33,8 @@ def refuse_unsupported(config: VllmConfig) -> None:
     wire = AdditionalConfig.of(config).wire_memory
     refusals = (
         _engine_refusals(config)
+        | refused_options(config)
+        | refused_variables()
         | _transfer_refusals(config)
         | _model_refusals(config)
         | _speculation_refusals(config)
@@ -47,6 +51,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
 def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
     """Settings of the engine by name, and whether each was asked for."""
     parallel = config.parallel_config
+    executor = parallel.distributed_executor_backend
     return {
         "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
@@ -55,6 +60,10 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
         "--enable-lora": config.lora_config is not None,
         "--ec-transfer-config": config.ec_transfer_config is not None,
         "--kv-cache-dtype-skip-layers": bool(config.cache_config.kv_cache_dtype_skip_layers),
+        f"--distributed-executor-backend {executor} (there is one device: leave it out)": (
+            executor in ("mp", "ray", "external_launcher")
+        ),
+        "--attention-config use_non_causal": config.attention_config.use_non_causal,
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
     }
 
@@ -101,8 +110,12 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
         f"--kv-cache-dtype {cache.cache_dtype} ({choices})": not formats.offered(
             cache.cache_dtype, model.dtype
         ),
+        f"--mamba-block-size {cache.mamba_block_size} (states lie in blocks of --block-size)": (
+            # vLLM sets it to either of the others, with and without prefix caching.
+            cache.mamba_block_size not in (None, cache.block_size, model.max_model_len)
+        ),
         f"--runner {model.runner_type}": model.runner_type != "generate",
-        "multimodal inputs (--limit-mm-per-prompt, or a text-only checkpoint)": (
+        "multimodal inputs (--language-model-only, or a text-only checkpoint)": (
             model.multimodal_config is not None and not model.multimodal_config.language_model_only
         ),
         "--hf-config-path (mlx-lm reads the config.json beside the weights)": (

@@ -10,16 +10,21 @@ from vllm_metal.sample.logprobs import Logprobs, gather_logprobs
 
 
 def prompt_logprobs(
-    logits: mx.array, target_ids: mx.array | np.ndarray, num_logprobs: int
+    logits: mx.array,
+    target_ids: mx.array | np.ndarray,
+    num_logprobs: int,
+    *,
+    normalise: bool = True,
 ) -> Logprobs:
-    """Logprobs of prompt tokens.
+    """Logprobs of prompt tokens, which no stage of the sampler changes: raw is processed here.
 
     logits: any float [n, V], the rows that predict the targets. target_ids: int [n].
     num_logprobs: as in SamplingParams.prompt_logprobs, -1 for the whole vocabulary.
+    normalise: report log-probabilities rather than logits, as `logprobs_mode` says.
     """
     vocab_size = logits.shape[1]
     width = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
-    return gather_logprobs(logits, mx.array(target_ids), width)
+    return gather_logprobs(logits, mx.array(target_ids), width, normalise=normalise)
 
 
 def prompt_logprob_chunks(
@@ -29,6 +34,8 @@ def prompt_logprob_chunks(
     compute_logits: Callable[[mx.array], mx.array],
     rows_at_once: int,
     after: Sequence[mx.array] = (),
+    *,
+    normalise: bool = True,
 ) -> list[Logprobs]:
     """Logprobs of one request's prompt tokens, in chunks of `rows_at_once` rows; nothing waits.
 
@@ -40,6 +47,7 @@ def prompt_logprob_chunks(
     compute_logits: hidden states [m, 1, H] -> logits, any float [m, V].
     after: arrays that the device computes before the first chunk's logits. To go on with another
     request, pass the last chunk's `arrays()`.
+    normalise: see `prompt_logprobs`.
     """
     chunks: list[Logprobs] = []
     done = list(after)
@@ -47,6 +55,7 @@ def prompt_logprob_chunks(
         rows = slice(start, start + rows_at_once)
         hidden = hidden_states[rows]
         logits = compute_logits(mx.depends(hidden, done) if done else hidden)
-        chunks.append(prompt_logprobs(logits, target_ids_np[rows], num_logprobs))
+        found = prompt_logprobs(logits, target_ids_np[rows], num_logprobs, normalise=normalise)
+        chunks.append(found)
         done = list(chunks[-1].arrays())
     return chunks

@@ -309,6 +309,7 @@ class ModelRunner:
                 self._model.compute_logits,
                 self._sampler.rows_at_once,
                 after,
+                normalise=self._sampler.normalises_logprobs,
             )
             state.prompt_logprobs += found
             chunks += found

@@ -13,7 +13,8 @@ _CONFIGURATION = (
         "vllm_patches/stat_loggers.py",
         fields="model_config cache_config parallel_config scheduler_config speculative_config "
         "load_config lora_config kv_transfer_config ec_transfer_config compilation_config "
-        "attention_config additional_config "
+        "attention_config additional_config aux_output_config offload_config mamba_config "
+        "diffusion_config watermark_config weight_transfer_config "
         "use_v2_model_runner num_prefill_lookahead_tokens",
     ),
     Touched(
@@ -38,6 +39,55 @@ _CONFIGURATION = (
         "mamba_block_size",
     ),
     Touched(
+        "vllm.config.aux_output:AuxOutputConfig",
+        by="platform/refused_options.py",
+        fields="enable_return_routed_experts",
+    ),
+    Touched(
+        "vllm.config:ModelConfig",
+        by="platform/refused_options.py",
+        fields="hf_text_config use_fp64_gumbel model_weights config_format code_revision hf_token "
+        "model_impl "
+        "model_class_overrides quantization_config sleep_preserve_parameter_names",
+    ),
+    Touched(
+        "vllm.config:LoadConfig",
+        by="platform/refused_options.py",
+        fields="load_format model_loader_extra_config ignore_patterns",
+    ),
+    Touched(
+        "vllm.config:CacheConfig",
+        by="platform/refused_options.py",
+        fields="mamba_cache_dtype mamba_ssm_cache_dtype prefix_match_unit "
+        "enable_mamba_shared_prefix_checkpoint use_replayssm",
+    ),
+    Touched(
+        "vllm.config:ParallelConfig",
+        by="platform/refused_options.py",
+        fields="prefill_context_parallel_size nnodes assigned_physical_gpu_ids enable_elastic_ep "
+        "enable_fault_tolerance",
+    ),
+    Touched(
+        "vllm.config.mamba:MambaConfig",
+        by="platform/refused_options.py",
+        fields="enable_stochastic_rounding",
+    ),
+    Touched(
+        "vllm.config.offload:OffloadConfig",
+        by="platform/refused_options.py",
+        fields="uva prefetch",
+    ),
+    Touched(
+        "vllm.config.offload:UVAOffloadConfig",
+        by="platform/refused_options.py",
+        fields="cpu_offload_gb",
+    ),
+    Touched(
+        "vllm.config.offload:PrefetchOffloadConfig",
+        by="platform/refused_options.py",
+        fields="offload_group_size",
+    ),
+    Touched(
         "vllm.config:KVTransferConfig",
         by="kv_transfer/config.py platform/refusals.py spec_decode/registry.py",
         called="kv_connector= kv_connector_module_path= kv_role= kv_load_failure_policy= "
@@ -54,7 +104,8 @@ _CONFIGURATION = (
         "vllm.config:ParallelConfig",
         by="platform",
         fields="worker_cls disable_custom_all_reduce tensor_parallel_size pipeline_parallel_size "
-        "data_parallel_size decode_context_parallel_size _api_process_count",
+        "data_parallel_size decode_context_parallel_size _api_process_count "
+        "distributed_executor_backend",
     ),
     Touched(
         "vllm.config:SchedulerConfig",
@@ -75,6 +126,11 @@ _CONFIGURATION = (
         calls={"use_multi_module_mtp": ""},
     ),
     Touched("vllm.config.attention:AttentionConfig", by="commands/fit/engine.py", called=""),
+    Touched(
+        "vllm.config.attention:AttentionConfig",
+        by="platform/refusals.py",
+        fields="use_non_causal",
+    ),
     Touched("vllm.config.cache:CacheConfig", by="commands/fit/engine.py", called="block_size="),
     Touched("vllm.config.parallel:ParallelConfig", by="commands/fit/engine.py", called=""),
     Touched(
@@ -137,7 +193,7 @@ _CONFIGURATION = (
 _ENGINE_ARGUMENTS = (
     Touched(
         "vllm.engine.arg_utils:EngineArgs",
-        by="vllm_patches/engine_args.py vllm_patches/speculation.py",
+        by="vllm_patches/engine_args.py vllm_patches/speculation.py platform/refused_options.py",
         fields="speculative_config spec_method enable_prefix_caching max_model_len",
         methods={
             "_set_default_chunked_prefill_and_prefix_caching_args": "model_config",
@@ -220,7 +276,12 @@ _PLATFORM = (
     Touched("vllm.platforms.interface:PlatformEnum", by="platform/metal_platform.py", fields="OOT"),
     Touched("vllm.platforms:current_platform", by="worker/worker.py"),
     Touched("vllm.pooling_params:PoolingParams", by="platform/metal_platform.py"),
-    Touched("vllm.envs:", by="vllm_patches/environment.py", fields="environment_variables"),
+    Touched(
+        "vllm.envs:",
+        by="vllm_patches/environment.py platform/refused_variables.py",
+        fields="environment_variables",
+    ),
+    Touched("vllm.envs:is_set", by="platform/refused_variables.py", called="name"),
     Touched(
         "vllm.logger:init_logger",
         by="platform/metal_platform.py worker/worker.py memory/planner.py memory/pressure.py "

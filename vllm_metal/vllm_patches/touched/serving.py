@@ -62,7 +62,7 @@ SERVING = (
     ),
     Touched(
         "vllm.v1.engine.input_processor:InputProcessor",
-        by="vllm_patches/streaming_sessions.py",
+        by="vllm_patches/streaming_sessions.py vllm_patches/cache_salts.py",
         methods={
             "process_inputs": "request_id prompt params supported_tasks arrival_time lora_request "
             "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
@@ -76,7 +76,7 @@ SERVING = (
     ),
     Touched(
         "vllm.v1.engine:EngineCoreRequest",
-        by="vllm_patches/streaming_sessions.py",
-        fields="request_id resumable sampling_params",
+        by="vllm_patches/streaming_sessions.py vllm_patches/cache_salts.py",
+        fields="request_id resumable sampling_params cache_salt",
     ),
 )

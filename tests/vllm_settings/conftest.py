@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a model that has a configuration, and no weights."""
+
+import json
+
+import pytest
+from vllm_patches import unpatched
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    (made / "config.json").write_text(json.dumps(unpatched.MODEL))
+    return str(made)
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory):
+    """Another, which has it in Mistral's format as well."""
+    made = tmp_path_factory.mktemp("elsewhere")
+    (made / "config.json").write_text(json.dumps(unpatched.MODEL))
+    params = {"dim": 64, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4}
+    params |= {"head_dim": 16, "vocab_size": 96, "norm_eps": 1e-5, "max_seq_len": 512}
+    (made / "params.json").write_text(json.dumps(params | {"rope_theta": 10000.0}))
+    return str(made)

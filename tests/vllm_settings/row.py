@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row of the table of docs/vllm-settings.md: what becomes of one setting of vLLM's."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["honoured", "without meaning", "refused"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """kind: what becomes of it. said: a test that shows it, where vLLM's own code gets it, why it
+    has no meaning here, or what is said to who sets it."""
+
+    kind: Kind
+    said: str
+
+
+#: By name of the setting, in vLLM's order.
+Table = dict[str, Row]
+
+
+def honoured(by_test: Mapping[str, str]) -> Table:
+    """Settings by the test that shows that a result changes with them, or a limit holds.
+
+    by_test: from "file.py::test_name" below tests/ to the names of settings, with spaces between.
+    """
+    return _rows("honoured", {f"`{test}`": names for test, names in by_test.items()})
+
+
+def read_by_vllm(by_reader: Mapping[str, str]) -> Table:
+    """Settings by the code of vLLM's that reads them and runs unchanged."""
+    return _rows("honoured", by_reader)
+
+
+def passed_on(by_place: Mapping[str, str]) -> Table:
+    """Settings by the place in vLLM's configuration where such code reads them."""
+    return {
+        name: Row("honoured", f"vLLM's own code reads it, as `{place}`")
+        for name, place in by_place.items()
+    }
+
+
+def without_meaning(by_reason: Mapping[str, str]) -> Table:
+    """Settings by the reason, names with spaces between."""
+    return _rows("without meaning", by_reason)
+
+
+def refused(by_reason: Mapping[str, str]) -> Table:
+    """The same of what an error says."""
+    return _rows("refused", by_reason)
+
+
+def _rows(kind: Kind, by_reason: Mapping[str, str]) -> Table:
+    rows = ((name, said) for said, names in by_reason.items() for name in names.split())
+    return union({name: Row(kind, said)} for name, said in rows)
+
+
+def union(tables: Iterable[Table]) -> Table:
+    """One table of several, in which no setting stands twice."""
+    joined: Table = {}
+    for table in tables:
+        twice = joined.keys() & table.keys()
+        assert not twice, f"{sorted(twice)} stand in the table twice"
+        joined |= table
+    return joined
+
+
+def differences(table: Table, fields: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Fields of vLLM's that the table lacks, and rows that are no fields."""
+    found = list(fields)
+    return [f for f in found if f not in table], sorted(table.keys() - set(found))
+
+
+def of_kind(table: Table, kind: Kind) -> list[str]:
+    """Names of the settings of one kind."""
+    return [name for name, row in table.items() if row.kind == kind]
+
+
+def named_test(row: Row) -> tuple[str, str] | None:
+    """The file and the name of the test that a row names; None if it names none."""
+    if not row.said.startswith("`") or "::" not in row.said:
+        return None
+    file, _, name = row.said.strip("`").partition("::")
+    return file, name

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the engine that are refused wherever they are set: a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class RefusedOption:
+    """An option that cannot be honoured, whatever it is set to.
+
+    option: as on the command line. place: of its value in vLLM's configuration. why: the reason, or
+    what to do instead. allowed: values that ask for nothing, beside the default of the field of
+    `EngineArgs` that the option stands for. of_model: keys of a model's configuration, whose value
+    vLLM itself puts there where its user did not.
+    """
+
+    option: str
+    place: str
+    why: str
+    allowed: tuple[Any, ...] = ()
+    of_model: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """Of `EngineArgs`."""
+        return self.option.removeprefix("--").replace("-", "_")
+
+
+_ONE_DEVICE = "there is one device"
+_MLX_LM = "mlx-lm's modules are the models"
+_NO_CLASSES = "vLLM's own model classes alone do that"
+_UNIFIED = "memory is unified: there is no other side to offload weights to"
+
+REFUSED_OPTIONS = (
+    RefusedOption(
+        "--use-fp64-gumbel", "model_config.use_fp64_gumbel", "a Mac's GPU has no float64"
+    ),
+    RefusedOption(
+        "--enable-return-routed-experts",
+        "aux_output_config.enable_return_routed_experts",
+        "mlx-lm's layers do not tell which experts they took",
+    ),
+    RefusedOption(
+        "--model-weights", "model_config.model_weights", "weights lie beside config.json"
+    ),
+    RefusedOption(
+        "--load-format",
+        "load_config.load_format",
+        "mlx-lm reads safetensors, and no others: leave it out",
+        ("hf", "safetensors"),
+    ),
+    RefusedOption(
+        "--model-loader-extra-config",
+        "load_config.model_loader_extra_config",
+        "mlx-lm loads the weights",
+    ),
+    RefusedOption(
+        "--ignore-patterns", "load_config.ignore_patterns", "mlx-lm reads model*.safetensors"
+    ),
+    RefusedOption(
+        "--config-format", "model_config.config_format", "mlx-lm reads config.json", ("hf",)
+    ),
+    RefusedOption(
+        "--code-revision",
+        "model_config.code_revision",
+        "a model's code is read from the folder of its weights: --revision names both",
+    ),
+    RefusedOption(
+        "--hf-token",
+        "model_config.hf_token",
+        "the weights are fetched with the token of the environment: export HF_TOKEN",
+        (True,),
+    ),
+    RefusedOption("--model-impl", "model_config.model_impl", _MLX_LM),
+    RefusedOption("--model-class-overrides", "model_config.model_class_overrides", _MLX_LM),
+    RefusedOption(
+        "--quantization-config",
+        "model_config.quantization_config",
+        "use a folder that mlx-lm has quantised",
+    ),
+    RefusedOption(
+        "--sleep-preserve-parameter-names",
+        "model_config.sleep_preserve_parameter_names",
+        "a sleep of level 2 drops all weights",
+    ),
+    RefusedOption("--diffusion-config", "diffusion_config", _NO_CLASSES),
+    RefusedOption(
+        "--watermark-config", "watermark_config", "the sampler leaves no mark in what it draws"
+    ),
+    RefusedOption(
+        "--weight-transfer-config",
+        "weight_transfer_config",
+        "weights come from files; start another server for others",
+    ),
+    RefusedOption("--cpu-offload-gb", "offload_config.uva.cpu_offload_gb", _UNIFIED),
+    RefusedOption("--offload-group-size", "offload_config.prefetch.offload_group_size", _UNIFIED),
+    RefusedOption(
+        "--prefill-context-parallel-size",
+        "parallel_config.prefill_context_parallel_size",
+        _ONE_DEVICE,
+    ),
+    RefusedOption("--nnodes", "parallel_config.nnodes", _ONE_DEVICE),
+    RefusedOption("--device-ids", "parallel_config.assigned_physical_gpu_ids", _ONE_DEVICE),
+    RefusedOption("--enable-elastic-ep", "parallel_config.enable_elastic_ep", _ONE_DEVICE),
+    RefusedOption(
+        "--enable-fault-tolerance", "parallel_config.enable_fault_tolerance", _ONE_DEVICE
+    ),
+    RefusedOption(
+        "--mamba-cache-dtype",
+        "cache_config.mamba_cache_dtype",
+        "states have the dtype that mlx-lm's layer gives them",
+    ),
+    RefusedOption(
+        "--mamba-ssm-cache-dtype",
+        "cache_config.mamba_ssm_cache_dtype",
+        "mlx-lm's layers keep such states in float32",
+        ("float32",),
+        ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
+    ),
+    RefusedOption(
+        "--enable-mamba-cache-stochastic-rounding",
+        "mamba_config.enable_stochastic_rounding",
+        "states are rounded to the nearest",
+    ),
+    RefusedOption(
+        "--prefix-match-unit",
+        "cache_config.prefix_match_unit",
+        "prefix-cache hits end at whole blocks",
+    ),
+    RefusedOption(
+        "--enable-mamba-shared-prefix-checkpoint",
+        "cache_config.enable_mamba_shared_prefix_checkpoint",
+        "states are kept at the ends of blocks",
+    ),
+    RefusedOption(
+        "--mamba-cache-mode",
+        "cache_config.mamba_cache_mode",
+        "states are kept at the ends of chunks, vLLM's 'align'",
+        ("align",),
+    ),
+    RefusedOption("--use-replayssm", "cache_config.use_replayssm", "states are kept, not inputs"),
+)
+
+
+def refused_options(config: VllmConfig) -> dict[str, bool]:
+    """Options by what an error says of them, and whether each is set."""
+    if config.model_config is None:
+        return {}
+    model = config.model_config.hf_text_config
+    return {
+        f"{row.option} ({row.why})": attrgetter(row.place)(config)
+        not in (default, *row.allowed, *(getattr(model, key, default) for key in row.of_model))
+        for row, default in _with_defaults()
+    }
+
+
+@cache
+def _with_defaults() -> list[tuple[RefusedOption, Any]]:
+    """The rows, each with the default that `EngineArgs` has for it."""
+    return list(_defaults())
+
+
+def _defaults() -> Iterator[tuple[RefusedOption, Any]]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name: field for field in fields(EngineArgs)}
+    for row in REFUSED_OPTIONS:
+        field = known[row.field]
+        made = field.default_factory
+        yield row, field.default if made is MISSING else made()
