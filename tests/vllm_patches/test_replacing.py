@@ -36,6 +36,16 @@ def test_the_original_is_wrapped_once(theirs):
     assert theirs().double(4) == 9
 
 
+def test_two_changes_of_one_function(theirs):
+    def times_ten(original):
+        return lambda self, number: 10 * original(self, number)
+
+    for _ in range(2):
+        replace(theirs, "double", plus_one)
+        replace(theirs, "double", times_ten)
+    assert theirs().double(4) == 90
+
+
 def test_the_replacement_looks_like_the_original(theirs):
     replace(theirs, "double", plus_one)
     assert theirs.double.__doc__ == "Twice the number."

@@ -70,6 +70,7 @@ REFUSED = {
 }
 #: What the error names, where it is not the option.
 NAMED = {
+    "mamba_cache_mode": "mamba_cache_mode",  # vLLM knows no other values
     "convert": "--runner pooling",
     "quantization": "quantization='awq' is not an MLX format",
     "return_sampling_mask": "sampling distribution replay requires Model Runner V2",

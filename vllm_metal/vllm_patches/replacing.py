@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every module of this package puts a function of ours in the place of one of vLLM's: once."""
+"""How modules of this package put functions of ours in the place of vLLM's: each of them once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-_REPLACED = "_vllm_metal_replaced"
+_MAKERS = "_vllm_metal_makers"  # of what is there: the names of what made it, one around the other
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
     """Puts `make(original)` in the place of `owner.name`; changes nothing the second time.
+
+    Another `make` goes around what the first has put there.
 
     The mark is our own: `__wrapped__` is also set by decorators of vLLM's.
 
@@ -29,8 +31,10 @@ def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) ->
     original = inspect.getattr_static(owner, name)
     if not isinstance(original, FunctionType):
         raise TypeError(f"{name} of {owner} is a {type(original).__name__} and no function")
-    if hasattr(original, _REPLACED):
+    makers: frozenset[str] = getattr(original, _MAKERS, frozenset())
+    maker = f"{make.__module__}.{make.__qualname__}"
+    if maker in makers:
         return
     replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _REPLACED, original)
+    setattr(replacement, _MAKERS, makers | {maker})
     setattr(owner, name, replacement)

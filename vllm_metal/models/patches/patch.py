@@ -15,7 +15,7 @@ class ModulePatch:
     """What one module of mlx-lm's lacks to compute what transformers' class does."""
 
     module: str  # of mlx_lm.models
-    releases: tuple[str, ...]  # of mlx-lm, "major.minor", whose source it was written by
+    releases: tuple[tuple[int, int], ...]  # of mlx-lm, whose source it was written by
     apply: Callable[[ModuleType], None]  # once, when mlx-lm has imported the module
 
 

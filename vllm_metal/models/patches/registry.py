@@ -29,7 +29,7 @@ from vllm_metal.models.patches.ropes import rope_utils, spread
 from vllm_metal.models.patches.routers import grouped
 from vllm_metal.models.patches.windows import gemma2, gemma3_text
 
-_READ = ("0.32",)
+_READ = ((0, 32),)
 _MODULES = "mlx_lm.models."
 _MARK = "_vllm_metal_patched"
 
@@ -144,15 +144,16 @@ def install() -> None:
     Raises:
         ValueError: a module is of a release of mlx-lm that the patch was not written for.
     """
-    release = ".".join(version("mlx-lm").split(".")[:2])
+    major, minor = (int(part) for part in version("mlx-lm").split(".")[:2])
     for patch in PATCHES:
         module: ModuleType | None = sys.modules.get(_MODULES + patch.module)
         if module is None or hasattr(module, _MARK):
             continue
-        if release not in patch.releases:
+        if (major, minor) not in patch.releases:
+            read = " and ".join(f"{first}.{second}" for first, second in patch.releases)
             raise ValueError(
-                f"mlx-lm {release} may compute {patch.module!r} as transformers does not: "
-                f"vllm-metal knows what {' and '.join(patch.releases)} lack"
+                f"mlx-lm {major}.{minor} may compute {patch.module!r} as transformers does not: "
+                f"vllm-metal knows what {read} lack"
             )
         patch.apply(module)
         setattr(module, _MARK, patch)
