@@ -121,8 +121,10 @@ def test_five_turns(tiny_models, name, speculation, scheduling, ends):
     config = SPECULATION[speculation]
     if config == "draft":
         config = draft_model(tiny_models, name)
+    # Lookup drafts little that is right in the texts of "full", and nothing in short turns.
+    stops = STOPS[::9] if name == "full" else STOPS
     params = streamed(
-        max_tokens=MAX_TOKENS, stop_token_ids=STOPS if ends == "stop tokens" else None
+        max_tokens=MAX_TOKENS, stop_token_ids=stops if ends == "stop tokens" else None
     )
     with small_engine(
         model,
@@ -140,7 +142,7 @@ def test_five_turns(tiny_models, name, speculation, scheduling, ends):
             for session, turns in scripts.items():
                 check(dense, turns, session.answers)
                 for answer, (reason, stop) in zip(session.answers, session.reasons, strict=True):
-                    at_stop = ends == "stop tokens" and answer[-1] in STOPS
+                    at_stop = ends == "stop tokens" and answer[-1] in stops
                     assert (reason, stop) == (("stop", answer[-1]) if at_stop else ("length", None))
                     assert at_stop or len(answer) == MAX_TOKENS
             assert_nothing_is_held(llm, free)
