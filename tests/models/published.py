@@ -232,6 +232,7 @@ FAMILIES: dict[str, Published] = {
         | {
             "num_shared_experts": 1,
             "num_experts": 6,
+            "num_experts_per_tok": 3,
             "n_group": 3,
             "topk_group": 2,
             "routed_scaling_factor": 1.7,
