@@ -63,7 +63,6 @@ REFUSED = {
     "mamba_ssm_cache_dtype": "float16",
     "enable_mamba_cache_stochastic_rounding": True,
     "mamba_block_size": 64,
-    "mamba_cache_mode": "all",
     "prefix_match_unit": 8,
     "enable_mamba_shared_prefix_checkpoint": True,
     "use_replayssm": True,
