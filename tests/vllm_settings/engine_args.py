@@ -150,6 +150,9 @@ _WITHOUT_MEANING = without_meaning(
             "enable_layerwise_nvtx_tracing jit_monitor_mode jit_monitor_verbose "
             "sleep_mode_offload_cudagraph collect_detailed_traces"
         ),
+        "vLLM takes `align` with prefix caching and `none` without, whatever is given": (
+            "mamba_cache_mode"
+        ),
         "it says in which memory tables of embeddings lie, and there is one": "engram_config",
         "it is for CUDA's allocator, or NCCL": "enable_cumem_allocator enable_nccl_comm_suspend",
         "mlx-lm reads the weights, and the same ones": (

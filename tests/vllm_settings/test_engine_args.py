@@ -63,14 +63,12 @@ REFUSED = {
     "mamba_ssm_cache_dtype": "float16",
     "enable_mamba_cache_stochastic_rounding": True,
     "mamba_block_size": 64,
-    "mamba_cache_mode": "all",
     "prefix_match_unit": 8,
     "enable_mamba_shared_prefix_checkpoint": True,
     "use_replayssm": True,
 }
 #: What the error names, where it is not the option.
 NAMED = {
-    "mamba_cache_mode": "mamba_cache_mode",  # vLLM knows no other values
     "convert": "--runner pooling",
     "quantization": "quantization='awq' is not an MLX format",
     "return_sampling_mask": "sampling distribution replay requires Model Runner V2",

@@ -141,12 +141,6 @@ REFUSED_OPTIONS = (
         "cache_config.enable_mamba_shared_prefix_checkpoint",
         "states are kept at the ends of blocks",
     ),
-    RefusedOption(
-        "--mamba-cache-mode",
-        "cache_config.mamba_cache_mode",
-        "states are kept at the ends of chunks, vLLM's 'align'",
-        ("align",),
-    ),
     RefusedOption("--use-replayssm", "cache_config.use_replayssm", "states are kept, not inputs"),
 )
 
