@@ -14,52 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_metal.models import config_refusals
 from vllm_metal.models.patches import registry as patches
+from vllm_metal.models.rope_parameters import Config, rope, rotated_share, scaling_of
 from vllm_metal.models.weight_files import ModelLoadError
 
-Config = Mapping[str, Any]
-
-
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
-#: Modules that take all of `rope_parameters` by themselves.
-_READ_ROPE = _names(
-    "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
-    "muse_spark qwen3 qwen3_5 spark2_5"
-)
-#: Modules that rotate whole heads, whatever share the config says; see `patches.plain_ropes`.
-PARTIAL = frozenset(("glm",))
-#: Keys that hold the theta of layers with windows.
-_LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta")
-#: Modules that scale the rope of layers without windows only.
-_LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
-#: Types of scaled ropes that modules compute which make their own. The others call mlx-lm's
-#: `initialize_rope`, which refuses those it does not know.
-_TYPES: Mapping[str, frozenset[str]] = {
-    "deepseek": frozenset(("linear",)),
-    "gemma3n": frozenset(),
-    "deepseek_v2": frozenset(("yarn",)),
-    "hunyuan": frozenset(("dynamic",)),
-    "hunyuan_v1_dense": frozenset(("dynamic",)),
-    "minicpm3": frozenset(("longrope",)),
-    "nemotron": frozenset(("linear",)),
-    "phi3": frozenset(("linear", "longrope", "su")),
-    "phimoe": frozenset(("longrope", "su")),
-}
-#: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
-#: one that is scaled; see `patches.plain_ropes`.
-UNSCALED = _names(
-    "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium mixtral qwen2_moe "
-    "qwen3_moe solar_open starcoder2"
-)
 #: Classes within a module that read its `text_config`, where no module of that name does.
 _TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
-#: Keys of a rope's parameters that have keys of their own.
-_OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor")
-
-
 #: The value of a key that is to be None.
 NOTHING = object()
 
@@ -75,41 +36,8 @@ class Row:
     no_default: bool = False  # of modules only that demand the key; others know better
 
 
-def _rope(config: Config, layer_type: str = "full_attention") -> Config:
-    """Parameters of the rope, or of the layers of a type; empty where the config has none."""
-    parameters = config.get("rope_parameters") or {}
-    if _by_layer_type(parameters):
-        return parameters.get(layer_type) or {}
-    return parameters
-
-
-def _by_layer_type(parameters: Config) -> bool:
-    return any(isinstance(value, Mapping) for value in parameters.values())
-
-
-def _scaling(config: Config) -> dict[str, Any] | None:
-    """As `rope_scaling` was: the type by both of its names."""
-    rope = {key: value for key, value in _rope(config).items() if key not in _OF_THEIR_OWN}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type == "default":
-        return None
-    return rope | {"rope_type": rope_type, "type": rope_type}
-
-
-def scaling(config: Config) -> dict[str, Any] | None:
-    """How positions are scaled, in either spelling; None: they are not."""
-    given = config.get("rope_scaling")
-    return _scaling({"rope_parameters": given} if given else config)
-
-
-def rotated_share(config: Config) -> float:
-    """The share of each head that a rope turns."""
-    stated = config.get("partial_rotary_factor", _rope(config).get("partial_rotary_factor"))
-    return 1.0 if stated is None else float(stated)
-
-
 def _of_rope(key: str, layer_type: str = "full_attention") -> Callable[[Config], Any]:
-    return lambda config: _rope(config, layer_type).get(key)
+    return lambda config: rope(config, layer_type).get(key)
 
 
 def _renamed(key: str) -> Callable[[Config], Any]:
@@ -257,7 +185,7 @@ _CHOICES: Mapping[str, Mapping[str, Any]] = {
 #: Of modules that do not take `rope_parameters` by themselves.
 _ROPE_ROWS: Sequence[Row] = (
     Row("rope_theta", _of_rope("rope_theta")),
-    Row("rope_scaling", _scaling),
+    Row("rope_scaling", scaling_of),
     Row("partial_rotary_factor", _of_rope("partial_rotary_factor")),
     Row("rotary_pct", _of_rope("partial_rotary_factor"), ("gpt_neox",)),
     Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
@@ -298,37 +226,6 @@ ROWS: Sequence[Row] = (
         for key, value in choices.items()
     ),
 )
-#: Keys that name an activation.
-_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
-_SILU = frozenset(("silu", "swish"))
-_GELU_TANH = frozenset(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"))
-#: Activations that modules compute which do not read their name.
-_ACTIVATIONS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(
-        _names(
-            "afmoe cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 "
-            "ernie4_5_moe exaone4 exaone_moe falcon_h1 glm glm4 glm4_moe glm4_moe_lite "
-            "glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid helium hunyuan_v1_dense "
-            "jamba kimi_linear laguna llama llama4_text longcat_flash mamba mamba2 mellum "
-            "mimo_v2_flash minicpm3 minimax ministral3 mistral4 mixtral olmo2 olmo3 "
-            "olmo_hybrid olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next "
-            "seed_oss smollm3 solar_open stablelm step3p5"
-        ),
-        _SILU,
-    ),
-    "apertus": frozenset(("xielu",)),
-    "gemma": _GELU_TANH | {"gelu"},
-    "gpt_bigcode": _GELU_TANH | {"gelu"},
-    "gpt_neox": _GELU_TANH | {"gelu"},
-    "starcoder2": _GELU_TANH | {"gelu"},
-    **dict.fromkeys(("bitnet", "nanochat", "nemotron", "nemotron_h"), frozenset(("relu2",))),
-    **dict.fromkeys(
-        ("gemma2", "gemma3_text", "gemma3n", "gemma4_text", "gpt2", "gptj", "phi"), _GELU_TANH
-    ),
-    "recurrent_gemma": _GELU_TANH,
-}
-#: The share of a head that modules rotate which do not read it.
-_ROTATED = {"recurrent_gemma": 0.5}
 
 
 def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
@@ -353,7 +250,7 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
         if field.default is field.default_factory is dataclasses.MISSING
     }
     changed: dict[str, Any] = {}
-    for row in (*ROWS, *(() if module in _READ_ROPE else _ROPE_ROWS)):
+    for row in (*ROWS, *(() if module in config_refusals.READ_ROPE else _ROPE_ROWS)):
         if row.key not in (required if row.no_default else read):
             continue
         if row.families and module not in row.families:
@@ -363,11 +260,9 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
             changed[row.key] = None if value is NOTHING else value
     if "rope_scaling" in required and "rope_scaling" not in config:
         changed.setdefault("rope_scaling", None)
-    if module in UNSCALED and "rope_scaling" in read:
+    if module in config_refusals.UNSCALED and "rope_scaling" in read:
         changed["rope_scaling"] = None  # some refuse what they would not compute in any case
-    _check_activation(config, module, read)
-    if module not in _READ_ROPE:
-        _check_rope(config, module, read)
+    config_refusals.check(config, module, read)
     if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
         changed |= _of_text(text, module)
     return changed
@@ -393,76 +288,3 @@ def _text_args(text: Config, module: str) -> tuple[str, type | None]:
     except (KeyError, ValueError):
         return module, None
     return patches.module_of(text, family), args
-
-
-def _check_activation(config: Config, module: str, read: set[str]) -> None:
-    """
-    Raises:
-        ModelLoadError: the config names an activation that the module does not compute.
-    """
-    computed = _ACTIVATIONS.get(module)
-    if computed is None:
-        return
-    for key in _ACTIVATION_KEYS:
-        if key not in read and (named := config.get(key)) is not None and named not in computed:
-            raise ModelLoadError(
-                f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
-                f"{' or '.join(sorted(computed))}"
-            )
-
-
-def _check_rope(config: Config, module: str, read: set[str]) -> None:
-    """
-    Raises:
-        ModelLoadError: the config says two things of the rope, or one that the module drops.
-    """
-    parameters = config.get("rope_parameters") or {}
-    for key in _OF_THEIR_OWN:
-        given, stated = config.get(key), _rope(config).get(key)
-        if given is not None and stated is not None and given != stated:
-            raise ModelLoadError(
-                f"config.json says {key} {given!r}, and in rope_parameters {stated!r}: say which "
-                f"counts, as --hf-overrides '{{\"{key}\": {stated!r}}}'"
-            )
-    rope_type = (scaling(config) or {}).get("rope_type", "default")
-    served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
-    if rope_type != "default" and not served and module not in UNSCALED:
-        raise ModelLoadError(
-            f"config.json asks for a rope of type {rope_type!r}, which mlx-lm's module {module!r} "
-            "does not compute"
-        )
-    share = rotated_share(config)
-    reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
-    if not reads_share and share != _ROTATED.get(module, 1.0):
-        raise ModelLoadError(
-            f"config.json says partial_rotary_factor {share}, which mlx-lm's module {module!r} "
-            "does not compute"
-        )
-    if _by_layer_type(parameters):
-        _check_types(parameters, module, read)
-
-
-def _check_types(parameters: Config, module: str, read: set[str]) -> None:
-    """The same of ropes by layer type."""
-    whole = parameters.get("full_attention") or {}
-    theta, scaling = whole.get("rope_theta"), _scaling({"rope_parameters": whole})
-    share = whole.get("partial_rotary_factor")
-    for layer_type, rope in parameters.items():
-        if layer_type == "full_attention" or rope is None:
-            continue
-        computed = {
-            "rope_theta": rope.get("rope_theta") if read & set(_LOCAL_THETA) else theta,
-            "partial_rotary_factor": share,
-            "rope_type": None if module in _LOCAL_PLAIN else scaling,
-        }
-        stated = {
-            "rope_theta": rope.get("rope_theta"),
-            "partial_rotary_factor": rope.get("partial_rotary_factor"),
-            "rope_type": _scaling({"rope_parameters": rope}),
-        }
-        lost = [key for key in computed if computed[key] != stated[key]]
-        if lost:
-            raise ModelLoadError(
-                f"rope_parameters of config.json have another {', '.join(lost)} for {layer_type} "
-                f"layers, which mlx-lm's module {module!r} does not compute"
-            )

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models import rope_utils  # whose function is patched, see `ropes`
 
-from vllm_metal.models import published_config
+from vllm_metal.models.config_refusals import PARTIAL, UNSCALED
+from vllm_metal.models.rope_parameters import rotated_share, scaling
 from vllm_metal.models.weight_files import ModelLoadError
 
 
@@ -26,14 +27,14 @@ def mend_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
         ModelLoadError: mlx-lm knows no such scaling.
     """
     words = config.get("text_config") or config
-    scaling, share = published_config.scaling(words), published_config.rotated_share(words)
+    scaled, share = scaling(words), rotated_share(words)
     for _, layer in model.named_modules():
         module = type(layer).__module__.rpartition(".")[2]
         rope = layer.get("rope")
         if type(rope) is not nn.RoPE:
             continue
-        scales = scaling if module in published_config.UNSCALED else None
-        turns = share if module in published_config.PARTIAL else 1.0
+        scales = scaled if module in UNSCALED else None
+        turns = share if module in PARTIAL else 1.0
         if scales is None and turns == 1.0:
             continue
         try:

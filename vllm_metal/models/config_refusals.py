@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a config.json asks for that mlx-lm's module does not compute: it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm_metal.models.rope_parameters import (
+    OF_THEIR_OWN,
+    Config,
+    by_layer_type,
+    rope,
+    rotated_share,
+    scaling,
+    scaling_of,
+)
+from vllm_metal.models.weight_files import ModelLoadError
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+#: Modules that take all of `rope_parameters` by themselves.
+READ_ROPE = _names(
+    "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
+    "muse_spark qwen3 qwen3_5 spark2_5"
+)
+#: Modules that rotate whole heads, whatever share the config says; see `patches.plain_ropes`.
+PARTIAL = frozenset(("glm",))
+#: Keys that hold the theta of layers with windows.
+_LOCAL_THETA = ("rope_local_base_freq", "swa_rope_theta")
+#: Modules that scale the rope of layers without windows only.
+_LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
+#: Types of scaled ropes that modules compute which make their own. The others call mlx-lm's
+#: `initialize_rope`, which refuses those it does not know.
+_TYPES: Mapping[str, frozenset[str]] = {
+    "deepseek": frozenset(("linear",)),
+    "gemma3n": frozenset(),
+    "deepseek_v2": frozenset(("yarn",)),
+    "hunyuan": frozenset(("dynamic",)),
+    "hunyuan_v1_dense": frozenset(("dynamic",)),
+    "minicpm3": frozenset(("longrope",)),
+    "nemotron": frozenset(("linear",)),
+    "phi3": frozenset(("linear", "longrope", "su")),
+    "phimoe": frozenset(("longrope", "su")),
+}
+#: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
+#: one that is scaled; see `patches.plain_ropes`.
+UNSCALED = _names(
+    "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium mixtral qwen2_moe "
+    "qwen3_moe solar_open starcoder2"
+)
+#: Keys that name an activation.
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+_SILU = frozenset(("silu", "swish"))
+_GELU_TANH = frozenset(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"))
+#: Activations that modules compute which do not read their name.
+_ACTIVATIONS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(
+        _names(
+            "afmoe cohere cohere2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 "
+            "ernie4_5_moe exaone4 exaone_moe falcon_h1 glm glm4 glm4_moe glm4_moe_lite "
+            "glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid helium hunyuan_v1_dense "
+            "jamba kimi_linear laguna llama llama4_text longcat_flash mamba mamba2 mellum "
+            "mimo_v2_flash minicpm3 minimax ministral3 mistral4 mixtral olmo2 olmo3 "
+            "olmo_hybrid olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next "
+            "seed_oss smollm3 solar_open stablelm step3p5"
+        ),
+        _SILU,
+    ),
+    "apertus": frozenset(("xielu",)),
+    "gemma": _GELU_TANH | {"gelu"},
+    "gpt_bigcode": _GELU_TANH | {"gelu"},
+    "gpt_neox": _GELU_TANH | {"gelu"},
+    "starcoder2": _GELU_TANH | {"gelu"},
+    **dict.fromkeys(("bitnet", "nanochat", "nemotron", "nemotron_h"), frozenset(("relu2",))),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "gemma3n", "gemma4_text", "gpt2", "gptj", "phi"), _GELU_TANH
+    ),
+    "recurrent_gemma": _GELU_TANH,
+}
+#: The share of a head that modules rotate which do not read it.
+_ROTATED = {"recurrent_gemma": 0.5}
+
+
+def check(config: Config, module: str, read: set[str]) -> None:
+    """Looks at the activation and at the ropes.
+
+    Args:
+        config: of config.json.
+        module: of mlx-lm, that reads it.
+        read: keys that the module reads.
+
+    Raises:
+        ModelLoadError: the config asks for what the module does not compute, or says two things of
+            one key.
+    """
+    _check_activation(config, module, read)
+    if module not in READ_ROPE:
+        _check_rope(config, module, read)
+
+
+def _check_activation(config: Config, module: str, read: set[str]) -> None:
+    """
+    Raises:
+        ModelLoadError: the config names an activation that the module does not compute.
+    """
+    computed = _ACTIVATIONS.get(module)
+    if computed is None:
+        return
+    for key in _ACTIVATION_KEYS:
+        if key not in read and (named := config.get(key)) is not None and named not in computed:
+            raise ModelLoadError(
+                f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
+                f"{' or '.join(sorted(computed))}"
+            )
+
+
+def _check_rope(config: Config, module: str, read: set[str]) -> None:
+    """
+    Raises:
+        ModelLoadError: the config says two things of the rope, or one that the module drops.
+    """
+    parameters = config.get("rope_parameters") or {}
+    for key in OF_THEIR_OWN:
+        given, stated = config.get(key), rope(config).get(key)
+        if given is not None and stated is not None and given != stated:
+            raise ModelLoadError(
+                f"config.json says {key} {given!r}, and in rope_parameters {stated!r}: say which "
+                f"counts, as --hf-overrides '{{\"{key}\": {stated!r}}}'"
+            )
+    rope_type = (scaling(config) or {}).get("rope_type", "default")
+    served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
+    if rope_type != "default" and not served and module not in UNSCALED:
+        raise ModelLoadError(
+            f"config.json asks for a rope of type {rope_type!r}, which mlx-lm's module {module!r} "
+            "does not compute"
+        )
+    share = rotated_share(config)
+    reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
+    if not reads_share and share != _ROTATED.get(module, 1.0):
+        raise ModelLoadError(
+            f"config.json says partial_rotary_factor {share}, which mlx-lm's module {module!r} "
+            "does not compute"
+        )
+    if by_layer_type(parameters):
+        _check_types(parameters, module, read)
+
+
+def _check_types(parameters: Config, module: str, read: set[str]) -> None:
+    """The same of ropes by layer type."""
+    whole = parameters.get("full_attention") or {}
+    theta, scaled = whole.get("rope_theta"), scaling_of({"rope_parameters": whole})
+    share = whole.get("partial_rotary_factor")
+    for layer_type, own in parameters.items():
+        if layer_type == "full_attention" or own is None:
+            continue
+        computed = {
+            "rope_theta": own.get("rope_theta") if read & set(_LOCAL_THETA) else theta,
+            "partial_rotary_factor": share,
+            "rope_type": None if module in _LOCAL_PLAIN else scaled,
+        }
+        stated = {
+            "rope_theta": own.get("rope_theta"),
+            "partial_rotary_factor": own.get("partial_rotary_factor"),
+            "rope_type": scaling_of({"rope_parameters": own}),
+        }
+        lost = [key for key in computed if computed[key] != stated[key]]
+        if lost:
+            raise ModelLoadError(
+                f"rope_parameters of config.json have another {', '.join(lost)} for {layer_type} "
+                f"layers, which mlx-lm's module {module!r} does not compute"
+            )
