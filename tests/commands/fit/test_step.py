@@ -41,10 +41,8 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
     assert found.vocab_size == 600
 
 
-@pytest.mark.parametrize(
-    ("name", "drafts"),
-    [("qwen3_next, states", 0), ("qwen3_next, states", 5), ("lfm2, convolutions", 2)],
-)
+# Not of recurrences: on a CPU mlx-lm plays them token by token, and MLX runs ahead.
+@pytest.mark.parametrize(("name", "drafts"), [("lfm2, convolutions", 0), ("lfm2, convolutions", 2)])
 def test_the_peak_of_requests_that_verify_drafts(folder, name, drafts):
     config = settings(folder(name), torch.float32, num_drafts=drafts)
     network = loader.load(config)
