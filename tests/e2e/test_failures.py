@@ -130,8 +130,10 @@ def test_an_interrupted_start_leaves_nothing_behind(tiny, tmp_path, scratch):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
         process.wait(ENDING_S)
         wait_for(lambda: not group_of(process), ENDING_S)
-    # Files, that is: vLLM's sockets stay where its start is cut short.
-    assert [path for path in scratch.rglob("*") if path.is_file()] == []
+    # Files, that is: vLLM's sockets stay where its start is cut short. MLX's compiler for CPUs
+    # keeps what it made in a folder of its own, for any process.
+    left = [path for path in scratch.rglob("*") if path.is_file()]
+    assert [path for path in left if not path.is_relative_to(scratch / "mlx")] == []
     assert not cache.exists() or list(cache.rglob("*.partial*")) == []
 
 

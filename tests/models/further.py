@@ -223,6 +223,7 @@ FAMILIES = {
             "linear_num_key_heads": 4,
             "linear_allow_neg_eigval": True,
             "attention_bias": False,
+            "partial_rotary_factor": None,
         },
     ),
     "rwkv7": Family(

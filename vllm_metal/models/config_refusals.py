@@ -10,9 +10,9 @@ from vllm_metal.models.rope_parameters import (
     Config,
     by_layer_type,
     rope,
-    rotated_share,
     scaling,
     scaling_of,
+    stated_share,
 )
 from vllm_metal.models.weight_files import ModelLoadError
 
@@ -137,9 +137,9 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
             f"config.json asks for a rope of type {rope_type!r}, which mlx-lm's module {module!r} "
             "does not compute"
         )
-    share = rotated_share(config)
+    share = stated_share(config)
     reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
-    if not reads_share and share != _ROTATED.get(module, 1.0):
+    if not reads_share and share not in (None, _ROTATED.get(module, 1.0)):
         raise ModelLoadError(
             f"config.json says partial_rotary_factor {share}, which mlx-lm's module {module!r} "
             "does not compute"

@@ -38,7 +38,13 @@ def scaling(config: Config) -> dict[str, Any] | None:
     return scaling_of({"rope_parameters": given} if given else config)
 
 
-def rotated_share(config: Config) -> float:
-    """The share of each head that a rope turns."""
+def stated_share(config: Config) -> float | None:
+    """The share of each head that a rope turns; None: the config does not say."""
     stated = config.get("partial_rotary_factor", rope(config).get("partial_rotary_factor"))
-    return 1.0 if stated is None else float(stated)
+    return None if stated is None else float(stated)
+
+
+def rotated_share(config: Config) -> float:
+    """The same; all of it where the config does not say."""
+    stated = stated_share(config)
+    return 1.0 if stated is None else stated
