@@ -13,10 +13,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
 from vllm import LLM, SamplingParams
 
-from vllm_metal.models.patches import registry
+from vllm_metal.models.loader import dense_model
 
 #: Largest gap of two float32 logits that counts as a tie. Chunked, batched and one-at-a-time
 #: matrix products sum in different orders; over these models the logits (up to ~30) move by less
@@ -126,7 +125,7 @@ class Dense:
     ties: list[float] = field(default_factory=list)  # gaps that were accepted as ties
 
     def __post_init__(self) -> None:
-        self._model, _ = load_model(Path(self.path), get_model_classes=registry.classes)
+        self._model = dense_model(Path(self.path))
         self._known: set[tuple[int, ...]] = set()
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:

@@ -71,6 +71,7 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "layer_types": _STATES,
 }
+_GPT = {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 1.5,
@@ -480,42 +481,9 @@ FAMILIES: dict[str, Published] = {
     }.items()
 }
 FAMILIES |= {
-    "gpt2": Published(
-        "gpt2",
-        {
-            "vocab_size": VOCAB,
-            "n_embd": 72,
-            "n_layer": 3,
-            "n_head": 6,
-            "n_positions": 512,
-            "n_inner": 288,
-        },
-        common=False,
-    ),
-    "gpt_bigcode": Published(
-        "gpt_bigcode",
-        {
-            "vocab_size": VOCAB,
-            "n_embd": 72,
-            "n_layer": 3,
-            "n_head": 6,
-            "n_positions": 512,
-            "n_inner": 288,
-        },
-        common=False,
-    ),
-    "gptj": Published(
-        "gptj",
-        {
-            "vocab_size": VOCAB,
-            "n_embd": 72,
-            "n_layer": 3,
-            "n_head": 6,
-            "n_positions": 512,
-            "rotary_dim": 6,
-        },
-        common=False,
-    ),
+    "gpt2": Published("gpt2", _GPT | {"n_inner": 288}, common=False),
+    "gpt_bigcode": Published("gpt_bigcode", _GPT | {"n_inner": 288}, common=False),
+    "gptj": Published("gptj", _GPT | {"rotary_dim": 6}, common=False),
     "dbrx": Published(
         "dbrx",
         {

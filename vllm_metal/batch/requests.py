@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -138,17 +137,19 @@ class Requests:
         gone += [self.preempt_request(id_) for id_ in scheduler_output.preempted_req_ids or ()]
         changes.left.extend(state for state in gone if state is not None)
         for data in scheduler_output.scheduled_new_reqs:
-            self._attempt(changes, data.req_id, partial(self._begin, changes, data))
+            self._attempt(changes, data.req_id, self._begin, data)
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             go_on = self._resume if req_id in cached.resumed_req_ids else self._advance
-            self._attempt(changes, req_id, partial(go_on, changes, cached, index))
+            self._attempt(changes, req_id, go_on, cached, index)
         return changes
 
-    def _attempt(self, changes: Changes, req_id: str, call: Callable[[], None]) -> None:
+    def _attempt(
+        self, changes: Changes, req_id: str, call: Callable[..., None], *arguments: Any
+    ) -> None:
         """Makes the call; where it raises, the request is forgotten, and fails."""
         try:
-            call()
+            call(changes, *arguments)
         except Exception as error:
             changes.failed[req_id] = error
             if (state := self.remove_request(req_id)) is not None:

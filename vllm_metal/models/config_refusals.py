@@ -71,9 +71,6 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
     ),
     "apertus": frozenset(("xielu",)),
     "gemma": _GELU_TANH | {"gelu"},
-    "gpt_bigcode": _GELU_TANH | {"gelu"},
-    "gpt_neox": _GELU_TANH | {"gelu"},
-    "starcoder2": _GELU_TANH | {"gelu"},
     **dict.fromkeys(("bitnet", "nanochat", "nemotron", "nemotron_h"), frozenset(("relu2",))),
     **dict.fromkeys(
         ("gemma2", "gemma3_text", "gemma3n", "gemma4_text", "gpt2", "gptj", "phi"), _GELU_TANH

@@ -115,24 +115,45 @@ def lazy_model(
     check_weight_files(path)
     seam.install()
     try:
-        config = load_config(path) | dict(overrides or {})
-        changed = dict(overrides or {}) | _as_read(config)
-        model, _ = load_mlx_model(
-            path,
-            lazy=True,
-            model_config=changed,
-            get_model_classes=patches.classes,
-            trust_remote_code=trust_remote_code,
-        )
+        model = dense_model(path, trust_remote_code, overrides)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
-    mend_ropes(model, config)
     seam.install()  # again: mlx-lm has just imported the family's module
     soft_caps.install()
     parameters = dict(tree_flatten(model.parameters()))
     model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))
     model.eval()
+    return model
+
+
+def dense_model(
+    path: Path,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """mlx-lm's own model of a folder, which computes what the folder says; as its files are typed.
+
+    Weights are read when they are used.
+
+    Args:
+        path: the folder.
+        trust_remote_code: whether the folder's own code may run.
+        overrides: keys of config.json, and what they are instead.
+
+    Raises:
+        ModelLoadError: the folder asks for what mlx-lm's module does not compute.
+        Exception: what mlx-lm raises.
+    """
+    config = load_config(path) | dict(overrides or {})
+    model, _ = load_mlx_model(
+        path,
+        lazy=True,
+        model_config=dict(overrides or {}) | _as_read(config),
+        get_model_classes=patches.classes,
+        trust_remote_code=trust_remote_code,
+    )
+    mend_ropes(model, config)
     return model
 
 

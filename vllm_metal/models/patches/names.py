@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,20 +12,24 @@ import mlx.core as mx
 
 from vllm_metal.models.patches.patch import replace_method
 
+_NORMS = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
 _DENSE = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
 
 
-def renamed(names: Mapping[str, str]) -> Callable[[ModuleType], None]:
+def renamed(rename: Callable[[str], str]) -> Callable[[ModuleType], None]:
     """What patches a module.
 
     Args:
-        names: parts of arrays' names in files, and in the module.
+        rename: gives the name that the module knows, of one in files.
     """
 
     def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
         def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             known: dict[str, mx.array] = before(
-                self, {_replaced(name, names): array for name, array in weights.items()}
+                self, {rename(name): array for name, array in weights.items()}
             )
             return known
 
@@ -37,36 +41,16 @@ def renamed(names: Mapping[str, str]) -> Callable[[ModuleType], None]:
     return apply
 
 
-def gpt2(module: ModuleType) -> None:
-    """All of them, which transformers 5 writes as parts of a `transformer`."""
-
-    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
-        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            known: dict[str, mx.array] = before(
-                self, {name.removeprefix("transformer."): a for name, a in weights.items()}
-            )
-            return known
-
-        return sanitize
-
-    replace_method(module.Model, "sanitize", sanitized)
+def without_transformer(name: str) -> str:
+    """Of GPT-2, whose arrays transformers 5 writes as parts of a `transformer`."""
+    return name.removeprefix("transformer.")
 
 
-def kimi_linear(module: ModuleType) -> None:
+def dense_of_kimi(name: str) -> str:
     """Layers without experts, which transformers writes under the name of those with experts."""
-
-    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
-        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            known: dict[str, mx.array] = before(
-                self, {_DENSE.sub(r".mlp.\1.", name): array for name, array in weights.items()}
-            )
-            return known
-
-        return sanitize
-
-    replace_method(module.Model, "sanitize", sanitized)
+    return _DENSE.sub(r".mlp.\1.", name)
 
 
-def _replaced(name: str, names: Mapping[str, str]) -> str:
-    parts = name.split(".")
-    return ".".join(names.get(part, part) for part in parts)
+def norms_of_olmo(name: str) -> str:
+    """Norms of OLMo hybrid; transformers' conversion_mapping.py has the same two."""
+    return ".".join(_NORMS.get(part, part) for part in name.split("."))

@@ -21,7 +21,12 @@ from vllm_metal.models.patches.ernie import ernie4_5_moe
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
-from vllm_metal.models.patches.names import gpt2, kimi_linear, renamed
+from vllm_metal.models.patches.names import (
+    dense_of_kimi,
+    norms_of_olmo,
+    renamed,
+    without_transformer,
+)
 from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
@@ -41,7 +46,7 @@ def _gpt_bigcode(module: ModuleType) -> None:
 
 def _kimi_linear(module: ModuleType) -> None:
     grouped("_group_expert_select")(module)
-    kimi_linear(module)
+    renamed(dense_of_kimi)(module)
 
 
 PATCHES = (
@@ -50,22 +55,12 @@ PATCHES = (
     ModulePatch("gemma", _READ, gemma),
     ModulePatch("gemma2", _READ, gemma2),
     ModulePatch("gemma3_text", _READ, gemma3_text),
-    ModulePatch("gpt2", _READ, gpt2),
+    ModulePatch("gpt2", _READ, renamed(without_transformer)),
     ModulePatch("gpt_bigcode", _READ, _gpt_bigcode),
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
-    ModulePatch(
-        "olmo_hybrid",
-        _READ,
-        # transformers' conversion_mapping.py has the same two.
-        renamed(
-            {
-                "attention_layer_norm": "input_layernorm",
-                "feedforward_layer_norm": "post_attention_layernorm",
-            }
-        ),
-    ),
+    ModulePatch("olmo_hybrid", _READ, renamed(norms_of_olmo)),
     ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
     ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
     ModulePatch("rope_utils", _READ, rope_utils),
@@ -97,7 +92,6 @@ REFUSALS = (
     Refusal("qwen3", unless("attention_bias", False)),
     Refusal("qwen3_moe", unless("attention_bias", False)),
     Refusal("recurrent_gemma", unless("rope_theta", 10000.0)),
-    Refusal("recurrent_gemma", unless("partial_rotary_factor", 0.5)),
 )
 
 

@@ -27,17 +27,16 @@ def main() -> None:
         blas.load()
     import mlx.core as mx
     from huggingface_hub import snapshot_download
-    from mlx_lm.utils import load_model
 
     from vllm_metal.device import mlx_device
-    from vllm_metal.models.patches import registry
+    from vllm_metal.models.loader import dense_model
 
     mlx_device.select(kind)
     say(stage="loading the model")
     folder = Path(args.model)
     if not folder.is_dir():
         folder = Path(snapshot_download(args.model, local_files_only=True))
-    model, _ = load_model(folder, get_model_classes=registry.classes)
+    model = dense_model(folder)
     say(stage="answering")
     before = [*args.prompt, *args.tokens[:-1]]
     logits = model(mx.array([before]))[0, -len(args.tokens) :].astype(mx.float32)
