@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -14,20 +13,14 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
 from metal_kernels.cache import cache_dir
-from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests, remember_salt
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
-from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.kv_transfer import weights_digest
-from vllm_metal.kv_transfer.config import PrefixCacheConfig, TransferConfig
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
-from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
-from vllm_metal.kv_transfer.peer_config import PeerConfig
-from vllm_metal.kv_transfer.peering import Peering
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step, requests_profile
@@ -37,55 +30,30 @@ from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.dense_check import Told
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork
-from vllm_metal.spec_decode.registry import drafts_for_others, load_network, make_speculator
+from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
 from vllm_metal.worker.model_runner import ModelRunner
+from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
 from vllm_metal.worker.step_hooks import NO_HOOKS
 from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
+from vllm_metal.worker.transfers import open_transfers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vllm.config import VllmConfig
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 
 logger = init_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Networks:
-    """The loaded networks: the target, and a draft network where there is one."""
-
-    target: ModelParts
-    layers: list[StatefulLayer]  # its own
-    draft: DraftNetwork | None
-    draft_bytes: int  # of its weights
-
-    @staticmethod
-    def load(config: VllmConfig) -> Networks:
-        model = loader.load(config)
-        layers = attention_layers(model, loader.model_type(config))
-        target = ModelParts(model)
-        before = mx.get_active_memory()
-        draft = load_network(config, target)
-        return Networks(target, layers, draft, mx.get_active_memory() - before)
-
-    @property
-    def all_layers(self) -> list[StatefulLayer]:
-        """Layers of both networks; what they keep lies in the same blocks."""
-        return [*self.layers, *(self.draft.layers if self.draft else ())]
 
 
 class MetalWorker(WorkerBase):
@@ -224,7 +192,9 @@ class MetalWorker(WorkerBase):
         end_failed_requests()
         serve_sessions(remember_salt)
         end_chunks_within_blocks()
-        self._transfers = self._open_transfers()
+        self._transfers = open_transfers(
+            self.vllm_config, self._fingerprint, self.cache_config.block_size
+        )
         hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
         self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
         self._wire()
@@ -235,43 +205,6 @@ class MetalWorker(WorkerBase):
         if self._memory is not None and AdditionalConfig.of(self.vllm_config).wire_memory:
             self._memory.wire()
             logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
-
-    def _open_transfers(self) -> TransferHooks | None:
-        """What moves blocks out of the pool and back; None where the user asked for nothing."""
-        config = TransferConfig.of(self.vllm_config)
-        if config is None:
-            return None
-        disk = None if config.disk is None else self._open_disk(config.disk)
-        peering = None if config.peers is None else self._open_peering(config.peers)
-        store = PageStore(self._fingerprint(), disk, peering)
-        return TransferHooks(store, self._fingerprint, self.cache_config.block_size)
-
-    def _open_disk(self, config: PrefixCacheConfig) -> DiskCache:
-        limits = Limits(config.max_bytes, config.daily_write_bytes)
-        cache = DiskCache(config.directory, limits)
-        logger.info(
-            "The prefix cache is kept in %s: %.3g GB at most, %s",
-            config.directory,
-            config.max_bytes / 1e9,
-            "however much is written a day"
-            if config.daily_write_bytes is None
-            else f"{config.daily_write_bytes / 1e9:.3g} GB written a day at most",
-        )
-        return cache
-
-    def _open_peering(self, config: PeerConfig) -> Peering:
-        transfer = self.vllm_config.kv_transfer_config
-        assert transfer is not None and transfer.engine_id is not None  # vLLM makes one up
-        peering = Peering(config, transfer.engine_id)
-        if peering.address is not None:
-            logger.info(
-                "Other engines may ask for K/V at %s, of %.3g GB at most",
-                peering.address,
-                config.outbox_bytes / 1e9,
-            )
-        if config.peers:
-            logger.info("K/V are asked of %s", ", ".join(map(str, config.peers)))
-        return peering
 
     def _fingerprint(self) -> Fingerprint:
         """Of the weights that are loaded, and of all else that K/V in the pool depend on."""

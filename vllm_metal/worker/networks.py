@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks that an engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from vllm_metal.attention.layers import attention_layers
+from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.models import loader
+from vllm_metal.models.parts import ModelParts
+from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.registry import load_network
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The loaded networks: the target, and a draft network where there is one."""
+
+    target: ModelParts
+    layers: list[StatefulLayer]  # its own
+    draft: DraftNetwork | None
+    draft_bytes: int  # of its weights
+
+    @staticmethod
+    def load(config: VllmConfig) -> Networks:
+        model = loader.load(config)
+        layers = attention_layers(model, loader.model_type(config))
+        target = ModelParts(model)
+        before = mx.get_active_memory()
+        draft = load_network(config, target)
+        return Networks(target, layers, draft, mx.get_active_memory() - before)
+
+    @property
+    def all_layers(self) -> list[StatefulLayer]:
+        """Layers of both networks; what they keep lies in the same blocks."""
+        return [*self.layers, *(self.draft.layers if self.draft else ())]
