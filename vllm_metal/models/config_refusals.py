@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vllm_metal.models import fixed_values
 from vllm_metal.models.rope_parameters import (
     OF_THEIR_OWN,
     Config,
@@ -82,7 +83,7 @@ _ROTATED = {"recurrent_gemma": 0.5}
 
 
 def check(config: Config, module: str, read: set[str]) -> None:
-    """Looks at the activation and at the ropes.
+    """Looks at what the module computes one way only, at the activation and at the ropes.
 
     Args:
         config: of config.json.
@@ -93,6 +94,7 @@ def check(config: Config, module: str, read: set[str]) -> None:
         ModelLoadError: the config asks for what the module does not compute, or says two things of
             one key.
     """
+    fixed_values.check(config, module)
     _check_activation(config, module, read)
     if module not in READ_ROPE:
         _check_rope(config, module, read)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm.models
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_config, load_model
 from models.published import FAMILIES, VOCAB, log_probabilities, make, write
 from models.test_executor import chunk_by_chunk, of_states
 
@@ -66,9 +66,8 @@ def test_dense_and_paged_forward_equal_transformers(published, module):
 
 def own_model(folder, module):
     """mlx-lm's model of a folder, from the copy, whose config.json is spelled as it reads it."""
-    config = json.loads((folder / "config.json").read_text())
     _, args = own_classes(module)
-    spelled = published_config.as_read(config, module, args)
+    spelled = published_config.as_read(load_config(folder), module, args)
     model, _ = load_model(
         folder, model_config=spelled, get_model_classes=lambda config: own_classes(module)
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,15 +17,6 @@ class ModulePatch:
     module: str  # of mlx_lm.models
     releases: tuple[tuple[int, int], ...]  # of mlx-lm, whose source it was written by
     apply: Callable[[ModuleType], None]  # once, when mlx-lm has imported the module
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A setting of config.json that one module of mlx-lm's ignores."""
-
-    module: str  # of mlx_lm.models
-    #: What is ignored, with its value; None: nothing.
-    ignored: Callable[[Mapping[str, Any]], str | None]
 
 
 def replace_method(
@@ -41,22 +32,3 @@ def replace_method(
     before: Callable[..., Any] = getattr(cls, name)
     setattr(cls, name, functools.wraps(before)(replacement(before)))
     return before
-
-
-def unless(key: str, *served: Any) -> Callable[[Mapping[str, Any]], str | None]:
-    """For `Refusal`: the key's value must be one of these, where it is there."""
-
-    def ignored(config: Mapping[str, Any]) -> str | None:
-        value = config.get(key)
-        if value is None or any(_same(value, each) for each in served):
-            return None
-        return f"{key} {value!r}"
-
-    return ignored
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Lists of JSON and tuples are alike."""
-    if isinstance(value, list) and isinstance(other, tuple):
-        return len(value) == len(other) and all(map(_same, value, other))
-    return bool(value == other)

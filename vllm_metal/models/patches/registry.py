@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All changes of mlx-lm's modules, and the settings that they ignore.
+"""All changes of mlx-lm's modules.
 
 A model must compute what its files say, as transformers' class does, or be refused.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -27,7 +26,7 @@ from vllm_metal.models.patches.names import (
     renamed,
     without_transformer,
 )
-from vllm_metal.models.patches.patch import ModulePatch, Refusal, unless
+from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
@@ -78,42 +77,21 @@ PATCHES = (
     ),
     ModulePatch("kimi_linear", _READ, _kimi_linear),
 )
-REFUSALS = (
-    Refusal("ernie4_5_moe", unless("use_bias", False)),
-    Refusal("falcon_h1", unless("time_step_limit", (0.0, math.inf))),
-    Refusal("gpt_oss", unless("swiglu_alpha", 1.702)),
-    Refusal("gpt_oss", unless("swiglu_limit", 7.0)),
-    # mlx-lm's module of this name is MiniMax-M2's.
-    Refusal("minimax", unless("linear_attn_alpha_factor")),
-    Refusal("olmoe", unless("clip_qkv")),
-    Refusal("qwen2_moe", unless("decoder_sparse_step", 1)),
-    Refusal("qwen2_moe", unless("mlp_only_layers", [])),
-    Refusal("qwen2_moe", unless("norm_topk_prob", False)),
-    Refusal("qwen3", unless("attention_bias", False)),
-    Refusal("qwen3_moe", unless("attention_bias", False)),
-    Refusal("recurrent_gemma", unless("rope_theta", 10000.0)),
-)
 
 
 def classes(config: dict[str, Any]) -> tuple[type, type]:
     """mlx-lm's model and its arguments for a config.json, patched; for mlx-lm's `load_model`.
 
     Raises:
-        ValueError: mlx-lm's module is not there, or needs what is not installed, or ignores a
-            setting of the file.
+        ValueError: mlx-lm's module is not there, or needs what is not installed.
     """
     try:
-        model, _ = _get_classes(config)
+        _get_classes(config)
     except SystemExit as error:  # of a module that finds a package missing
         raise ValueError(
             f"mlx-lm's module of model_type {config['model_type']!r} needs a package that is not "
             f"installed: {error.__context__}"
         ) from error
-    name = module_of(config, model)
-    text: Mapping[str, Any] = config.get("text_config") or config
-    for refusal in REFUSALS:
-        if refusal.module == name and (ignored := refusal.ignored(text)):
-            raise ValueError(f"mlx-lm's module {name!r} has no {ignored}")
     install()
     return _get_classes(config)
 
