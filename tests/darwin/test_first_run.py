@@ -78,7 +78,7 @@ def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> 
     assert len(pasted.stdout.splitlines()[-1]) > 0
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_engines_one_after_the_other(model: str, tmp_path: Path) -> None:
     """Two in the process, then one in a process of its own, which the user asks for."""
     code = f"""

@@ -126,7 +126,7 @@ def test_no_token_of_a_step_that_failed_is_told(
     assert len(warnings()) == 1
 
 
-@pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("at", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_a_step_that_failed_left_is_neither_kept_nor_found(
     tiny, device, tmp_path, monkeypatch, at
 ):
@@ -179,7 +179,7 @@ def test_steps_that_are_right_between_do_not_hide_a_model_that_fails(tiny, dense
     ("name", "async_scheduling"),
     [
         pytest.param("draft_model", True, marks=pytest.mark.more),
-        pytest.param("eagle", True, marks=pytest.mark.more),
+        pytest.param("eagle", True, marks=pytest.mark.slow),
         pytest.param("draft_model", False, marks=pytest.mark.slow),
         pytest.param("eagle", False, marks=pytest.mark.slow),
     ],

@@ -61,7 +61,8 @@ SETTINGS = {
     [
         "async",
         "fp8",
-        *(pytest.param(s, marks=pytest.mark.more) for s in SETTINGS if s[:2] not in ("as", "fp")),
+        pytest.param("chunks", marks=pytest.mark.more),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("sync", "blocks of 32", "int8")),
     ],
 )
 def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
@@ -78,7 +79,7 @@ def test_the_next_engine_finds_every_whole_block(tiny, tmp_path, setting):
 
 
 @pytest.mark.parametrize(
-    "setting", ["async", *(pytest.param(s, marks=pytest.mark.more) for s in ("sync", "fp8"))]
+    "setting", ["async", *(pytest.param(s, marks=pytest.mark.slow) for s in ("sync", "fp8"))]
 )
 def test_groups_with_windows(tiny_models, tmp_path, setting):
     prompts = random_prompts(LENGTHS, VOCAB)
@@ -96,7 +97,7 @@ def test_groups_with_windows(tiny_models, tmp_path, setting):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("model", ["short", "windowed"])
+@pytest.mark.parametrize("model", ["short", pytest.param("windowed", marks=pytest.mark.slow)])
 def test_kernels(request, tmp_path, interpreted, model):
     prompts = random_prompts((100, 40, 17), VOCAB)
     options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}

@@ -135,7 +135,7 @@ def test_resets_of_the_connector_as_well(served, gate):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sleep(served, gate, level):
     def nap(llm):
         llm.sleep(level, mode="keep")
@@ -161,7 +161,7 @@ PLACES = {
 
 @pytest.mark.parametrize(
     "place",
-    ["laid out", *(pytest.param(p, marks=pytest.mark.more) for p in ("handed over", "awaited"))],
+    ["laid out", *(pytest.param(p, marks=pytest.mark.slow) for p in ("handed over", "awaited"))],
 )
 def test_steps_that_fail(served, gate, monkeypatch, place):
     holder, name = PLACES[place]

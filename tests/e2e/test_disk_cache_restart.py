@@ -211,7 +211,7 @@ def wait_until_stored(server, cache, number):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("ending", ["stopped", "killed"])
+@pytest.mark.parametrize("ending", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_server_that_starts_again(tiny, tmp_path, ending):
     (prompt,) = random_prompts([400], VOCAB)
     check_restart(tiny, tmp_path, prompt, ending, 512)

@@ -62,7 +62,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("model", ["full", pytest.param("windowed", marks=pytest.mark.more)])
-@pytest.mark.parametrize("first_tokens", [1, pytest.param(24, marks=pytest.mark.more)])
+@pytest.mark.parametrize("first_tokens", [1, pytest.param(24, marks=pytest.mark.slow)])
 def test_a_draft_model(tiny_models, tmp_path, prompts, model, first_tokens):
     spec = {"method": "draft_model", "model": str(tiny_models / f"{model}-draft")}
     check_acceptance(
@@ -76,9 +76,9 @@ def test_prompt_lookup(tiny, tmp_path, prompts):
     check_acceptance(tiny, tmp_path / "cache", prompts, spec, 1, slack=0)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.heavy
-@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_a_head_with_a_cache(smollm2, fitted, tmp_path, method):
     text = text_tokens(smollm2)
     prompts = [text[start : start + 130] for start in (0, 300, 600, 900)]

@@ -24,12 +24,8 @@ LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK +
 NUM_FULL = sum(length // BLOCK for length in LENGTHS)
 #: Of two numbers of the draft's K/V, up to some 6: a pass over other rows sums in another order.
 TIE = 1e-4
-#: METHODS, EAGLE-3 in the nightly run: it writes as EAGLE does.
-MORE = [
-    pytest.param(name, marks=pytest.mark.slow if name == "eagle3" else pytest.mark.more)
-    for name in METHODS
-]
-CORE = [*METHODS[:2], *MORE[2:]]
+#: METHODS, those in the nightly run that write as the others do.
+CORE = [*METHODS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[2:])]
 DRAFTING = 24  # tokens of requests that draft behind their prompts
 
 
@@ -62,7 +58,7 @@ def check_pages(found, expected, exact=True):
     ("chunk", "ahead"),
     [
         (40, True),
-        pytest.param(40, False, marks=pytest.mark.more),
+        pytest.param(40, False, marks=pytest.mark.slow),
         pytest.param(256, True, marks=pytest.mark.slow),
         pytest.param(24, True, marks=pytest.mark.slow),
         pytest.param(16, True, marks=pytest.mark.slow),
@@ -93,7 +89,8 @@ def test_requests_that_end_where_their_next_step_is_scheduled(toys, tmp_path, pr
     assert len(payloads(folder)) == NUM_FULL + 1
 
 
-@pytest.mark.parametrize("method", MORE)
+@pytest.mark.more
+@pytest.mark.parametrize("method", CORE)
 def test_pages_of_generated_tokens_are_complete_too(toys, tmp_path, prompts, method):
     one, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     tokens, pages = serve(toys[method], tmp_path / "p", "kv_producer", prompts, DRAFTING)
@@ -101,7 +98,7 @@ def test_pages_of_generated_tokens_are_complete_too(toys, tmp_path, prompts, met
     check_pages(pages, expected, exact=False)  # one row at a time, there several drafts
 
 
-@pytest.mark.parametrize("method", ["eagle", pytest.param("draft_model", marks=pytest.mark.more)])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
 def test_prompts_that_come_at_once(toys, tmp_path, prompts, method):
     _, expected = serve(toys[method], tmp_path / "one", "kv_both", prompts, DRAFTING)
     folder = tmp_path / "p"

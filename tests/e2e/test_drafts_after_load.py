@@ -52,7 +52,7 @@ def without_block_drop(toy):
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "method",
-    [*METHODS[:2], *(pytest.param(name, marks=pytest.mark.more) for name in METHODS[2:])],
+    [*METHODS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[2:])],
 )
 def test_behind_a_loaded_prompt(toys, tmp_path, drafted, method, ahead):
     rng = np.random.default_rng(1)

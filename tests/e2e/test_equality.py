@@ -37,8 +37,13 @@ def serve_and_check(model, dense, prompts, passes=1, **options):
     return seen
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("load", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param("async, few", marks=pytest.mark.more),
+        *(pytest.param(load, marks=pytest.mark.slow) for load in ("async", "sync")),
+    ],
+)
 def test_without_prefix_caching(smollm2, dense, load):
     async_scheduling, num_prompts, num_blocks = LOADS[load]
     prompts = make_prompts(text_tokens(smollm2), num_prompts, 700)
@@ -58,8 +63,7 @@ def test_without_prefix_caching(smollm2, dense, load):
     "load",
     [
         "async, few",
-        pytest.param("async", marks=pytest.mark.slow),
-        pytest.param("sync", marks=pytest.mark.more),
+        *(pytest.param(load, marks=pytest.mark.slow) for load in ("async", "sync")),
     ],
 )
 def test_with_prefix_caching_cold_and_warm(smollm2, dense, load):

@@ -110,7 +110,11 @@ LATENT = "deepseek_v3"
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_next", *(pytest.param(n, marks=pytest.mark.more) for n in ("jamba", LATENT))],
+    [
+        "qwen3_next",
+        pytest.param(LATENT, marks=pytest.mark.more),
+        pytest.param("jamba", marks=pytest.mark.slow),
+    ],
 )
 def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
     model = folders.get(name) or write_model(latent.FAMILIES[name], tmp_path / name)
@@ -131,7 +135,7 @@ def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
 
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize(
-    "name", [QUICK[0], *(pytest.param(name, marks=pytest.mark.more) for name in QUICK[1:]), *SLOWER]
+    "name", [QUICK[0], *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[1:]), *SLOWER]
 )
 def test_chunks(folders, name, chunk):
     """Steps overlap, as is the default; prompts come in chunks that end anywhere, or as one."""
@@ -147,13 +151,13 @@ def test_chunks_of_single_tokens(folders, name):
     check_passes(folders[name], passes=1, max_num_batched_tokens=1, max_num_seqs=1, count=3)
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", pytest.param("jamba", marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", ["falcon_h1", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_without_prefix_caching(folders, name):
     (after,) = check_passes(folders[name], passes=1, enable_prefix_caching=False)
     assert after["vllm:prefix_cache_hits"] == 0
 
 
-@pytest.mark.parametrize("elements", ["int8", pytest.param("fp8", marks=pytest.mark.more)])
+@pytest.mark.parametrize("elements", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_states_are_whole_in_a_pool_of_codes(folders, elements):
     """Codes change K and V a little, and states not at all: chunks of any length say the same."""
     prompts, texts = prompts_of(8), []
@@ -172,7 +176,7 @@ def test_states_are_whole_in_a_pool_of_codes(folders, elements):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next, large states", pytest.param("lfm2", marks=pytest.mark.more)]
+    "name", ["qwen3_next, large states", pytest.param("lfm2", marks=pytest.mark.slow)]
 )
 def test_sleep_gives_states_back(folders, name):
     dense, prompts = Dense(folders[name]), prompts_of(4)

@@ -77,7 +77,7 @@ def test_cold_and_warm_under_load(short, interpreted):
 
 
 @pytest.mark.heavy
-@pytest.mark.more
+@pytest.mark.slow
 def test_window_layers_past_their_window(gemma3, interpreted):
     tokens = text_tokens(gemma3)
     prompts = [tokens[:540], tokens[100:117]]

@@ -190,15 +190,11 @@ def settings(speculation):
     [(eagle, 10_000)]
     + [
         pytest.param(proposer, num_continuations, marks=pytest.mark.more)
-        for proposer, num_continuations in (
-            (ngram, 50_000),
-            (draft_model, 10_000),
-            (medusa, 10_000),
-        )
+        for proposer, num_continuations in ((ngram, 10_000), (medusa, 10_000))
     ]
     + [
         pytest.param(proposer, 50_000, marks=pytest.mark.slow)
-        for proposer in (draft_model, eagle, medusa, suffix)
+        for proposer in (ngram, draft_model, eagle, medusa, suffix)
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

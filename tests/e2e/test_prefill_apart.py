@@ -5,7 +5,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from e2e.drafting import METHODS, STATELESS
+from e2e.drafting import STATELESS
 from e2e.drafting import VOCAB as TOY_VOCAB
 from e2e.fuzz.models import VOCAB
 from e2e.peers import (
@@ -151,7 +151,7 @@ class ByPosition:
         return True
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
     """The comparison above finds the error that it is for."""
     toy = toys["draft_model"]
@@ -173,7 +173,7 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
 
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "end", [pytest.param("max_tokens", marks=pytest.mark.more), "a stop token"]
+    "end", [pytest.param("max_tokens", marks=pytest.mark.slow), "a stop token"]
 )
 def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
     """It ends at a token while the next step is scheduled already, or after several."""
@@ -203,7 +203,12 @@ def test_without_drafts(tiny_models, model, ahead):
 
 @AHEAD
 @pytest.mark.parametrize(
-    "method", ["draft_model", *(pytest.param(name, marks=pytest.mark.more) for name in METHODS[1:])]
+    "method",
+    [
+        "draft_model",
+        pytest.param("mtp", marks=pytest.mark.more),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3")),
+    ],
 )
 def test_a_network_that_drafts(toys, method, ahead):
     toy = toys[method]
@@ -222,7 +227,14 @@ def test_heads_without_kv(toys, method):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("method", "ahead"), [("ngram", True), ("ngram", False), ("ngram_gpu", True), ("suffix", False)]
+    ("method", "ahead"),
+    [
+        ("ngram", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ngram", False), ("ngram_gpu", True), ("suffix", False))
+        ),
+    ],
 )
 def test_lookups_in_the_text(tiny, method, ahead):
     spec = {"method": method}

@@ -142,7 +142,7 @@ def test_a_forward_over_another_cache_differs_by_more_than_a_tie(short, windowed
             assert np.abs(rows[one] - rows[one - 1]).max() > 4 * TIE
 
 
-@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_speculation_changes_no_token(short, cache):
     tokens = text_tokens(short)
     prompts = [tokens[:150], tokens[60:90], [*tokens[200:260], *tokens[200:240]]]
@@ -165,7 +165,7 @@ def test_speculation_changes_no_token(short, cache):
     assert seen["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.parametrize("cache", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["short", pytest.param("windowed", marks=pytest.mark.more)])
 def test_kernels_and_scatter_give_the_same_tokens(model, cache, request, monkeypatch):
     model = request.getfixturevalue(model)

@@ -79,11 +79,11 @@ def send_due(script, step):
     return script.over
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.more) for seed in range(1, 7)]
+SEEDS = [pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(
-    "seed", [*SEEDS, *(pytest.param(s, marks=pytest.mark.slow) for s in range(7, 47))]
+    "seed", [*SEEDS, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 47))]
 )
 def test_every_turn_of_every_session_is_right(tiny_models, seed):
     rng = np.random.default_rng(seed)

@@ -57,7 +57,7 @@ def refuse_by_length(monkeypatch):
         (refuse_by_prompt, None, True),
         (refuse_by_speculator, NGRAM, True),
         pytest.param(refuse_by_length, None, True, marks=pytest.mark.more),
-        pytest.param(refuse_by_prompt, None, False, marks=pytest.mark.more),
+        pytest.param(refuse_by_prompt, None, False, marks=pytest.mark.slow),
         pytest.param(refuse_by_speculator, NGRAM, False, marks=pytest.mark.more),
     ],
 )

@@ -110,7 +110,8 @@ NUM_BLOCKS = {"windowed": 30}
     "name",
     [
         "draft_model",
-        *(pytest.param(name, marks=pytest.mark.more) for name in (*METHODS[1:], "windowed")),
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("mtp", "windowed")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3")),
     ],
 )
 def test_requests_that_come_and_go_under_load(toys, serve, name):

@@ -96,7 +96,7 @@ def test_runs_all_that_users_do_and_every_kernel_and_writes_a_report(tmp_path: P
     assert order.index("platform") < order.index("MLX within vLLM")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_failing_engine_is_the_exit_status_and_is_named(tmp_path: Path):
     with model.made_on_the_spot() as made:
         weights = Path(made.argument) / "model.safetensors"

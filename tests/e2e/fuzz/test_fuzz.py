@@ -30,7 +30,7 @@ def served(campaign, seeds, **options):
     "seeds",
     [
         pytest.param(range(NUM_FIRST), id="first"),
-        pytest.param(range(NUM_FIRST, NUM_SEEDS), marks=pytest.mark.more, id="others"),
+        pytest.param(range(NUM_FIRST, NUM_SEEDS), marks=pytest.mark.slow, id="others"),
     ],
 )
 def test_every_request_gets_the_text_it_gets_alone(campaign, seeds):
