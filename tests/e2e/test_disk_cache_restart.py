@@ -18,7 +18,8 @@ from e2e.harness import counters, run_out, text_tokens
 from e2e.server import serve
 from e2e.test_failures import engine_core
 
-from vllm_metal.kv_transfer import fingerprint, salts, secret_file
+from vllm_metal.kv_transfer import salts, secret_file
+from vllm_metal.settings import facts
 
 
 @contextmanager
@@ -75,9 +76,9 @@ CHANGES = {
     "fp8": (lambda own, patch: {"kv_cache_dtype": "fp8"}, "kv_cache_dtype float32, now fp8"),
     "int8": (lambda own, patch: {"kv_cache_dtype": "int8"}, "kv_cache_dtype float32, now int8"),
     "rope": (lambda own, patch: rope(5e5), "rope changed"),
-    "numerics": (
-        lambda own, patch: patch.setattr(fingerprint, "NUMERICS", 3) or {},
-        "numerics 2, now 3",
+    "sources": (
+        lambda own, patch: patch.setattr(facts, "sources", lambda: "0" * 32) or {},
+        "vllm_metal changed",
     ),
     "blocks": (lambda own, patch: {"block_size": 32}, "block_size 16, now 32"),
 }

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_metal.kv_transfer import fingerprint
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
+from vllm_metal.settings import facts
 
 WEIGHTS = {"target": "0123"}
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.float32)
@@ -98,7 +99,7 @@ def test_the_facts_of_a_known_model(here):
     assert len(facts.pop("hf_config")) == 32
     assert facts.pop("rope")["rope_parameters"]["rope_theta"] == 100000
     expected = {
-        *("format", "numerics", "device", "pool", "mlx", "mlx_lm", "weights", "quantization"),
+        *("vllm_metal", "device", "pool", "mlx", "mlx_lm", "weights", "quantization"),
         *("dtype", "kv_cache_dtype", "draft", "block_size", "groups", "hash_algorithm"),
         "hash_seed",
     }
@@ -173,17 +174,14 @@ def test_longrope_counts_by_the_longest_text(config):
     assert_differs(lengths[1], lengths[2], "rope changed")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("NUMERICS", fingerprint.NUMERICS + 1, "numerics 2, now 3"),
-        ("FORMAT", fingerprint.FORMAT + 1, "format 1, now 2"),
-        ("version", lambda package: f"0 {package}", "mlx .*, now 0 mlx; mlx_lm .*, now 0 mlx-lm"),
-    ],
-)
-def test_other_numerics_are_another_fingerprint(monkeypatch, config, here, name, value, line):
-    monkeypatch.setattr(fingerprint, name, value)
-    assert_differs(here, of(config), line)
+def test_other_sources_are_another_fingerprint(monkeypatch, config, here):
+    monkeypatch.setattr(facts, "sources", lambda: "0" * 32)
+    assert_differs(here, of(config), "vllm_metal changed")
+
+
+def test_other_packages_are_another_fingerprint(monkeypatch, config, here):
+    monkeypatch.setattr(fingerprint, "version", lambda package: f"0 {package}")
+    assert_differs(here, of(config), "mlx .*, now 0 mlx; mlx_lm .*, now 0 mlx-lm")
 
 
 def test_the_environment_counts(monkeypatch, config):

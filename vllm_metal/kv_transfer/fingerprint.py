@@ -7,9 +7,6 @@ Numbers that only say how much is computed at once, such as --max-model-len, hav
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,21 +14,16 @@ from importlib.metadata import version
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-import blake3
-import torch
-
 from vllm_metal.kv_cache import formats
 from vllm_metal.settings import envs
+from vllm_metal.settings import facts as facts_of
+from vllm_metal.settings.facts import plain
 from vllm_metal.spec_decode.registry import method_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-#: Raised whenever a page's parts, or their order, change.
-FORMAT = 1
-#: Raised whenever the plugin computes other K/V for the same text.
-NUMERICS = 2
 #: Of config.json: where it came from, who wrote it, and what vLLM writes into a draft's for itself.
 _NO_FACTS = ("transformers_version", "num_lookahead_tokens")
 #: Of a spec: which blocks vLLM frees when, which does not change what is in them.
@@ -45,7 +37,7 @@ _LONGEST_VALUE = 40  # characters of a value in a message; longer ones have "cha
 class Fingerprint:
     """The facts, and their digest."""
 
-    digest: str  # 32 hex digits: BLAKE3 of the facts but for models' names, as canonical JSON
+    digest: str  # 32 hex digits: of the facts but for models' names
     facts: Mapping[str, Any]  # JSON has it unchanged; goes into manifest.json
 
     @staticmethod
@@ -65,26 +57,25 @@ class Fingerprint:
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
         facts = {
-            "format": FORMAT,
-            "numerics": NUMERICS,
+            "vllm_metal": facts_of.sources(),
             "device": envs.requested_device(),
             "pool": pool,
             "mlx": version("mlx"),
             "mlx_lm": version("mlx-lm"),
             **_network(model),
             "weights": dict(weights),
-            "dtype": _plain(model.dtype),
-            "kv_cache_dtype": _pool_dtype(cache.cache_dtype, _plain(model.dtype)),
+            "dtype": plain(model.dtype),
+            "kv_cache_dtype": _pool_dtype(cache.cache_dtype, plain(model.dtype)),
             "draft": _draft(vllm_config),
             "block_size": cache.block_size,
             "groups": [
-                {"layers": list(group.layer_names), "spec": _plain(group.kv_cache_spec)}
+                {"layers": list(group.layer_names), "spec": plain(group.kv_cache_spec, _NO_CONTENT)}
                 for group in kv_cache_config.kv_cache_groups
             ],
             "hash_algorithm": cache.prefix_caching_hash_algo,
             "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
         }
-        return Fingerprint(_digest(_without_names(facts)), facts)
+        return Fingerprint(facts_of.digest(_without_names(facts)), facts)
 
     def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
         """Why a cache with folders holds nothing for this engine, in one line.
@@ -139,7 +130,9 @@ def _change(name: str, other: Any, ours: Any, this: str) -> list[str]:
             for change in _change(f"{part} {key}", other.get(key), ours.get(key), this)
         ]
     values = (_word(other), _word(ours))
-    if None in values or any(word in name for word in ("weights", "hf_config", "seed")):
+    if None in values or any(
+        word in name for word in ("weights", "hf_config", "seed", "vllm_metal")
+    ):
         return [f"{name} {'changed' if this == 'now' else 'differ'}"]
     return [f"{name} {values[0]}, {this} {values[1]}"]
 
@@ -168,7 +161,7 @@ def _network(model: ModelConfig) -> dict[str, Any]:
             rope["short"] = model.max_model_len <= trained
     return {
         "model": _name(model.model),
-        "hf_config": _digest(config),
+        "hf_config": facts_of.digest(config),
         "rope": rope,
         "quantization": quantization,
     }
@@ -212,7 +205,7 @@ def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, An
     for key, value in config.items():
         if any(word in str(key) for word in words):
             if value is not None:
-                taken[str(key)] = _plain(value)
+                taken[str(key)] = plain(value)
         elif isinstance(value, dict):
             inner, rest[key] = _split(value, words)
             taken |= {f"{key}.{name}": found for name, found in inner.items()}
@@ -233,33 +226,3 @@ def _hash_seed(algorithm: str) -> str:
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
     return resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it, the same in every process: no addresses, no order of sets."""
-    if value is None or isinstance(value, str | int | float):
-        return value.name if isinstance(value, enum.Enum) else value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(each) for each in value), key=json.dumps)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: _plain(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.name not in _NO_CONTENT
-        }
-        return {"type": type(value).__name__, **fields}
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    kind = type(value)  # its text could hold an address
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    text = json.dumps(_plain(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return blake3.blake3(text.encode()).hexdigest(length=16)

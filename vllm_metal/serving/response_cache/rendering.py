@@ -7,13 +7,12 @@ tokens are those that the engine gets.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import importlib.util
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import vllm
 from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -24,7 +23,7 @@ from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.models import loader
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.routes import Style
-from vllm_metal.settings import envs
+from vllm_metal.settings import envs, facts
 
 #: Arguments of `vllm serve` that say where and how it listens, or what it prints.
 _NO_PART = (
@@ -35,6 +34,13 @@ _NO_PART = (
     *("enable_log_deltas", "disable_log_stats", "log_error_stack", "dispatch_function"),
     *("subparser", "model_tag", "headless", "api_server_count", "grpc", "grpc_port"),
 )
+#: Packages from which text is made, tokens are made, or grammars are held, beside vLLM.
+_PACKAGES = (
+    *("mlx", "mlx-lm", "transformers", "tokenizers", "jinja2", "mistral_common", "tiktoken"),
+    *("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer", "openai_harmony"),
+)
+#: Arguments that name files of Python code.
+_PLUGIN_FILES = ("tool_parser_plugin", "reasoning_parser_plugin")
 #: Files beside the weights from which text is made of tokens, and tokens of text.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 #: What each route takes, and the renderer's method for it.
@@ -69,7 +75,7 @@ def renderer(state: Any) -> Render:
 
 
 def fingerprint(state: Any, memo: Path | None) -> str:
-    """Of the model and of all settings that an answer may depend on, as 64 hex digits.
+    """Of the model and of all settings that an answer may depend on, as 32 hex digits.
 
     It reads the weights once, which takes seconds to a minute; `weights_digest` remembers them.
 
@@ -82,50 +88,41 @@ def fingerprint(state: Any, memo: Path | None) -> str:
     """
     config = state.engine_client.vllm_config
     model = config.model_config
-    arguments = {
-        name: _plain(value) for name, value in vars(state.args).items() if name not in _NO_PART
-    }
-    facts = {
-        "versions": {name: version(name) for name in ("vllm-metal", "mlx", "mlx-lm")},
-        "vllm": _vllm_version(),
-        "device": [envs.requested_device(), envs.kernels()],
-        "weights": weights_digest.of_networks(config, memo),
-        "files": _files(loader.model_folder(model, config), Path(model.tokenizer)),
-        "arguments": arguments,
-        "template": state.online_renderer.chat_template,
-        "sampling": _plain(model.get_diff_sampling_param()),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    arguments = {name: value for name, value in vars(state.args).items() if name not in _NO_PART}
+    return facts.digest(
+        {
+            "sources": facts.sources(),
+            "versions": {"vllm": vllm.__version__, **facts.versions(*_PACKAGES)},
+            "device": [envs.requested_device(), envs.kernels()],
+            "weights": weights_digest.of_networks(config, memo),
+            "files": _files(loader.model_folder(model, config), Path(model.tokenizer)),
+            "arguments": arguments,
+            "plugins": _plugins(state.args),
+            "template": state.online_renderer.chat_template,
+            "sampling": model.get_diff_sampling_param(),
+        }
+    )
 
 
-def _vllm_version() -> str:
-    import vllm
-
-    return vllm.__version__
-
-
-def _files(*folders: Path) -> list[str]:
-    """Digests of the small files in folders."""
-    paths = {
-        path
-        for folder in folders
-        if folder.is_dir()
-        for pattern in _SMALL_FILES
-        for path in folder.glob(pattern)
-    }
-    return sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths)
+def _files(*folders: Path) -> str:
+    """The digest of the small files in folders."""
+    return facts.of_files(
+        {
+            (path, folder)
+            for folder in folders
+            if folder.is_dir()
+            for pattern in _SMALL_FILES
+            for path in folder.glob(pattern)
+        }
+    )
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it; what has no form there, by its type and fields."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        plain = [_plain(each) for each in value]
-        return sorted(plain, key=str) if isinstance(value, set | frozenset) else plain
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name, None)) for field in fields}
-    return repr(value)
+def _plugins(arguments: Any) -> str:
+    """The digest of the files of code that arguments name: parsers and logits processors."""
+    paths = [getattr(arguments, name, None) for name in _PLUGIN_FILES]
+    for processor in getattr(arguments, "logits_processors", None) or ():
+        module = str(processor).partition(":")[0] if isinstance(processor, str) else None
+        found = importlib.util.find_spec(module) if module else None
+        paths.append(None if found is None else found.origin)
+    files = [Path(path) for path in paths if path]
+    return facts.of_files((path, path.parent) for path in files if path.is_file())

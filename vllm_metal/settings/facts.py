@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts that results depend on, in a form that is the same in every process, and their digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+
+#: Packages of the plugin, and the files of them that compute.
+_PACKAGES = ("vllm_metal", "metal_kernels")
+_SOURCES = frozenset((".py", ".metal", ".h"))
+
+
+@functools.cache
+def sources() -> str:
+    """The digest of the plugin's sources, as 32 hex digits.
+
+    A version alone does not tell: one that is installed from a clone keeps its own.
+    """
+    return of_files((path, root.parent) for root in roots() for path in _files(root))
+
+
+def roots() -> list[Path]:
+    """The folders of the plugin's packages."""
+    return [
+        Path(place)
+        for package in _PACKAGES
+        for place in (getattr(find_spec(package), "submodule_search_locations", None) or ())
+    ]
+
+
+def _files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.suffix in _SOURCES and path.is_file()]
+
+
+def of_files(files: Iterable[tuple[Path, Path]]) -> str:
+    """The digest of files, as 32 hex digits; their order does not count.
+
+    Args:
+        files: each with the folder that its name starts from.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = sorted((path.relative_to(root).as_posix(), path.read_bytes()) for path, root in files)
+    made = blake3.blake3()
+    for name, content in found:
+        made.update(f"{name}\0{len(content)}\0".encode())
+        made.update(content)
+    return made.hexdigest(length=16)
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of each package; None: it is not installed."""
+    return {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
+    """As JSON has it, the same in every process: no addresses, no order of sets.
+
+    Args:
+        value: of any type.
+        no_fact: names of dataclasses' fields that are left out.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value.name if isinstance(value, enum.Enum) else value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each, no_fact) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each, no_fact) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(each, no_fact) for each in value), key=json.dumps)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: plain(getattr(value, field.name, None), no_fact)
+            for field in dataclasses.fields(value)
+            if field.name not in no_fact
+        }
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    # Its text could hold an address. Classes and functions have names of their own.
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def digest(facts: Mapping[str, Any]) -> str:
+    """BLAKE3 of their canonical JSON, as 32 hex digits."""
+    text = json.dumps(plain(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return blake3.blake3(text.encode()).hexdigest(length=16)
