@@ -30,7 +30,7 @@ LARGE = {
         {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024, "mamba_d_state": size}
         for size in (32, 128)
     ],
-    "jamba": [{"hidden_size": 256, "mamba_d_state": size} for size in (16, 128)],
+    "jamba": [{"hidden_size": 256, "mamba_d_state": size} for size in (16, 64)],
     "lfm2": [{"conv_L_cache": size, "hidden_size": 128, "block_dim": 128} for size in (3, 32)],
     "mamba2": [
         {"num_heads": heads, "head_dim": 64, "hidden_size": heads * 32, "state_size": size}
@@ -99,6 +99,7 @@ def test_32_requests_that_verify_drafts_each(written):
     assert max(played.peaks) <= played.limit, played
 
 
+@pytest.mark.timeout(1800)  # mlx-lm computes Jamba's recurrence in Python, token by token
 @pytest.mark.parametrize(
     "seed",
     [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, ALL))],
