@@ -3,7 +3,8 @@
 
 It is in WAL mode with synchronous=NORMAL: after a crash of the process every commit is there, after
 one of the machine the last ones may be missing, and the file is never damaged
-(sqlite.org/pragma.html#pragma_synchronous). Several servers may share the folder.
+(sqlite.org/pragma.html#pragma_synchronous). What else damages or removes it, it is made anew.
+Several servers may share the folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -25,23 +26,21 @@ from vllm_metal.serving.response_cache.store import StoreError
 logger = init_logger(__name__)
 
 FILE = "answers.sqlite3"
-#: What a row takes beside its value: the key, the numbers, and its place in the indices; measured
-#: with sqlite3_analyzer's page counts at about 250.
-ROW_BYTES = 256
 _BUSY_S = 0.25  # that another server's write may take
 _TOUCH_S = 60.0  # a hit is written down so often, else every one would write
+#: Of the schema below. A file of another one is made anew.
+_VERSION = 2
+_WAL_PAGES = 256  # that wait beside the file to be written into it: 1 MB
+_SPARE_PAGES = 4  # that a row may add to the indices
+#: What a row takes beside its value: its key, its numbers, and its places in three indices.
+_ROW_BYTES = 200
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (
-    key TEXT PRIMARY KEY, value BLOB NOT NULL, size INTEGER NOT NULL,
-    expires REAL NOT NULL, used REAL NOT NULL) WITHOUT ROWID;
+    key BLOB NOT NULL, value BLOB NOT NULL, owner TEXT NOT NULL,
+    expires REAL NOT NULL, used REAL NOT NULL);
+CREATE UNIQUE INDEX IF NOT EXISTS by_key ON answers (key);
 CREATE INDEX IF NOT EXISTS by_expiry ON answers (expires);
-CREATE INDEX IF NOT EXISTS by_use ON answers (used, size);
-CREATE TABLE IF NOT EXISTS total (size INTEGER NOT NULL);
-INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT * FROM total);
-CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON answers
-    BEGIN UPDATE total SET size = size + NEW.size; END;
-CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON answers
-    BEGIN UPDATE total SET size = size - OLD.size; END;
+CREATE INDEX IF NOT EXISTS by_use ON answers (used);
 """
 _T = TypeVar("_T")
 
@@ -56,112 +55,211 @@ class SqliteStore:
 
         Args:
             folder: made where there is none, for its owner alone.
-            max_bytes: of all rows.
+            max_bytes: of the file's pages that are in use.
             ttl_s: seconds that an answer is kept.
             clock: seconds since 1970.
         """
         self._folder, self._max_bytes, self._ttl_s = folder, max_bytes, ttl_s
+        self._path = folder / FILE
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "response-cache")
         self._opened: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None  # which file is open
 
     async def get(self, key: str) -> bytes | None:
-        return await self._in_thread(lambda: self._get(key))
+        return await self._in_thread(lambda: self._get(bytes.fromhex(key)))
 
-    async def put(self, key: str, value: bytes) -> None:
-        await self._in_thread(lambda: self._put(key, value))
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        await self._in_thread(lambda: self._put(bytes.fromhex(key), value, owner))
+
+    async def purge(self, owner: str | None = None) -> int:
+        return await self._in_thread(lambda: self._purge(owner))
 
     async def num_bytes(self) -> int:
-        return await self._in_thread(self._total)
+        return await self._in_thread(self._num_bytes)
 
     async def close(self) -> None:
-        if self._opened is not None:
-            with contextlib.suppress(StoreError):
-                await self._in_thread(self._opened.close)
+        with contextlib.suppress(StoreError):
+            await self._in_thread(self._close)
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         def run() -> _T:
             try:
-                return work()
+                try:
+                    return work()
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+                    self._make_anew(error)
+                    return work()
             except (sqlite3.Error, OSError) as error:
-                raise StoreError(f"{self._folder / FILE}: {error}") from error
+                raise StoreError(f"{self._path}: {error}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
-    def _get(self, key: str) -> bytes | None:
+    def _get(self, key: bytes) -> bytes | None:
         now, database = self._clock(), self._database()
         row = database.execute(
             "SELECT value, used FROM answers WHERE key = ? AND expires > ?", (key, now)
         ).fetchone()
         if row is None:
             return None
-        if now - row[1] >= _TOUCH_S:
+        value, used = row
+        if not isinstance(value, bytes) or not isinstance(used, float):
+            raise sqlite3.DatabaseError("a row has other types than were written")
+        if now - used >= _TOUCH_S:
             with contextlib.suppress(sqlite3.OperationalError):  # a full disk: it can still read
                 database.execute("UPDATE answers SET used = ? WHERE key = ?", (now, key))
-        return bytes(row[0])
+        return value
 
-    def _put(self, key: str, value: bytes) -> None:
+    def _put(self, key: bytes, value: bytes, owner: str) -> None:
         now, database = self._clock(), self._database()
-        size = len(value) + ROW_BYTES
+        page = self._page_bytes()
+        size = _whole_pages(len(value) + _ROW_BYTES, page) + _SPARE_PAGES * page
         if size > self._max_bytes:
             return
-        database.execute("BEGIN IMMEDIATE")
-        try:
-            # Not REPLACE, whose removal of the older row runs no trigger.
+        with _transaction(database):
+            # Not REPLACE: a damaged index is noticed by what it lets through twice.
             database.execute("DELETE FROM answers WHERE key = ? OR expires <= ?", (key, now))
-            excess = self._total() + size - self._max_bytes
-            if excess > 0:
-                self._evict(excess)
+            self._make_room(size)
             database.execute(
                 "INSERT INTO answers VALUES (?, ?, ?, ?, ?)",
-                (key, value, size, now + self._ttl_s, now),
+                (key, value, owner, now + self._ttl_s, now),
             )
-            database.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                database.execute("ROLLBACK")
-            raise
 
-    def _evict(self, excess: int) -> None:
-        database, gone = self._database(), []
-        for key, size in database.execute("SELECT key, size FROM answers ORDER BY used"):
-            gone.append((key,))
-            excess -= size
-            if excess <= 0:
-                break
-        database.executemany("DELETE FROM answers WHERE key = ?", gone)
+    def _purge(self, owner: str | None) -> int:
+        database = self._database()
+        with _transaction(database):
+            if owner is None:
+                removed = database.execute("DELETE FROM answers").rowcount
+            else:
+                removed = database.execute("DELETE FROM answers WHERE owner = ?", (owner,)).rowcount
+        _shrink(database)
+        return removed
 
-    def _total(self) -> int:
-        return int(self._database().execute("SELECT size FROM total").fetchone()[0])
+    def _make_room(self, size: int) -> None:
+        """Removes the answers that were used least recently, until `size` bytes more fit in.
+
+        A page is free when all its rows have gone, so it is asked again.
+        """
+        database = self._database()
+        while (excess := self._num_bytes() + size - self._max_bytes) > 0:
+            gone = []
+            for rowid, length in database.execute(
+                "SELECT rowid, length(value) FROM answers ORDER BY used"
+            ):
+                gone.append((rowid,))
+                excess -= length + _ROW_BYTES
+                if excess <= 0:
+                    break
+            if not gone:
+                return
+            database.executemany("DELETE FROM answers WHERE rowid = ?", gone)
+
+    def _num_bytes(self) -> int:
+        """Of the pages in use."""
+        database = self._database()
+        pages, free = (
+            database.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count")
+        )
+        return int(pages - free) * self._page_bytes()
+
+    def _page_bytes(self) -> int:
+        return int(self._database().execute("PRAGMA page_size").fetchone()[0])
 
     def _database(self) -> sqlite3.Connection:
+        """The open file; another one where somebody has removed it or put another in its place."""
+        if self._opened is not None and self._file != _identity(self._path):
+            self._close()
         if self._opened is None:
-            try:
-                self._opened = self._open()
-            except sqlite3.OperationalError:  # busy, or a disk that is full or read-only
-                raise
-            except sqlite3.DatabaseError as error:
-                logger.warning(
-                    "%s is damaged (%s): it is made anew, without its answers",
-                    self._folder / FILE,
-                    error,
-                )
-                for suffix in ("", "-wal", "-shm"):
-                    (self._folder / f"{FILE}{suffix}").unlink(missing_ok=True)
-                self._opened = self._open()
+            self._opened = self._open()
+            self._file = _identity(self._path)
         return self._opened
 
     def _open(self) -> sqlite3.Connection:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._folder / FILE
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite's other files get its mode
-        database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+        # SQLite's other files get its mode.
+        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
+            database.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+            database.execute(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if tables and version != _VERSION:
+                raise sqlite3.DatabaseError(f"its tables are of version {version}")
             database.executescript(_SCHEMA)
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+            if self._path.stat().st_size > self._max_bytes:
+                _shrink(database)  # it was allowed more before
         except BaseException:
             database.close()
             raise
         return database
+
+    def _make_anew(self, error: sqlite3.DatabaseError) -> None:
+        """Removes the file, unless another server has done so."""
+        opened = self._file if self._opened is not None else _identity(self._path)
+        self._close()
+        if opened is None or opened != _identity(self._path):
+            return
+        logger.warning(
+            "%s is damaged (%s): it is made anew, without its answers", self._path, error
+        )
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(f"{FILE}{suffix}").unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with contextlib.suppress(sqlite3.Error):
+                opened.close()
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """All that is written within it is kept, or nothing is."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            database.execute("ROLLBACK")
+        raise
+
+
+def _shrink(database: sqlite3.Connection) -> None:
+    """Gives free pages back to the file system."""
+    with contextlib.suppress(
+        sqlite3.OperationalError
+    ):  # another server writes, or the disk is full
+        database.execute("VACUUM")
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether a new file helps: not where the disk is full or another server writes."""
+    if isinstance(error, sqlite3.ProgrammingError | sqlite3.NotSupportedError):
+        return False
+    if not isinstance(error, sqlite3.OperationalError):
+        return True
+    return getattr(error, "sqlite_errorname", "") == "SQLITE_IOERR_SHORT_READ"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file a path names; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _whole_pages(size: int, page: int) -> int:
+    """Bytes of the pages that a row takes: small rows share one."""
+    return size if size < page // 4 else -(-size // page) * page

@@ -16,8 +16,17 @@ class Store(Protocol):
     async def get(self, key: str) -> bytes | None:
         """What is kept under a key of hex digits; None: nothing, or its time is over."""
 
-    async def put(self, key: str, value: bytes) -> None:
-        """Keeps a value, in the place of an older one; the least recently used ones make room."""
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        """Keeps a value, in the place of an older one; the least recently used ones make room.
+
+        Args:
+            key: hex digits.
+            value: bytes.
+            owner: whose it is, for `purge`.
+        """
+
+    async def purge(self, owner: str | None = None) -> int:
+        """Removes what an owner has, or all; returns how many values."""
 
     async def num_bytes(self) -> int:
         """Bytes of all that is kept."""
