@@ -82,6 +82,14 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
 _ROTATED = {"recurrent_gemma": 0.5}
 
 
+def keys(module: str) -> set[str]:
+    """Keys whose values `check` looks at, whether or not the module reads them."""
+    of_rope = (
+        () if module in READ_ROPE else ("partial_rotary_factor", "rope_parameters", "rope_scaling")
+    )
+    return {*of_rope, *(_ACTIVATION_KEYS if module in _ACTIVATIONS else ())}
+
+
 def check(config: Config, module: str, read: set[str]) -> None:
     """Looks at what the module computes one way only, at the activation and at the ropes.
 
