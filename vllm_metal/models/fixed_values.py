@@ -19,12 +19,22 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "apertus": {"attention_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
     "bailing_moe": {"norm_softmax": (False,)},
     "bailing_moe_linear": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
+    "bailing_moe_v3": {
+        "norm_topk_prob": (True,),
+        "score_function": ("sigmoid",),
+        "use_qk_norm": (True,),
+    },
     "cohere": _TIED,
     "cohere2": _TIED,
     "dbrx": _UNTIED,
     "deepseek": _UNTIED,
     "deepseek_v2": _UNTIED
-    | {"mlp_bias": (False,), "norm_topk_prob": (False,), "rope_interleave": (True,)},
+    | {
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),
+        "rope_interleave": (True,),
+        "scoring_func": ("softmax",),
+    },
     "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "deepseek_v32": _UNTIED | {"mlp_bias": (False,), "scoring_func": ("sigmoid",)},
     # transformers' class reads no scoring_func; the published files say "noaux_tc".
@@ -49,6 +59,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_interleave": (True,),
         "scoring_func": ("sigmoid",),
     },
+    "glm_moe_dsa": _UNTIED | {"scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"scale_attn_weights": (True,)},
     "gpt_neox": _UNTIED | {"attention_bias": (True,)},
@@ -62,6 +73,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "q_lora_rank": (),
         "use_grouped_topk": (True,),
     },
+    "kimi_vl": _UNTIED | {"scoring_func": ("sigmoid",)},
     "laguna": {"moe_apply_router_weight_on_input": (False,)},
     "lfm2": _TIED,
     "lfm2_moe": _TIED,
@@ -74,7 +86,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "moe_layers": ([],),
     },
     "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
-    "longcat_flash_ngram": _UNTIED,
+    "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
     "mamba": {"layer_norm_epsilon": (1e-5,)},
     "mellum": {"attention_bias": (False,)},
     "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
@@ -85,6 +97,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "shared_intermediate_size": (0,),
     },
     "minicpm3": {"mlp_bias": (False,), "rope_traditional": (False,)},
+    "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     "muse_glimmer": {"hidden_activation": ("silu",)},
     "nanochat": _UNTIED
     | {
@@ -109,7 +122,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "qkv_bias": (True,),
     },
     "qwen3": {"attention_bias": (False,)},
-    "qwen3_5": {"attention_bias": (False,)},
+    "qwen3_5": {"attention_bias": (False,), "mlp_only_layers": ([],)},
     "qwen3_moe": {"attention_bias": (False,)},
     "recurrent_gemma": {
         "attention_bias": (False,),

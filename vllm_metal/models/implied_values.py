@@ -30,6 +30,10 @@ def _of_mamba2(config: Config) -> float:
     return float(config["num_heads"] * config["head_dim"] / config["hidden_size"])
 
 
+def _heads_of_latent(config: Config) -> int:
+    return int(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+
+
 def _all(value: str) -> Follows:
     return lambda config: [value] * config["num_hidden_layers"]
 
@@ -44,6 +48,7 @@ _LATENT: dict[str, Follows] = {
 }
 #: The value that a key must have, by module and key, whether or not the module names it.
 _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
+    "bailing_moe_v3": {"num_key_value_heads": _key("num_attention_heads")},
     "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -57,18 +62,20 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "granitemoehybrid": {"mamba_expand": _of_mamba},
     "helium": {"head_dim": _head_dim},
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
-    "longcat_flash": _LATENT,
+    "longcat_flash": _LATENT | {"num_hidden_layers": _key("num_layers")},
+    "longcat_flash_ngram": _LATENT | {"num_hidden_layers": _key("num_layers")},
     "mamba": {"expand": lambda config: config["intermediate_size"] / config["hidden_size"]},
     "mamba2": {"expand": _of_mamba2},
     "mellum": {"mlp_layer_types": _all("sparse")},
     "minicpm3": _LATENT | {"v_head_dim": _head_dim},
-    "mistral4": _LATENT,
-    "mixtral": {"head_dim": _head_dim},
+    "mistral4": {"head_dim": _heads_of_latent, "num_key_value_heads": _key("num_attention_heads")},
+    "nemotron_h": dict.fromkeys(("norm_eps", "rms_norm_eps"), _key("layer_norm_epsilon")),
     "recurrent_gemma": {"head_dim": _head_dim, "lru_width": _key("hidden_size")},
     "youtu_llm": _LATENT,
 }
 #: The same of all modules.
 _FOLLOWS_EVERYWHERE: Mapping[str, Follows] = {
+    "head_dim": _head_dim,
     "qk_head_dim": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
 }
 #: Keys that count where a list of the layers is missing, and the lists.

@@ -111,9 +111,11 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "llama4_text": _names("attn_scale floor_scale num_experts_per_tok num_local_experts"),
     "mamba": _OF_STEPS,  # of the first weights
     "mamba2": _OF_STEPS | _names("chunk_size"),
+    "mistral4": _names("topk_method"),  # transformers' class does not read it
     # transformers 5 bounds steps by time_step_min; the published code, vLLM and mlx-lm by
     # time_step_limit. The width follows from the heads.
-    "nemotron_h": _OF_STEPS | _names("chunk_size expand moe_shared_expert_overlap sliding_window"),
+    "nemotron_h": _OF_STEPS
+    | _names("chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"),
     "recurrent_gemma": _names("tie_word_embeddings"),  # as gemma3_text
 }
 
