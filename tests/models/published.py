@@ -6,6 +6,7 @@ hidden size / heads, keys of another width than values, multipliers that are not
 in no repeating pattern. Weights are drawn so large that texts vary.
 """
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ FAMILIES: dict[str, Published] = {
         "hunyuan_v1_dense": _HEAD,
         "bitnet": {},
         "exaone4": _WINDOW,
-        "nanochat": {"final_logit_softcapping": 5.0},
+        "nanochat": {"final_logit_softcapping": 15.0, "rms_norm_eps": 1e-5},
         "gpt_neox": _HALF | {"intermediate_size": 288, "use_parallel_residual": True},
         "gpt_neox, one after another": _HALF
         | {"intermediate_size": 288, "use_parallel_residual": False},
@@ -515,7 +516,8 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """
     content = (_COMMON if family.common else {}) | family.config | changes
     # Of transformers' own names: vLLM registers classes of its own for some of them.
-    config = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])(**content)
+    of_family = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
+    config = of_family(**_declared(of_family, content))
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModelForImageTextToText
@@ -523,6 +525,13 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     _draw(model, torch.Generator().manual_seed(seed))
     return model
+
+
+def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """What the family's configuration has; it would write the rest into config.json as well."""
+    own = {*inspect.signature(of_family).parameters, *of_family.attribute_map}
+    own.add("partial_rotary_factor")  # taken by all, and moved
+    return {key: value for key, value in content.items() if key in own}
 
 
 def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
