@@ -20,10 +20,6 @@ VOCAB = 99
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _STATES = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
 _WINDOW = {"sliding_window": 7, "layer_types": _LAYERS}
-_EVERY_OTHER = {
-    "sliding_window": 7,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
 _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 72,
@@ -159,7 +155,7 @@ FAMILIES: dict[str, Published] = {
         "olmo2": {},
         "olmo3": _WINDOW,
         "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
-        "cohere2": _EVERY_OTHER | {"logit_scale": 0.3, "tie_word_embeddings": True},
+        "cohere2": _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
         "granite": _MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
         "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
         "ernie4_5": _HEAD | {"use_bias": True},
@@ -327,7 +323,6 @@ FAMILIES: dict[str, Published] = {
             "routed_scaling_factor": 1.7,
         },
         "qwen3_next": _DELTA
-        | {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
         | _EXPERTS
         | _HEAD
         | _HALF
@@ -443,6 +438,7 @@ FAMILIES: dict[str, Published] = {
         | _ropes()
         | {
             "num_hidden_layers": 5,
+            "tie_word_embeddings": True,
             "num_kv_shared_layers": 2,
             "layer_types": [
                 "sliding_attention",

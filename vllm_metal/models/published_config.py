@@ -49,27 +49,6 @@ def _head_dim(config: Config) -> int | None:
     return size // heads if size and heads else None
 
 
-def _window_period(config: Config) -> int | None:
-    """Every so manieth layer sees the whole context; one more than there are layers: none does.
-
-    Raises:
-        ModelLoadError: the layers with windows are in no such pattern.
-    """
-    whole = _whole_layers(config)
-    if whole is None:
-        return None
-    if not whole:
-        return len(config["layer_types"]) + 1
-    period = whole[0] + 1
-    if whole != list(range(period - 1, len(config["layer_types"]), period)):
-        raise ModelLoadError(
-            "layer_types of config.json have whole attention in layers "
-            f"{', '.join(map(str, whole))}: mlx-lm's module of the family has it in every n-th "
-            "layer only"
-        )
-    return period
-
-
 def _window_letters(config: Config) -> str | None:
     """A letter a layer: L with a window, G without."""
     types = config.get("layer_types")
@@ -194,14 +173,12 @@ _ROPE_ROWS: Sequence[Row] = (
 )
 ROWS: Sequence[Row] = (
     Row("head_dim", _head_dim, no_default=True),
-    Row("sliding_window_pattern", _window_period, ("cohere2",), always=True),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
     Row("is_moe_layer", _sparse_layers),
     Row("num_experts", _renamed("num_local_experts")),
     Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
     Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
-    Row("full_attention_interval", _window_period, ("qwen3_next", "qwen3_5"), always=True),
     Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
     Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
     Row("rotary_dim", _rotated_width, ("minimax",)),
@@ -244,6 +221,9 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
         return {}
     fields = dataclasses.fields(args)
     read = {field.name for field in fields}
+    if "text_config" in read and config.get("text_config") is None:
+        # A text model without the multimodal one around it.
+        return {"text_config": dict(config)} | _of_text(config, module)
     required = {
         field.name
         for field in fields
@@ -280,9 +260,11 @@ def _of_text(text: Config, module: str) -> dict[str, Any]:
 def _text_args(text: Config, module: str) -> tuple[str, type | None]:
     """The module that reads a `text_config`, and its arguments."""
     own = sys.modules[f"mlx_lm.models.{module}"]
-    for name in _TEXT_ARGS:
-        if (found := getattr(own, name, None)) is not None:
-            return module, found
+    for cls in own.Model.__mro__:  # of another module, where it is a variant of its model
+        for name in _TEXT_ARGS:
+            found = getattr(sys.modules[cls.__module__], name, None)
+            if found is not None:
+                return cls.__module__.rpartition(".")[2], found
     try:
         family, args = patches.classes(dict(text))
     except (KeyError, ValueError):
