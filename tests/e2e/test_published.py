@@ -13,9 +13,9 @@ from vllm import SamplingParams
 
 #: Of log-probabilities. Both sides compute in float32, and sum in different orders.
 TOLERANCE = 1e-3
-NUM_TOKENS = 14
+NUM_TOKENS = 12
 #: Of the blocks that the longest text takes, those that all requests have.
-ROOM = 1.7
+ROOM = 1.4
 OPTIONS = {
     "skip_tokenizer_init": True,
     "max_model_len": 80,
@@ -40,17 +40,9 @@ TOLD = {
 }
 #: Windows and a soft cap, in two groups of layers.
 QUICK = ("gemma2",)
-#: Files that mlx-lm's modules cannot read: packed weights only, other names of arrays, arrays of
-#: experts that are none, or a text model without the multimodal one around it.
-UNREAD = (
-    "bitnet",
-    "gemma3n_text",
-    "llama4_text",
-    "longcat_flash",
-    "nanochat",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-)
+#: Files that mlx-lm's modules cannot read: packed weights only, other names of arrays, or none for
+#: experts.
+UNREAD = ("bitnet", "llama4_text", "longcat_flash", "nanochat")
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in (*QUICK, *UNREAD)
 ]
@@ -65,7 +57,10 @@ def prompts_of():
 
 
 def leave_few_blocks(llm, prompt, params):
-    """Takes all blocks of the pool but a few; those of a text depend on the kinds of its layers."""
+    """Takes all blocks of the pool but a few, and returns them.
+
+    How many a text takes depends on the kinds of its layers.
+    """
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free = least = pool.get_num_free_blocks()
     llm.llm_engine.add_request("longest", prompt, params)
@@ -74,7 +69,7 @@ def leave_few_blocks(llm, prompt, params):
         least = min(least, pool.get_num_free_blocks())
     run_out(llm)
     assert llm.reset_prefix_cache()
-    pool.get_new_blocks(free - int(ROOM * (free - least)))
+    return pool.get_new_blocks(free - int(ROOM * (free - least)))
 
 
 def table(of_tokens):
@@ -97,24 +92,33 @@ def farthest(model, outputs, of_prompt):
     return worst, expected
 
 
+def give_back(llm, blocks):
+    llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
+
+
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_log_probabilities_equal_transformers(name, tmp_path):
     model = make(FAMILIES[name])
-    folder, worst = write(model, tmp_path / "model"), 0.0
+    folder, worst, seen = write(model, tmp_path / "model"), 0.0, set()
     prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of()]
     told = {"temperature": 1.0, "seed": 3, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     told |= {"logprobs": VOCAB, "detokenize": False}
     with engine(folder, num_gpu_blocks_override=100, **OPTIONS) as llm:
-        leave_few_blocks(llm, prompts[2], SamplingParams(**told))
+        taken = leave_few_blocks(llm, prompts[2], SamplingParams(**told))
         # A request that asks for its prompt's takes nothing from the cache.
-        for of_prompt in (VOCAB, None):
+        for turn, of_prompt in enumerate((VOCAB, None, None)):
+            asked = prompts
+            if turn == 2:  # states are kept for long where there is room alone
+                give_back(llm, taken)
+                asked = prompts[:2]
+                llm.generate(asked, SamplingParams(**told), use_tqdm=False)
             params = SamplingParams(prompt_logprobs=of_prompt, **told)
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(asked, params, use_tqdm=False)
             found, expected = farthest(model, outputs, of_prompt)
-            worst = max(worst, found)
+            worst, seen = max(worst, found), seen.union(expected)
         counted = {what: counters(llm)[key] for what, key in TOLD.items()}
     print(f"{name}: {worst:.1e}", counted)
-    assert len(set(expected)) > 8, "the reference says the same whatever it reads"
+    assert len(seen) > 8, "the reference says the same whatever it reads"
     assert worst <= TOLERANCE
     assert counted["drafted"] > counted["accepted"]
     assert counted["preemptions"] > 0 and counted["hits"] > 0

@@ -407,7 +407,9 @@ FAMILIES: dict[str, Published] = {
             "n_groups": 2,
             "chunk_size": 8,
             "moe_shared_expert_intermediate_size": 56,
-            # transformers' class bounds steps by this; vLLM's and mlx-lm's by time_step_limit.
+            # transformers' class bounds steps by this from below, in no file's words: published
+            # ones say time_step_limit [0, inf], which mlx-lm's module computes and vLLM's kernels
+            # do, and this key is where the drawing of dt_bias began. We compute as vLLM does.
             "time_step_min": 1e-6,
             "mlp_bias": True,
         },

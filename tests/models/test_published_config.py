@@ -16,7 +16,8 @@ from vllm_metal.models.weight_files import ModelLoadError
 
 #: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
 TOLERANCE = 1e-3
-PATCHED = {patch.module for patch in registry.PATCHES}  # compared in patches/test_registry.py
+#: Compared in patches/test_registry.py.
+PATCHED = {patch.module for patch in registry.PATCHES} | {*registry.TEXT_MODELS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 #: Families whose module leaves scaling out, and two whose module does not.
@@ -47,9 +48,6 @@ NOT_READ = {
     "nanochat": "not in model",  # other names of arrays
     "llama4_text": "not in model",  # mlx-lm's module of this name has no experts
     "longcat_flash": "not in model",  # experts that compute nothing have no weights there
-    "qwen3_5_text": "not supported",  # read as parts of models with images
-    "qwen3_5_moe_text": "not supported",
-    "gemma3n_text": "not supported",
 }
 
 
@@ -138,7 +136,8 @@ def test_what_the_module_would_drop_is_refused(keys, message, llama, tmp_path):
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("cohere2", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer"),
+        ("cohere2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope of type 'yarn'"),
         ("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
     ],

@@ -9,6 +9,7 @@ default. Each row below gives one key that modules read from what a config.json 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,8 @@ ROWS: Sequence[Row] = (
     Row("num_experts", _renamed("num_local_experts")),
     Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
     Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
+    # transformers' default; mlx-lm's other one is of no file.
+    Row("time_step_limit", _always((0.0, math.inf)), ("granitemoehybrid",)),
     Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
     Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
     Row("rotary_dim", _rotated_width, ("minimax",)),
