@@ -3,11 +3,22 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm.models
 import numpy as np
 import pytest
-from models.published import FAMILIES, VOCAB, log_probabilities, make, write
+from models.published import (
+    FAMILIES,
+    LEFT_OUT,
+    REFUSED,
+    VOCAB,
+    log_probabilities,
+    make,
+    write,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from vllm_metal.models import loader
 from vllm_metal.models.patches import registry
@@ -45,9 +56,7 @@ def compare(model, folder):
 #: What is refused of these small models, and by which words.
 NOT_READ = {
     "bitnet": "weight_scale",  # mlx-lm reads packed weights only
-    "nanochat": "not in model",  # other names of arrays
     "llama4_text": "not in model",  # mlx-lm's module of this name has no experts
-    "longcat_flash": "not in model",  # experts that compute nothing have no weights there
 }
 
 
@@ -147,3 +156,34 @@ def test_what_a_family_has_no_words_for_is_refused(name, keys, message, tmp_path
     folder = changed(tmp_path / "published", tmp_path / "changed", **keys)
     with pytest.raises(ModelLoadError, match=message):
         loader.lazy_model(folder, mx.float32)
+
+
+#: The module that reads a configuration of another name.
+OF_ANOTHER = {**registry.MODEL_REMAPPING, **registry.TEXT_MODELS}
+
+
+def with_transformers_class():
+    """Modules of mlx-lm that read a configuration which transformers has, or one of its text model."""
+    folder = Path(mlx_lm.models.__path__[0])
+    paths = folder.glob("*.py")
+    found = {path.stem for path in paths if "class ModelArgs" in path.read_text()}
+    return {
+        module
+        for module in found
+        if {
+            module,
+            f"{module}_text",
+            *(key for key, value in OF_ANOTHER.items() if value == module),
+        }
+        & {*CONFIG_MAPPING_NAMES}
+    }
+
+
+def test_no_module_is_left_out_without_a_reason():
+    tried = {
+        OF_ANOTHER.get(family.model_type, family.model_type)
+        for family in (*FAMILIES.values(), *(family for family, _ in REFUSED.values()))
+    }
+    assert with_transformers_class() == tried | {*LEFT_OUT}
+    assert not tried & {*LEFT_OUT}
+    print("left out:", *(f"{name}: {reason}" for name, reason in LEFT_OUT.items()), sep="\n  ")

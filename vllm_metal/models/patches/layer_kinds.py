@@ -87,7 +87,7 @@ def _built_by_kind(cls: Any, period: str) -> None:
 
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any, layer_idx: int) -> None:
-            # mlx-lm asks whether the layer's number is a multiple of the period, nothing else of it.
+            # mlx-lm asks whether the layer's number is a multiple of the period, and no more.
             every = getattr(args, period)
             setattr(args, period, 1 if args.layer_types[layer_idx] == _FULL else layer_idx + 2)
             try:
