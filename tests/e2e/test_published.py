@@ -40,8 +40,8 @@ TOLD = {
 }
 #: Windows and a soft cap, in two groups of layers.
 QUICK = ("gemma2",)
-#: Files that mlx-lm's modules cannot read: packed weights only, or no experts.
-UNREAD = ("bitnet", "llama4_text")
+#: Files that mlx-lm's module cannot read: it has packed weights only.
+UNREAD = ("bitnet",)
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in (*QUICK, *UNREAD)
 ]

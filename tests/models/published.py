@@ -265,7 +265,7 @@ FAMILIES: dict[str, Published] = {
             "num_experts_per_tok": 1,
             "intermediate_size_mlp": 56,
             "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 8192,
+            "attention_chunk_size": 512,
             "layer_types": [
                 "chunked_attention",
                 "full_attention",
@@ -273,7 +273,8 @@ FAMILIES: dict[str, Published] = {
                 "full_attention",
             ],
             "no_rope_layers": [1, 0, 1, 0],
-            "attn_temperature_tuning": False,
+            "floor_scale": 5,
+            "attn_scale": 0.7,
         },
         "deepseek_v2": _LATENT
         | _ROUTED
@@ -572,7 +573,7 @@ LEFT_OUT: dict[str, str] = {
     "gemma3": "the text model is gemma3_text; vLLM takes the multimodal one, which is refused",
     "gemma4": "its text model is gemma4_text, which it calls",
     "kimi_k25": "its text model is deepseek_v3, which it calls",
-    "llama4": "refused: its layers attend within chunks of the text",
+    "llama4": "multimodal, refused; its text model is llama4_text",
     "minimax_m3_vl": "multimodal, refused",
     "mistral3": "multimodal, refused; its text models are llama and ministral3",
     "muse_glimmer": "multimodal, refused",

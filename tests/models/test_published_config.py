@@ -32,7 +32,16 @@ PATCHED = {patch.module for patch in registry.PATCHES} | {*registry.TEXT_MODELS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 #: Families whose module leaves scaling out, and two whose module does not.
-SCALED = ("mixtral", "qwen3_moe", "qwen2_moe", "cohere", "ernie4_5", "llama", "qwen3")
+SCALED = (
+    "llama4_text",
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "cohere",
+    "ernie4_5",
+    "llama",
+    "qwen3",
+)
 
 
 def ours(folder, tokens, **overrides):
@@ -56,7 +65,6 @@ def compare(model, folder):
 #: What is refused of these small models, and by which words.
 NOT_READ = {
     "bitnet": "weight_scale",  # mlx-lm reads packed weights only
-    "llama4_text": "not in model",  # mlx-lm's module of this name has no experts
 }
 
 
@@ -147,6 +155,7 @@ def test_what_the_module_would_drop_is_refused(keys, message, llama, tmp_path):
     [
         ("cohere2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked"),
         ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
+        ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size is 64"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope of type 'yarn'"),
         ("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
     ],

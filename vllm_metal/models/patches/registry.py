@@ -21,6 +21,7 @@ from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
 from vllm_metal.models.patches.layer_kinds import cohere2, qwen3_5, qwen3_next
+from vllm_metal.models.patches.llama4_text import llama4_text
 from vllm_metal.models.patches.longcat_flash import longcat_flash
 from vllm_metal.models.patches.names import (
     dense_of_kimi,
@@ -73,6 +74,7 @@ PATCHES = (
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
+    ModulePatch("llama4_text", _READ, llama4_text),
     ModulePatch("longcat_flash", _READ, longcat_flash),
     ModulePatch("nanochat", _READ, nanochat),
     ModulePatch("olmo_hybrid", _READ, renamed(norms_of_olmo)),
