@@ -1,41 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders as transformers writes them: the engine's log-probabilities equal transformers' own.
 
-Each is served in float32, in chunks of a few tokens, then again from the prefix cache.
+Each is served in float32, in chunks of a few tokens, with drafts of which most are rejected, with
+blocks for few of the requests that run at once, then again from the prefix cache.
 """
 
 import numpy as np
 import pytest
-from e2e.harness import counters, engine, greedy
+from e2e.harness import counters, engine, run_out
 from models.published import FAMILIES, REFUSED, VOCAB, log_probabilities, make, write
+from vllm import SamplingParams
 
 #: Of log-probabilities. Both sides compute in float32, and sum in different orders.
 TOLERANCE = 1e-3
-NUM_TOKENS = 6
+NUM_TOKENS = 12
+#: Of the blocks that the longest text takes, those that all requests have.
+ROOM = 1.4
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 80,
+    "dtype": "float32",
+    "max_num_batched_tokens": 19,
+    "max_num_seqs": 4,
+    "block_size": 16,
+    "max_logprobs": VOCAB,
+    "additional_config": {"fixed_draft_length": True},
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+    },
+}
+TOLD = {
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "preemptions": "vllm:num_preemptions",
+    "hits": "vllm:prefix_cache_hits",
+}
 #: Windows and a soft cap, in two groups of layers.
 QUICK = ("gemma2",)
-#: Files that mlx-lm's modules cannot read: packed weights only, other names of arrays, arrays of
-#: experts that are none, or a text model without the multimodal one around it.
-UNREAD = (
-    "bitnet",
-    "gemma3n_text",
-    "llama4_text",
-    "longcat_flash",
-    "nanochat",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-)
+#: Files that mlx-lm's module cannot read: it has packed weights only.
+UNREAD = ("bitnet",)
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in (*QUICK, *UNREAD)
 ]
 
 
 def prompts_of():
-    """Two begin alike, in more than two blocks of 16."""
+    """Of 1 to 60 tokens; some begin alike, in two blocks, and most repeat themselves."""
     rng = np.random.default_rng(1)
     shared = rng.integers(3, VOCAB, 40).tolist()
-    own = [rng.integers(3, VOCAB, n).tolist() for n in (11, 4, 29, 1)]
-    return [[*shared, *own[0]], [*shared, *own[1]], own[2], own[3]]
+    own = [rng.integers(3, VOCAB, n).tolist() for n in (11, 4, 20, 29, 1)]
+    return [[*shared, *own[0]], [*shared, *own[1]], [*shared, *own[2]], own[2] * 2, own[3], own[4]]
+
+
+def leave_few_blocks(llm, prompt, params):
+    """Takes all blocks of the pool but a few, and returns them.
+
+    How many a text takes depends on the kinds of its layers.
+    """
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    free = least = pool.get_num_free_blocks()
+    llm.llm_engine.add_request("longest", prompt, params)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        least = min(least, pool.get_num_free_blocks())
+    run_out(llm)
+    assert llm.reset_prefix_cache()
+    return pool.get_new_blocks(free - int(ROOM * (free - least)))
 
 
 def table(of_tokens):
@@ -43,38 +76,51 @@ def table(of_tokens):
     return np.array([[row[token].logprob for token in range(VOCAB)] for row in of_tokens])
 
 
+def farthest(model, outputs, of_prompt):
+    """The largest difference of any log-probability, and the tokens that transformers expects."""
+    worst, expected = 0.0, []
+    for output in outputs:
+        tokens = output.outputs[0].token_ids
+        (rows,) = log_probabilities(model, [[*output.prompt_token_ids, *tokens][:-1]])
+        found = table(output.outputs[0].logprobs)
+        if of_prompt:
+            found = np.concatenate([table(output.prompt_logprobs[1:]).reshape(-1, VOCAB), found])
+        rows = rows[-len(found) :]
+        worst = max(worst, np.abs(found - rows).max())
+        expected += rows.argmax(-1).tolist()
+    return worst, expected
+
+
+def give_back(llm, blocks):
+    llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
+
+
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_log_probabilities_equal_transformers(name, tmp_path):
-    model, prompts = make(FAMILIES[name]), prompts_of()
-    folder = write(model, tmp_path / "model")
-    options = {"skip_tokenizer_init": True, "max_model_len": 128, "dtype": "float32"}
-    chunks = {"max_num_batched_tokens": 9, "max_num_seqs": 3, "block_size": 16}
-    told = {"logprobs": VOCAB, "detokenize": False}
-    worst = 0.0
-    with engine(folder, max_logprobs=VOCAB, **options, **chunks) as llm:
-        for of_prompt in (
-            VOCAB,
-            None,
-        ):  # a request that asks for these takes nothing from the cache
-            outputs = llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts],
-                greedy(NUM_TOKENS, prompt_logprobs=of_prompt, **told),
-                use_tqdm=False,
-            )
-            texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
-            expected = log_probabilities(model, [text[:-1] for text in texts])
-            for output, rows in zip(outputs, expected, strict=True):
-                found = table(output.outputs[0].logprobs)
-                if of_prompt:
-                    found = np.concatenate(
-                        [table(output.prompt_logprobs[1:]).reshape(-1, VOCAB), found]
-                    )
-                worst = max(worst, np.abs(found - rows[-len(found) :]).max())
-        assert counters(llm)["vllm:prefix_cache_hits"] > 0
-    best = np.concatenate(expected).argmax(-1)
-    assert len(set(best.tolist())) > 8, "the reference says the same whatever it reads"
-    print(f"{name}: {worst:.1e}")
+    model = make(FAMILIES[name])
+    folder, worst, seen = write(model, tmp_path / "model"), 0.0, set()
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of()]
+    told = {"temperature": 1.0, "seed": 3, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    told |= {"logprobs": VOCAB, "detokenize": False}
+    with engine(folder, num_gpu_blocks_override=100, **OPTIONS) as llm:
+        taken = leave_few_blocks(llm, prompts[2], SamplingParams(**told))
+        # A request that asks for its prompt's takes nothing from the cache.
+        for turn, of_prompt in enumerate((VOCAB, None, None)):
+            asked = prompts
+            if turn == 2:  # states are kept for long where there is room alone
+                give_back(llm, taken)
+                asked = prompts[:2]
+                llm.generate(asked, SamplingParams(**told), use_tqdm=False)
+            params = SamplingParams(prompt_logprobs=of_prompt, **told)
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            found, expected = farthest(model, outputs, of_prompt)
+            worst, seen = max(worst, found), seen.union(expected)
+        counted = {what: counters(llm)[key] for what, key in TOLD.items()}
+    print(f"{name}: {worst:.1e}", counted)
+    assert len(seen) > 8, "the reference says the same whatever it reads"
     assert worst <= TOLERANCE
+    assert counted["drafted"] > counted["accepted"]
+    assert counted["preemptions"] > 0 and counted["hits"] > 0
 
 
 @pytest.mark.slow

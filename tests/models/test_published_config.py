@@ -3,11 +3,22 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm.models
 import numpy as np
 import pytest
-from models.published import FAMILIES, VOCAB, log_probabilities, make, write
+from models.published import (
+    FAMILIES,
+    LEFT_OUT,
+    REFUSED,
+    VOCAB,
+    log_probabilities,
+    make,
+    write,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from vllm_metal.models import loader
 from vllm_metal.models.patches import registry
@@ -16,11 +27,21 @@ from vllm_metal.models.weight_files import ModelLoadError
 
 #: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
 TOLERANCE = 1e-3
-PATCHED = {patch.module for patch in registry.PATCHES}  # compared in patches/test_registry.py
+#: Compared in patches/test_registry.py.
+PATCHED = {patch.module for patch in registry.PATCHES} | {*registry.TEXT_MODELS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 #: Families whose module leaves scaling out, and two whose module does not.
-SCALED = ("mixtral", "qwen3_moe", "qwen2_moe", "cohere", "ernie4_5", "llama", "qwen3")
+SCALED = (
+    "llama4_text",
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "cohere",
+    "ernie4_5",
+    "llama",
+    "qwen3",
+)
 
 
 def ours(folder, tokens, **overrides):
@@ -44,12 +65,6 @@ def compare(model, folder):
 #: What is refused of these small models, and by which words.
 NOT_READ = {
     "bitnet": "weight_scale",  # mlx-lm reads packed weights only
-    "nanochat": "not in model",  # other names of arrays
-    "llama4_text": "interleave_moe_layer_step",  # mlx-lm's module of this name has no experts
-    "longcat_flash": "not in model",  # experts that compute nothing have no weights there
-    "qwen3_5_text": "not supported",  # read as parts of models with images
-    "qwen3_5_moe_text": "not supported",
-    "gemma3n_text": "not supported",
 }
 
 
@@ -138,7 +153,9 @@ def test_what_the_module_would_drop_is_refused(keys, message, llama, tmp_path):
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("cohere2", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer"),
+        ("cohere2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
+        ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size is 64"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope of type 'yarn'"),
         ("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
     ],
@@ -148,3 +165,34 @@ def test_what_a_family_has_no_words_for_is_refused(name, keys, message, tmp_path
     folder = changed(tmp_path / "published", tmp_path / "changed", **keys)
     with pytest.raises(ModelLoadError, match=message):
         loader.lazy_model(folder, mx.float32)
+
+
+#: The module that reads a configuration of another name.
+OF_ANOTHER = {**registry.MODEL_REMAPPING, **registry.TEXT_MODELS}
+
+
+def with_transformers_class():
+    """Modules of mlx-lm that read a configuration which transformers has, or one of its text model."""
+    folder = Path(mlx_lm.models.__path__[0])
+    paths = folder.glob("*.py")
+    found = {path.stem for path in paths if "class ModelArgs" in path.read_text()}
+    return {
+        module
+        for module in found
+        if {
+            module,
+            f"{module}_text",
+            *(key for key, value in OF_ANOTHER.items() if value == module),
+        }
+        & {*CONFIG_MAPPING_NAMES}
+    }
+
+
+def test_no_module_is_left_out_without_a_reason():
+    tried = {
+        OF_ANOTHER.get(family.model_type, family.model_type)
+        for family in (*FAMILIES.values(), *(family for family, _ in REFUSED.values()))
+    }
+    assert with_transformers_class() == tried | {*LEFT_OUT}
+    assert not tried & {*LEFT_OUT}
+    print("left out:", *(f"{name}: {reason}" for name, reason in LEFT_OUT.items()), sep="\n  ")

@@ -49,8 +49,8 @@ _TYPES: Mapping[str, frozenset[str]] = {
 #: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
 #: one that is scaled; see `patches.plain_ropes`.
 UNSCALED = _names(
-    "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium mixtral qwen2_moe "
-    "qwen3_moe solar_open starcoder2"
+    "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium llama4_text mixtral "
+    "qwen2_moe qwen3_moe solar_open starcoder2"
 )
 #: Keys that name an activation.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")

@@ -98,14 +98,14 @@ def _qwen3_next_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, 
     from mlx_lm.models import qwen3_next
 
     # With attention, whatever the target's own first layer has.
-    args = dataclasses.replace(args, full_attention_interval=1)
+    args = dataclasses.replace(args, layer_types=["full_attention"])
     return qwen3_next.Qwen3NextDecoderLayer(args, 0), None
 
 
 def _qwen3_5_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
     from mlx_lm.models import qwen3_5
 
-    args = dataclasses.replace(args, full_attention_interval=1)
+    args = dataclasses.replace(args, layer_types=["full_attention"])
     return qwen3_5.DecoderLayer(args, 0), None
 
 

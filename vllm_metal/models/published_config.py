@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,27 +60,6 @@ def _renamed(key: str) -> Callable[[Config], Any]:
 def _head_dim(config: Config) -> int | None:
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return size // heads if size and heads else None
-
-
-def _window_period(config: Config) -> int | None:
-    """Every so manieth layer sees the whole context; one more than there are layers: none does.
-
-    Raises:
-        ModelLoadError: the layers with windows are in no such pattern.
-    """
-    whole = _whole_layers(config)
-    if whole is None:
-        return None
-    if not whole:
-        return len(config["layer_types"]) + 1
-    period = whole[0] + 1
-    if whole != list(range(period - 1, len(config["layer_types"]), period)):
-        raise ModelLoadError(
-            "layer_types of config.json have whole attention in layers "
-            f"{', '.join(map(str, whole))}: mlx-lm's module of the family has it in every n-th "
-            "layer only"
-        )
-    return period
 
 
 def _window_letters(config: Config) -> str | None:
@@ -206,14 +186,14 @@ _ROPE_ROWS: Sequence[Row] = (
 )
 ROWS: Sequence[Row] = (
     Row("head_dim", _head_dim, no_default=True),
-    Row("sliding_window_pattern", _window_period, ("cohere2",), always=True),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
     Row("is_moe_layer", _sparse_layers),
     Row("num_experts", _renamed("num_local_experts")),
     Row("n_ctx", _renamed("n_positions"), ("gpt2",)),
     Row("block_dim", _renamed("hidden_size"), ("lfm2",)),
-    Row("full_attention_interval", _window_period, ("qwen3_next", "qwen3_5"), always=True),
+    # transformers' default; mlx-lm's other one is of no file.
+    Row("time_step_limit", _always((0.0, math.inf)), ("granitemoehybrid",)),
     Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
     Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
     Row("rotary_dim", _rotated_width, ("minimax",)),
@@ -263,6 +243,13 @@ def _read(config: Config, module: str, args: type) -> tuple[dict[str, Any], Unre
     if not dataclasses.is_dataclass(args):
         return {}, {}
     read = {field.name for field in dataclasses.fields(args)}
+    if "text_config" in read and config.get("text_config") is None:
+        # A text model without the multimodal one around it.
+        inner, inner_args = _text_args(config, module)
+        if inner_args is None:
+            return {}, {}
+        of_text, unread = _read(config, inner, inner_args)
+        return {"text_config": {**config, **of_text}}, unread
     changed, used = _changed(config, module, args)
     config_refusals.check(config, module, read)
     unread = config_keys.unread(config, module, read, used)
@@ -315,9 +302,11 @@ def _text_args(text: Config, module: str) -> tuple[str, type | None]:
         module = inner if inner in ("ministral3", "mistral4") else "llama"
     module = _TEXT_OF.get(module, module)
     own = sys.modules[f"mlx_lm.models.{module}"]
-    for name in _TEXT_ARGS:
-        if (found := getattr(own, name, None)) is not None:
-            return found.__module__.rpartition(".")[2], found
+    for cls in own.Model.__mro__:  # of another module, where it is a variant of its model
+        for name in _TEXT_ARGS:
+            found = getattr(sys.modules[cls.__module__], name, None)
+            if found is not None:
+                return found.__module__.rpartition(".")[2], found
     of_text: type | None = getattr(own, "ModelArgs", None)
     if of_text is None or "text_config" in inspect.signature(of_text).parameters:
         return module, None

@@ -20,17 +20,22 @@ from vllm_metal.models.patches.ernie import ernie4_5_moe
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
 from vllm_metal.models.patches.gpt_oss import gpt_oss
 from vllm_metal.models.patches.jamba import jamba
+from vllm_metal.models.patches.layer_kinds import cohere2, qwen3_5, qwen3_next
+from vllm_metal.models.patches.llama4_text import llama4_text
+from vllm_metal.models.patches.longcat_flash import longcat_flash
 from vllm_metal.models.patches.names import (
     dense_of_kimi,
     norms_of_olmo,
     renamed,
     without_transformer,
 )
+from vllm_metal.models.patches.nanochat import nanochat
 from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
 from vllm_metal.models.patches.routers import grouped
+from vllm_metal.models.patches.text_models import gemma3n, qwen3_5_moe
 from vllm_metal.models.patches.windows import gemma2, gemma3_text
 
 _READ = ((0, 32),)
@@ -48,18 +53,34 @@ def _kimi_linear(module: ModuleType) -> None:
     renamed(dense_of_kimi)(module)
 
 
+#: What transformers calls the text model of a multimodal one where it stands alone, and mlx-lm's
+#: module of the whole, which reads it too.
+TEXT_MODELS = {
+    "gemma3n_text": "gemma3n",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_5_text": "qwen3_5",
+}
+
 PATCHES = (
+    ModulePatch("cohere2", _READ, cohere2),
     ModulePatch("ernie4_5_moe", _READ, ernie4_5_moe),
     ModulePatch("falcon_h1", _READ, falcon_h1),
     ModulePatch("gemma", _READ, gemma),
     ModulePatch("gemma2", _READ, gemma2),
     ModulePatch("gemma3_text", _READ, gemma3_text),
+    ModulePatch("gemma3n", _READ, gemma3n),
     ModulePatch("gpt2", _READ, renamed(without_transformer)),
     ModulePatch("gpt_bigcode", _READ, _gpt_bigcode),
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
+    ModulePatch("llama4_text", _READ, llama4_text),
+    ModulePatch("longcat_flash", _READ, longcat_flash),
+    ModulePatch("nanochat", _READ, nanochat),
     ModulePatch("olmo_hybrid", _READ, renamed(norms_of_olmo)),
+    ModulePatch("qwen3_5", _READ, qwen3_5),
+    ModulePatch("qwen3_5_moe", _READ, qwen3_5_moe),
+    ModulePatch("qwen3_next", _READ, qwen3_next),
     ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
     ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
     ModulePatch("rope_utils", _READ, rope_utils),
@@ -85,6 +106,7 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
     Raises:
         ValueError: mlx-lm's module is not there, or needs what is not installed.
     """
+    config = {**config, "model_type": _model_type(config)}
     try:
         _get_classes(config)
     except SystemExit as error:  # of a module that finds a package missing
@@ -103,11 +125,18 @@ def module_of(config: Mapping[str, Any], model: type) -> str:
         config: of config.json.
         model: its model, which the module may have of another one.
     """
-    name = str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
+    known = _model_type(config)
+    name = str(MODEL_REMAPPING.get(known, known))
     module = sys.modules.get(_MODULES + name)
     if getattr(module, "Model", None) is model:
         return name
     return model.__module__.removeprefix(_MODULES)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    """As mlx-lm knows it."""
+    model_type = str(config["model_type"])
+    return TEXT_MODELS.get(model_type, model_type)
 
 
 def install() -> None:

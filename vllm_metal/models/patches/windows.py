@@ -37,8 +37,8 @@ def gemma2(module: ModuleType) -> None:
                 self.layer_types = [pair[index % 2] for index in range(self.num_hidden_layers)]
 
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
-    module.GemmaModel.__call__ = _by_kind(_scaled_embeddings, return_array=True)
-    module.Model.make_cache = _caches
+    module.GemmaModel.__call__ = by_kind(_scaled_embeddings, return_array=True)
+    module.Model.make_cache = caches_by_window
 
 
 def gemma3_text(module: ModuleType) -> None:
@@ -73,8 +73,8 @@ def gemma3_text(module: ModuleType) -> None:
         return init
 
     replace_method(module.Attention, "__init__", built)
-    module.Gemma3Model.__call__ = _by_kind(_scaled_embeddings)
-    module.Model.make_cache = _caches
+    module.Gemma3Model.__call__ = by_kind(_scaled_embeddings)
+    module.Model.make_cache = caches_by_window
 
 
 def _scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
@@ -82,7 +82,7 @@ def _scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None
     return hidden * mx.array(model.args.hidden_size**0.5, hidden.dtype)
 
 
-def _by_kind(
+def by_kind(
     embedded: Callable[[Any, mx.array, mx.array | None], mx.array], **options: bool
 ) -> Callable[..., mx.array]:
     """The forward of a model whose layers differ in their window alone.
@@ -112,7 +112,7 @@ def _by_kind(
     return forward
 
 
-def _caches(self: Any) -> list[Any]:
+def caches_by_window(self: Any) -> list[Any]:
     """mlx-lm's caches of the layers."""
     window = self.args.sliding_window
     return [

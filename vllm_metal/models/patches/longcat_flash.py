@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongCat-Flash: experts that give back what they get have no weights.
+
+transformers makes room for them all the same in the array of gates and values
+(`LongcatFlashExperts`), and writes it; mlx-lm's module has no place for it. The norms of latents
+add 1e-6 to a mean there (`LongcatFlashRMSNorm`), 1e-5 here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from vllm_metal.models.patches.patch import replace_method
+
+_EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
+
+
+def longcat_flash(module: ModuleType) -> None:
+    """Leaves such arrays out, and sets the norms."""
+
+    def built(before: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, args: Any) -> None:
+            before(self, args)
+            for name in ("q_a_layernorm", "kv_a_layernorm"):
+                if name in self:
+                    self[name].eps = 1e-6
+
+        return init
+
+    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
+        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            count = self.args.n_routed_experts
+            used = {
+                name: array
+                for name, array in weights.items()
+                if (found := _EXPERT.fullmatch(name)) is None or int(found[1]) < count
+            }
+            known: dict[str, mx.array] = before(self, used)
+            return known
+
+        return sanitize
+
+    replace_method(module.LongcatFlashMLA, "__init__", built)
+    replace_method(module.Model, "sanitize", sanitized)
