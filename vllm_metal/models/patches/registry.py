@@ -26,6 +26,7 @@ from vllm_metal.models.patches.names import (
     renamed,
     without_transformer,
 )
+from vllm_metal.models.patches import paged
 from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
@@ -117,7 +118,7 @@ def install() -> None:
         ValueError: a module is of a release of mlx-lm that the patch was not written for.
     """
     major, minor = (int(part) for part in version("mlx-lm").split(".")[:2])
-    for patch in PATCHES:
+    for patch in (*PATCHES, *paged.PATCHES):
         module: ModuleType | None = sys.modules.get(_MODULES + patch.module)
         if module is None or hasattr(module, _MARK):
             continue
