@@ -5,25 +5,11 @@ Their shapes are odd: three query heads a K/V head, heads wider than hidden size
 each head rotated, multipliers that are not 1, biases, layers in no repeating pattern.
 """
 
+from models import further, latent, nested, recurrent
+from models.nested import EXPERTS, HEAD, LAYERS, ODD
 from models.recurrent import Family
 
-_ODD = {
-    "hidden_size": 72,
-    "intermediate_size": 88,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}
-_HEAD = {"head_dim": 16}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
-_LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-_EXPERTS = {
-    "num_experts": 5,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "norm_topk_prob": True,
-}
 _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {
@@ -35,7 +21,7 @@ _ROPES = {
 
 
 def _family(module: str, architecture: str, **config) -> Family:
-    return Family(module, architecture, _ODD | config)
+    return Family(module, architecture, ODD | config)
 
 
 FAMILIES = {
@@ -44,7 +30,7 @@ FAMILIES = {
         _family(
             "Klear",
             "KlearMoeForCausalLM",
-            **_EXPERTS,
+            **EXPERTS,
             attention_bias=True,
             mlp_only_layers=[1],
             decoder_sparse_step=1,
@@ -64,7 +50,7 @@ FAMILIES = {
         _family(
             "bailing_moe",
             "BailingMoeForCausalLM",
-            **(_EXPERTS | {"num_experts": 6}),
+            **(EXPERTS | {"num_experts": 6}),
             num_shared_experts=1,
             first_k_dense_replace=1,
             use_bias=True,
@@ -81,7 +67,7 @@ FAMILIES = {
         _family(
             "deepseek",
             "DeepseekForCausalLM",
-            **_EXPERTS,
+            **EXPERTS,
             n_shared_experts=1,
             n_routed_experts=5,
             moe_layer_freq=1,
@@ -127,7 +113,7 @@ FAMILIES = {
         _family(
             "iquestloopcoder",
             "IQuestLoopCoderForCausalLM",
-            **_HEAD,
+            **HEAD,
             **_BIASES,
             loop_num=2,
             loop_window_size=7,
@@ -153,14 +139,14 @@ FAMILIES = {
         _family(
             "muse_glimmer",
             "MuseGlimmerForCausalLM",
-            **_HEAD,
+            **HEAD,
             sliding_window=7,
-            layer_types=_LAYERS,
+            layer_types=LAYERS,
             qk_scale_factor=1.7,
             output_multiplier=0.7,
             final_logit_softcapping=5.0,
         ),
-        _family("nanbeige", "NanbeigeForCausalLM", **_HEAD, **_BIASES, num_loops=2),
+        _family("nanbeige", "NanbeigeForCausalLM", **HEAD, **_BIASES, num_loops=2),
         _family(
             "nemotron-nas",
             "DeciLMForCausalLM",
@@ -198,7 +184,7 @@ FAMILIES = {
         _family(
             "plamo3",
             "Plamo3ForCausalLM",
-            **_HEAD,
+            **HEAD,
             window_size=7,
             sliding_window_pattern=3,
             rope_local_theta=100.0,
@@ -214,20 +200,20 @@ FAMILIES = {
         _family(
             "spark2_5",
             "Spark2_5ForCausalLM",
-            **_HEAD,
+            **HEAD,
             **_BIASES,
             sliding_window=7,
-            layer_types=_LAYERS,
+            layer_types=LAYERS,
             rope_parameters=_ROPES,
             hidden_act="gelu",
         ),
         _family(
             "step3p5",
             "Step3p5ForCausalLM",
-            **_HEAD,
+            **HEAD,
             num_attention_groups=2,
             sliding_window=7,
-            layer_types=_LAYERS,
+            layer_types=LAYERS,
             partial_rotary_factors=[1.0, 0.5, 0.5, 1.0],
             attention_other_setting={"num_attention_heads": 4, "num_attention_groups": 1},
             moe_num_experts=5,
@@ -239,15 +225,15 @@ FAMILIES = {
             swiglu_limits=[0.0, 0.5, 0.0, 0.5],
             swiglu_limits_shared=[0.0, 0.5, 0.0, 0.5],
         ),
-        _family("talkie", "TalkieForCausalLM", **_HEAD),
-        _family("telechat3", "TeleChat3ForCausalLM", **_HEAD, **_BIASES),
+        _family("talkie", "TalkieForCausalLM", **HEAD),
+        _family("telechat3", "TeleChat3ForCausalLM", **HEAD, **_BIASES),
         # What transformers writes of these, mlx-lm's modules cannot read.
-        _family("bitnet", "BitNetForCausalLM", **_HEAD, attention_bias=True),
+        _family("bitnet", "BitNetForCausalLM", attention_bias=True),
         _family("nanochat", "NanoChatForCausalLM"),
         _family(
             "llama4_text",
             "Llama4ForCausalLM",
-            **_HEAD,
+            **HEAD,
             intermediate_size_mlp=56,
             no_rope_layers=[1, 0, 0, 1],
             use_qk_norm=True,
@@ -255,175 +241,20 @@ FAMILIES = {
         _family(
             "minimax",
             "MiniMaxM2ForCausalLM",
-            **_EXPERTS,
-            **_HEAD,
+            **EXPERTS,
+            **HEAD,
             shared_intermediate_size=0,
             rotary_dim=8,
         ),
-        _family(
-            "olmo",
-            "OLMoForCausalLM",
-            d_model=72,
-            n_layers=4,
-            mlp_hidden_size=88,
-            n_heads=6,
-            embedding_size=64,
-        ),
-        _family(
-            "phi3small",
-            "Phi3SmallForCausalLM",
-            vocab_size=100352,  # of which the module leaves some out, by number
-            dense_attention_every_n_layers=2,
-            ff_intermediate_size=88,
-            gegelu_limit=20.0,
-            layer_norm_epsilon=1e-5,
-            blocksparse_block_size=32,
-            blocksparse_num_local_blocks=1,
-            blocksparse_vert_stride=2,
-        ),
-        _family("deepseek_v41", "DeepseekV41ForCausalLM", head_dim=16),
     )
 }
-#: Multimodal files, of which the text model is served: it has another module, or its own.
-_TEXT = {**_ODD, **_HEAD}
-NESTED = {
-    module: Family(module, architecture, {"text_config": config})
-    for module, architecture, config in (
-        (
-            "gemma3",
-            "Gemma3ForConditionalGeneration",
-            _TEXT
-            | {
-                "model_type": "gemma3_text",
-                "sliding_window": 7,
-                "sliding_window_pattern": 2,
-                "query_pre_attn_scalar": 20,
-            },
-        ),
-        (
-            "gemma4",
-            "Gemma4ForConditionalGeneration",
-            _TEXT
-            | {
-                "model_type": "gemma4_text",
-                "global_head_dim": 24,
-                "num_kv_shared_layers": 2,
-                "vocab_size_per_layer_input": 64,
-                "hidden_size_per_layer_input": 10,
-                "sliding_window": 7,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "final_logit_softcapping": 5.0,
-            },
-        ),
-        (
-            "kimi_k25",
-            "KimiK25ForConditionalGeneration",
-            _TEXT
-            | {
-                "model_type": "kimi_k25",
-                "num_key_value_heads": 6,
-                "q_lora_rank": 24,
-                "kv_lora_rank": 32,
-                "qk_nope_head_dim": 16,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 20,
-                "moe_intermediate_size": 40,
-                "n_routed_experts": 6,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 3,
-                "first_k_dense_replace": 1,
-                "routed_scaling_factor": 1.7,
-                "n_group": 3,
-                "topk_group": 2,
-            },
-        ),
-        (
-            "lfm2-vl",
-            "Lfm2VlForConditionalGeneration",
-            _ODD
-            | {
-                "model_type": "lfm2",
-                "conv_bias": True,
-                "conv_L_cache": 3,
-                "block_dim": 72,
-                "block_ff_dim": 88,
-                "block_multiple_of": 8,
-                "block_ffn_dim_multiplier": 1.0,
-                "block_auto_adjust_ff_dim": False,
-                "layer_types": ["conv", "full_attention", "full_attention", "conv"],
-            },
-        ),
-        (
-            "llama4",
-            "Llama4ForConditionalGeneration",
-            _TEXT
-            | {
-                "model_type": "llama4_text",
-                "attention_bias": True,
-                "attention_chunk_size": 32,
-                "interleave_moe_layer_step": 2,
-                "intermediate_size_mlp": 56,
-                "num_experts_per_tok": 1,
-                "num_local_experts": 5,
-                "rope_scaling": None,
-                "use_qk_norm": True,
-                "attn_temperature_tuning": 0,
-            },
-        ),
-        (
-            "minimax_m3_vl",
-            "MiniMaxM3VLForConditionalGeneration",
-            _TEXT
-            | {
-                "model_type": "minimax_m3",
-                "dense_intermediate_size": 88,
-                "intermediate_size": 40,
-                "shared_intermediate_size": 40,
-                "num_local_experts": 5,
-                "num_experts_per_tok": 2,
-                "partial_rotary_factor": 0.5,
-                "routed_scaling_factor": 1.7,
-                "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-            },
-        ),
-        (
-            "mistral3",
-            "Mistral3ForConditionalGeneration",
-            _TEXT | {"model_type": "mistral"},
-        ),
-        ("pixtral", "PixtralForConditionalGeneration", _TEXT | {"model_type": "mistral"}),
-        (
-            "qwen2_vl",
-            "Qwen2VLForConditionalGeneration",
-            _ODD | {"model_type": "qwen2"},
-        ),
-        ("qwen3_vl", "Qwen3VLForConditionalGeneration", _TEXT | {"model_type": "qwen3"}),
-        (
-            "qwen3_vl_moe",
-            "Qwen3VLMoeForConditionalGeneration",
-            _TEXT
-            | _EXPERTS
-            | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [1]},
-        ),
-        (
-            "muse_spark",
-            "MuseSparkForConditionalGeneration",
-            _TEXT
-            | {
-                "post_norm_eps": 1e-8,
-                "rope_parameters": {"rope_theta": 10000.0},
-                "layer_rope_theta": [10000.0, 0, 0, 10000.0],
-                "layer_types": _LAYERS,
-                "sliding_window": 7,
-                "final_logit_softcapping": 5.0,
-                "output_multiplier": 0.7,
-                "num_local_experts": 5,
-                "num_experts_per_tok": 2,
-                "moe_hidden_size": 40,
-                "moe_intermediate_size": 48,
-                "qk_scale_factor": 1.7,
-                "routed_scaling_factor": 1.7,
-            },
-        ),
-    )
-}
+
+
+def all_families() -> dict[str, Family]:
+    """By module of mlx-lm's."""
+    return {**FAMILIES, **nested.FAMILIES, nested.PACKED.module: nested.PACKED}
+
+
+def with_those_of_states() -> dict[str, Family]:
+    """The same, and those whose layers keep states or latents."""
+    return {**recurrent.FAMILIES, **latent.FAMILIES, **further.FAMILIES, **all_families()}
