@@ -55,9 +55,15 @@ def test_sinks_are_noted_with_their_dtype():
     ("model_type", "changes", "reason"),
     [
         (
-            "baichuan_m1",
-            {"sliding_window": 16, "sliding_window_layers": [], "conv_window": 2},
-            "'baichuan_m1' computes attention and a recurrence in one module",
+            "phi3small",
+            {
+                "dense_attention_every_n_layers": 2,
+                "ff_intermediate_size": 64,
+                "gegelu_limit": 20.0,
+                "layer_norm_epsilon": 1e-5,
+                "vocab_size": 100352,
+            },
+            "'phi3small' computes attention in layers.0 by itself",
         ),
     ],
 )

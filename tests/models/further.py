@@ -281,44 +281,79 @@ FAMILIES |= {
     ),
     "gemma3n": Family("gemma3n", "Gemma3nForConditionalGeneration", {"text_config": _GEMMA_3N}),
 }
+FAMILIES |= {
+    # K and V are mixed with those of the token before.
+    "baichuan_m1": Family(
+        "baichuan_m1",
+        "BaichuanM1ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "conv_window": 2,
+            "sliding_window": 24,
+            "sliding_window_layers": [1, 3],
+            "num_swa_attention_heads": 4,
+            "num_swa_key_value_heads": 2,
+        },
+    ),
+    # The tokens before are a state.
+    "longcat_flash_ngram": Family(
+        "longcat_flash_ngram",
+        "LongcatFlashNgramForCausalLM",
+        _LONGCAT | {"ngram_vocab_size_ratio": 2, "emb_neighbor_num": 3, "emb_split_num": 2},
+    ),
+    "plamo2": Family(
+        "plamo2",
+        "Plamo2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "hidden_size_per_head": 16,
+            "mamba_d_state": 8,
+            "mamba_num_heads": 8,
+            "mamba_step": 2,
+        },
+    ),
+}
+_V41 = {
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "compress_ratios": [1, 1],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "hc_mult": 2,
+}
 #: What mlx-lm has and the paged path refuses, with words of the reason.
 REFUSED = {
-    "baichuan_m1": (
+    "deepseek_v41": (
+        Family("deepseek_v41", "DeepseekV41ForCausalLM", _V41),
+        "keeps LayerCache layers",
+    ),
+    "phi3small": (
         Family(
-            "baichuan_m1",
-            "BaichuanM1ForCausalLM",
+            "phi3small",
+            "Phi3SmallForCausalLM",
             {
-                "num_hidden_layers": 4,
-                "conv_window": 2,
-                "sliding_window": 24,
-                "sliding_window_layers": [1, 3],
-                "num_swa_attention_heads": 4,
-                "num_swa_key_value_heads": 2,
+                "num_hidden_layers": 2,
+                # Of these the module leaves some out, by number.
+                "vocab_size": 100352,
+                "dense_attention_every_n_layers": 2,
+                "ff_intermediate_size": 96,
+                "gegelu_limit": 20.0,
+                "layer_norm_epsilon": 1e-5,
+                "blocksparse_block_size": 32,
+                "blocksparse_num_local_blocks": 1,
+                "blocksparse_vert_stride": 2,
             },
         ),
-        "attention and a recurrence in one module",
-    ),
-    "longcat_flash_ngram": (
-        Family(
-            "longcat_flash_ngram",
-            "LongcatFlashNgramForCausalLM",
-            _LONGCAT | {"ngram_vocab_size_ratio": 2, "emb_neighbor_num": 3, "emb_split_num": 2},
-        ),
-        "a state in layers.0 that grows",
-    ),
-    "plamo2": (
-        Family(
-            "plamo2",
-            "Plamo2ForCausalLM",
-            {
-                "num_hidden_layers": 4,
-                "hidden_size_per_head": 16,
-                "mamba_d_state": 8,
-                "mamba_num_heads": 8,
-                "mamba_step": 2,
-            },
-        ),
-        "attention in layers.1 by itself",
+        "attention in layers.0 by itself",
     ),
     "glm_moe_dsa": (
         Family(

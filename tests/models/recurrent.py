@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.models.patches import registry
@@ -178,7 +178,7 @@ def config_of(family: Family) -> dict[str, Any]:
     read = _named(family.module)
     common = {key: value for key, value in _COMMON.items() if key in read or key in _UNREAD}
     if "text_config" in family.config:
-        return head | {"text_config": common | family.config["text_config"]}
+        return head | family.config | {"text_config": common | family.config["text_config"]}
     return head | common | family.config
 
 
@@ -189,22 +189,54 @@ def _named(module: str) -> set[str]:
     return {field.name for each in arguments for field in fields(each)}
 
 
-def make_model(family: Family, seed: int = 1) -> Any:
-    """The small model, with random weights."""
+def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
+    """The small model, with random weights.
+
+    Args:
+        family: whose it is.
+        seed: of the weights.
+        drawn: whether they are so large that texts vary, biases and norms among them.
+    """
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     seam.install()
     soft_caps.install()
     registry.install()
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config_of(family)))
+    if drawn:
+        _draw(model)
+    model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def write_model(family: Family, folder: Path, seed: int = 1) -> str:
+def _draw(model: Any) -> None:
+    """Draws all but what a recurrence's stability hangs on, which is moved a little."""
+    found = []
+    for name, array in tree_flatten(model.parameters()):
+        if array.dtype in (mx.uint8, mx.uint32):  # packed weights
+            bits = mx.random.randint(0, 256, (*array.shape[:-1], array.shape[-1] * array.itemsize))
+            found.append((name, bits.astype(mx.uint8).view(array.dtype)))
+        if not mx.issubdtype(array.dtype, mx.floating) or array.ndim == 0:
+            continue
+        drawn = mx.random.normal(array.shape).astype(array.dtype)
+        last = name.rpartition(".")[2]
+        if last in ("A_log", "D", "dt_bias") or (array.ndim == 1 and last == "weight"):
+            drawn = array + 0.2 * drawn
+        elif array.ndim >= 2:
+            inputs = array.shape[-1] if array.shape[-1] > 1 else array[0].size
+            of_tokens = "embed" in name or ".wte" in name
+            drawn = drawn * (0.5 if of_tokens else 1.6 / inputs**0.5)
+        else:
+            drawn = 0.2 * drawn
+        found.append((name, drawn))
+    model.update(tree_unflatten(found))
+
+
+def write_model(family: Family, folder: Path, seed: int = 1, drawn: bool = False) -> str:
     """The same as a folder that vLLM and mlx-lm load."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(family)))
-    weights = dict(tree_flatten(make_model(family, seed).parameters()))
+    weights = dict(tree_flatten(make_model(family, seed, drawn).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return str(folder)

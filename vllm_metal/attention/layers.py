@@ -35,6 +35,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self._window = window
         self.shared = False  # whether layers that keep no K/V read those of others
         self.num_calls = 0  # of attention
+        self._given: tuple[Any, Any] | None = None  # to the layer, as K and V
         self._key_shape: tuple[int, ...] | None = None
         self._value_shape: tuple[int, ...] | None = None
         self._num_heads: int | None = None
@@ -51,7 +52,8 @@ class _AttentionProbe(AttendingCache, Probe):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._key_shape, self._value_shape = keys.shape, values.shape
-        return self.keys_and_values() if self.shared else (keys, values)
+        self._given = self.keys_and_values() if self.shared else (keys, values)
+        return self._given
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """See SharedCache."""
@@ -67,6 +69,12 @@ class _AttentionProbe(AttendingCache, Probe):
         softcap: float | None = None,
     ) -> mx.array:
         self.num_calls += 1
+        own = (self, self), self._given or (self, self)
+        if not any(keys is k and values is v for k, v in own):
+            raise NotImplementedError(
+                "attention reads other keys or values than those that its cache was given, which "
+                "stay in the pool"
+            )
         self._num_heads = queries.shape[1]
         self._sinks = None if sinks is None else sinks.dtype
         self._softcap = softcap

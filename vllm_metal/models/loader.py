@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.models import published_config
+from vllm_metal.models.patches import llama4
 from vllm_metal.models.patches import registry as patches
 from vllm_metal.models.patches.plain_ropes import mend_ropes
 from vllm_metal.models.patches.ropes import fit_context
@@ -68,6 +69,7 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     overrides = _overrides(model_config, path)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
     fit_context(model, model_config.max_model_len)
+    llama4.check_context(model, model_config.max_model_len)
     _materialise(model, path)
     return model
 

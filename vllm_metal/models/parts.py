@@ -78,11 +78,14 @@ class ModelParts:
             raise NotImplementedError(_NO_EMBEDDING)
         self._call = _Call(embeddings=embeddings, stops=True)
         try:
-            return self.model(input_ids[:, None], cache=caches)
+            logits: mx.array = self.model(input_ids[:, None], cache=caches)
         except _DecoderReturned as returned:
             return returned.hidden_states
         finally:  # a call that fails must leave nothing for the next one
             self._call = _Call()
+        if self._decoder is not None:
+            raise RuntimeError("the model never called the module that holds its layers")
+        return logits
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, V] logits of [N, 1, H], rows of what `forward_hidden` gave."""
@@ -199,7 +202,10 @@ def _decoder(model: nn.Module) -> nn.Module | None:
     """The module that holds the layers and returns hidden states; None where that is the model."""
     layers = [id(layer) for layer in model.layers]  # some families give a copy of the list
     for _, module in model.named_modules():
-        if module is model or not isinstance(found := module.get("layers"), list):
+        found = module.get("layers")
+        if isinstance(found, nn.Module) and not callable(found):
+            found = found.get("layers")  # of a mere container
+        if module is model or not callable(module) or not isinstance(found, list):
             continue
         if [id(layer) for layer in found] == layers:
             return module

@@ -161,28 +161,26 @@ def test_what_the_engine_refuses_is_one_line(llama3_8b, capsys, arguments, messa
 def test_a_model_that_the_engine_does_not_serve_is_refused_in_its_words(tmp_path, capsys):
     import mlx.core as mx
     from mlx.utils import tree_flatten
-    from mlx_lm.models import baichuan_m1
+    from mlx_lm.models import phi3small
 
     config = {
-        "model_type": "baichuan_m1",
-        "vocab_size": 64,
+        "model_type": "phi3small",
+        "vocab_size": 100352,
         "hidden_size": 32,
-        "intermediate_size": 64,
+        "ff_intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "rope_theta": 1e4,
-        "sliding_window": 16,
-        "sliding_window_layers": [],
-        "conv_window": 2,
-        "rms_norm_eps": 1e-5,
+        "dense_attention_every_n_layers": 2,
+        "gegelu_limit": 20.0,
+        "layer_norm_epsilon": 1e-5,
     }
-    model = baichuan_m1.Model(baichuan_m1.ModelArgs.from_dict(config))
+    model = phi3small.Model(phi3small.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["fit", str(tmp_path), "--memory", "16GB", "--context", "1k"]) == 1
-    reason = "model_type 'baichuan_m1' computes attention and a recurrence in one module"
+    reason = "model_type 'phi3small' computes attention in layers.0 by itself"
     assert reason in capsys.readouterr().err
 
 

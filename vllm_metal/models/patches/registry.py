@@ -15,6 +15,7 @@ from typing import Any
 from mlx_lm.models import rope_utils as rope_utils_module
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
+from vllm_metal.models.patches import paged
 from vllm_metal.models.patches.activations import gelu, gemma
 from vllm_metal.models.patches.ernie import ernie4_5_moe
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
@@ -146,7 +147,7 @@ def install() -> None:
         ValueError: a module is of a release of mlx-lm that the patch was not written for.
     """
     major, minor = (int(part) for part in version("mlx-lm").split(".")[:2])
-    for patch in PATCHES:
+    for patch in (*PATCHES, *paged.PATCHES):
         module: ModuleType | None = sys.modules.get(_MODULES + patch.module)
         if module is None or hasattr(module, _MARK):
             continue

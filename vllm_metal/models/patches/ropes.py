@@ -18,18 +18,20 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import SuScaledRoPE
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, SuScaledRoPE
 
 from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.models.weight_files import ModelLoadError
 
 _NAME = "initialize_rope"
 _YARN = ("yarn", "deepseek_yarn")
 
 
 def rope_utils(module: ModuleType) -> None:
-    """Patches the function in the module, which `spread` puts where it was imported, and the class
-    of LongRoPE, which keeps what `fit_context` needs."""
+    """Patches the function in the module, which `spread` puts where it was imported, the class of
+    LongRoPE, which keeps what `fit_context` needs, and that of dynamic ropes."""
     replace_method(module.SuScaledRoPE, "__init__", _keeping_short_factors)
+    replace_method(module.DynamicNTKScalingRoPE, "__call__", _of_rows)
     before = getattr(module, _NAME)
 
     @functools.wraps(before)
@@ -66,17 +68,49 @@ def _keeping_short_factors(before: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
+def _of_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Rotates rows of many texts, each by its position, none behind the trained context."""
+
+    def call(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        if not isinstance(offset, mx.array):
+            return before(self, x, offset)
+        return mx.fast.rope(
+            x,
+            self.dims,
+            traditional=self.traditional,
+            base=self.base,
+            scale=1.0,
+            offset=offset,
+        )
+
+    return call
+
+
 def fit_context(model: nn.Module, max_model_len: int) -> None:
     """Has LongRoPE rotate by its factors for short contexts, where none longer will come.
 
     transformers chooses by each text's length; K in a cache cannot change, so vLLM chooses by the
     longest that is allowed, as this does (Ding et al. 2024, arXiv:2402.13753).
 
+    A rope of type "dynamic" has a base for each text's length behind the trained one, of the keys
+    that were computed before as well: those in a cache cannot change.
+
     Args:
         model: as mlx-lm makes it, with factors for long contexts.
         max_model_len: tokens of the longest text.
+
+    Raises:
+        ModelLoadError: a dynamic rope would meet texts longer than the trained ones.
     """
     for _, rope in model.named_modules():
+        if isinstance(rope, DynamicNTKScalingRoPE):
+            trained = rope.max_position_embeddings
+            if max_model_len > trained:
+                raise ModelLoadError(
+                    f"a rope of type 'dynamic' turns the keys of a text by its length behind "
+                    f"{trained} tokens (max_position_embeddings): set --max-model-len to "
+                    f"{trained} or less"
+                )
         if not isinstance(rope, SuScaledRoPE):
             continue
         given: Any = rope._given
