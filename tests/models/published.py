@@ -128,7 +128,7 @@ FAMILIES: dict[str, Published] = {
             high_freq_factor=4.0,
             original_max_position_embeddings=64,
         ),
-        "mistral": _HEAD | {"sliding_window": None},
+        "mistral": _HEAD | {"sliding_window": 9},
         "ministral3": _HEAD
         | _rope(
             rope_type="yarn",
@@ -154,7 +154,7 @@ FAMILIES: dict[str, Published] = {
         "gemma3_text": _HEAD | _WINDOW | _ropes() | {"query_pre_attn_scalar": 20},
         "glm": _HEAD | _HALF,
         "glm4": _HEAD | _HALF,
-        "starcoder2": {"use_bias": True},
+        "starcoder2": {"use_bias": True, "sliding_window": 9},
         "olmo": {"clip_qkv": 1.5},
         "olmo2": {},
         "olmo3": _WINDOW,
@@ -169,7 +169,7 @@ FAMILIES: dict[str, Published] = {
         "apertus": {"attention_bias": False},
         "stablelm": {"use_qkv_bias": True, "qk_layernorm": True} | _HALF,
         "phi": _HALF | {"num_key_value_heads": 6},
-        "phi3": _HALF | {"num_key_value_heads": 2},
+        "phi3": _HALF | {"num_key_value_heads": 2, "sliding_window": 9},
         "hunyuan_v1_dense": _HEAD,
         "bitnet": {},
         "exaone4": _WINDOW,
@@ -386,6 +386,7 @@ FAMILIES: dict[str, Published] = {
             "chunk_size": 8,
             "use_bias": True,
             "intermediate_size": 96,
+            "layer_norm_epsilon": 0.01,
         },
         "mamba": {"hidden_size": 48, "state_size": 8, "time_step_rank": 5, "use_bias": True},
         "falcon_mamba": {"hidden_size": 48, "state_size": 8, "time_step_rank": 5},
@@ -431,6 +432,7 @@ FAMILIES: dict[str, Published] = {
             "lru_width": 72,
             "intermediate_size": 176,
             "logits_soft_cap": 5.0,
+            "rms_norm_eps": 0.01,
         },
         "minimax": _EXPERTS
         | _HEAD
@@ -521,11 +523,11 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
         auto = AutoModelForImageTextToText
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation="eager").float().eval()
-    _draw(model, torch.Generator().manual_seed(seed))
+    draw(model, torch.Generator().manual_seed(seed))
     return model
 
 
-def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
+def draw(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Draws all but what a recurrence's stability hangs on, which is moved a little."""
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)

@@ -26,12 +26,13 @@ from vllm_metal.models.patches.names import (
     renamed,
     without_transformer,
 )
+from vllm_metal.models.patches.norms import epsilon
 from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
 from vllm_metal.models.patches.routers import grouped
-from vllm_metal.models.patches.windows import gemma2, gemma3_text
+from vllm_metal.models.patches.windows import gemma2, gemma3_text, mistral, of_all_layers
 
 _READ = ((0, 32),)
 _MODULES = "mlx_lm.models."
@@ -48,6 +49,16 @@ def _kimi_linear(module: ModuleType) -> None:
     renamed(dense_of_kimi)(module)
 
 
+def _recurrent_gemma(module: ModuleType) -> None:
+    epsilon("rms_norm_eps")(module)
+    recurrent_gemma(module)
+
+
+def _starcoder2(module: ModuleType) -> None:
+    of_all_layers("Starcoder2Model")(module)
+    gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")(module)
+
+
 PATCHES = (
     ModulePatch("ernie4_5_moe", _READ, ernie4_5_moe),
     ModulePatch("falcon_h1", _READ, falcon_h1),
@@ -59,9 +70,12 @@ PATCHES = (
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
+    ModulePatch("llama", _READ, mistral),
+    ModulePatch("mamba2", _READ, epsilon("layer_norm_epsilon")),
     ModulePatch("olmo_hybrid", _READ, renamed(norms_of_olmo)),
-    ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
-    ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
+    ModulePatch("phi3", _READ, of_all_layers("Phi3Model")),
+    ModulePatch("recurrent_gemma", _READ, _recurrent_gemma),
+    ModulePatch("starcoder2", _READ, _starcoder2),
     ModulePatch("rope_utils", _READ, rope_utils),
     *(
         ModulePatch(module, _READ, grouped())
