@@ -60,15 +60,15 @@ class Toy:
         ours, weights = shapes(self.model), self.model.state_dict()
         fitting = {n: weights[n] for n, shape in shapes(model).items() if ours.get(n) == shape}
         model.load_state_dict(fitting, strict=False)
+        if tied(self.model) and not tied(model):
+            head = model.get_output_embeddings().weight
+            head.data = head.data + 0.2 * torch.randn(head.shape)
         return model
 
     def write(self, model: torch.nn.Module, folder: Path) -> Path:
         """The folder of a changed model, as transformers writes it."""
         folder.mkdir(exist_ok=True, parents=True)
-        tied = model.config.get_text_config().tie_word_embeddings
-        if shapes(model) != shapes(self.model) or tied != (
-            self.model.config.get_text_config().tie_word_embeddings
-        ):
+        if shapes(model) != shapes(self.model) or tied(model) != tied(self.model):
             model.save_pretrained(folder)
         else:  # the same arrays
             model.config.save_pretrained(folder)
@@ -92,6 +92,11 @@ def toy(name: str, folder: Path, family: Published | None = None) -> Toy:
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in model.state_dict().items()}
+
+
+def tied(model: Any) -> bool:
+    """Whether tokens are read and written by one array."""
+    return bool(model.config.get_text_config().tie_word_embeddings)
 
 
 def of_text(model: Any) -> np.ndarray:

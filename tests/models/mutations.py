@@ -50,23 +50,23 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "layers_block_type": (["moe", "full_attention", "linear_attention", "moe", "mlp"],),
     "logits_soft_cap": (1.5,),
     "lru_width": (36,),
-    "max_window_layers": (1,),
+    "max_window_layers": (1, 3),
     "mlp_only_layers": ([2], [0, 1]),
     "moe_layers": ([0, 2],),
     "moe_norm_min": (2.0,),
     "moe_router_logit_softcapping": (0.5,),
     "n_embd": (144,),
-    "n_group": (2, 1),
-    "num_attention_heads": (12,),
+    "n_group": (2,),
+    "num_attention_heads": (12, 2),
     "num_attention_heads_per_layer": ([6, 12, 6, 12],),
-    "num_expert_group": (2, 1),
+    "num_expert_group": (2,),
     "num_kv_shared_layers": (0, 3),
     "num_logits_to_keep": (3,),
     "n_head": (12,),
     "n_heads": (12,),
     "no_rope_layers": ([0, 1, 0, 1], [1, 1, 1, 1]),
     "no_rope_layer_interval": (2,),
-    "partial_rotary_factor": (0.25, 1.0),
+    "partial_rotary_factor": (1 / 3, 1.0),
     "per_layer_config": ({"1": {"head_dim": 32}, "3": {"head_dim": 32}, "5": {"head_dim": 32}},),
     "position_embedding_type": ("nope",),
     "q_lora_rank": (None, 16),
@@ -100,10 +100,11 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "block_multiple_of": {"block_auto_adjust_ff_dim": True},
     "block_ffn_dim_multiplier": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16},
     "enable_moe_block": {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40},
-    "max_window_layers": {"use_sliding_window": True, "sliding_window": 5},
-    "use_sliding_window": {"sliding_window": 5, "max_window_layers": 2},
-    "use_bidirectional_attention": {},
+    "topk_group": {"num_experts_per_tok": 2, "num_experts_per_token": 2},
+    "n_group": {"num_experts_per_tok": 2},
+    "num_expert_group": {"num_experts_per_token": 2},
 }
+_OF_WINDOWS = ("max_window_layers", "sliding_window", "use_sliding_window")
 #: Keys of one family or another, and values that would count there.
 FOREIGN: Mapping[str, Any] = {
     "attention_bias": True,
@@ -186,6 +187,12 @@ def _of_a_list(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _beside(key: str, value: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    if key in rope:  # they say the same
+        return {"rope_parameters": {**rope, key: value}}
+    if key in _OF_WINDOWS and config.get("use_sliding_window") is False:
+        window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+        return window | {"layer_types": None} if "layer_types" in config else window
     if key == "num_hidden_layers":
         return {
             name: each[:value]
@@ -194,7 +201,7 @@ def _beside(key: str, value: Any, config: Mapping[str, Any]) -> Mapping[str, Any
         }
     if key == "layer_types" and "sliding_attention" in value and not config.get("sliding_window"):
         return {"sliding_window": 5, "use_sliding_window": True}
-    return BESIDE.get(key, {})
+    return {name: each for name, each in BESIDE.get(key, {}).items() if name in config}
 
 
 def _others(key: str, value: Any) -> Iterator[Any]:
@@ -241,12 +248,13 @@ def _of_ropes(config: Mapping[str, Any]) -> Iterator[Change]:
     ropes = config["rope_parameters"] or {}
     if not any(isinstance(rope, Mapping) for rope in ropes.values()):
         for name, value, rope, beside in _other_ropes(ropes, config):
-            yield Change(f"rope_parameters.{name}", value, {"rope_parameters": rope, **beside})
+            keys = {"rope_parameters": rope, **beside}
+            yield Change(f"rope_parameters.{name}", value, keys, name not in ropes)
         return
     for kind, own in ropes.items():
         for name, value, rope, beside in _other_ropes(own or {}, config):
             keys = {"rope_parameters": {**ropes, kind: rope}, **beside}
-            yield Change(f"rope_parameters.{kind}.{name}", value, keys)
+            yield Change(f"rope_parameters.{kind}.{name}", value, keys, name not in (own or {}))
 
 
 def _other_ropes(
@@ -257,13 +265,15 @@ def _other_ropes(
         if key == "rope_theta":
             yield key, 37.0, {**rope, key: 37.0}, {}
         elif key == "partial_rotary_factor":
-            for other in (0.25, 1.0):
+            for other in VALUES[key]:
                 yield key, other, {**rope, key: other}, {key: other} if key in config else {}
         elif key == "original_max_position_embeddings":
             yield key, 8, {**rope, key: 8}, {}
         elif key not in ("rope_type", "type"):
             for other in _others(key, value):
                 yield key, other, {**rope, key: other}, {}
+        elif value == "longrope":
+            yield "factor", 4.0, {**rope, "factor": 4.0}, {}
     for kind, words in SCALINGS.items():
         if kind == rope.get("rope_type", "default"):
             continue
@@ -291,7 +301,7 @@ SCALINGS: Mapping[str, Mapping[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
-    "longrope": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {"factor": 32.0, "original_max_position_embeddings": 16},  # of 512
 }
 
 

@@ -71,6 +71,8 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "layer_types": _STATES,
 }
+#: Keys that some classes read and their default configurations do not name.
+_NOT_OF_DEFAULTS = ("global_head_dim", "head_dim", "num_hidden_layers")
 _GPT = {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -166,7 +168,14 @@ FAMILIES: dict[str, Published] = {
         "helium": {"head_dim": 12},
         "nemotron": _HEAD | _HALF | {"attention_bias": True, "mlp_bias": True},
         "seed_oss": _HEAD | {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
-        "apertus": {"attention_bias": False},
+        "apertus": _rope(
+            700.0,
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
         "stablelm": {"use_qkv_bias": True, "qk_layernorm": True} | _HALF,
         "phi": _HALF | {"num_key_value_heads": 6},
         "phi3": _HALF | {"num_key_value_heads": 2, "sliding_window": 9},
@@ -291,7 +300,7 @@ FAMILIES: dict[str, Published] = {
             rope_type="longrope",
             original_max_position_embeddings=512,
             short_factor=[1.0, 1.1, 1.2, 1.3],
-            long_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[2.0, 2.1, 2.5, 3.0],
             factor=1.0,
         )
         | {
@@ -331,7 +340,7 @@ FAMILIES: dict[str, Published] = {
         | _EXPERTS
         | _HEAD
         | _HALF
-        | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
         "qwen3_5_text": _DELTA | _HEAD | _HALF,
         "qwen3_5_moe_text": _DELTA
         | _EXPERTS
@@ -517,7 +526,9 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """
     content = (_COMMON if family.common else {}) | family.config | changes
     # Of transformers' own names: vLLM registers classes of its own for some of them.
-    config = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])(**content)
+    cls = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
+    known = {*cls().to_dict(), *cls.attribute_map, *_NOT_OF_DEFAULTS, *changes}
+    config = cls(**{key: value for key, value in content.items() if key in known})
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModelForImageTextToText
