@@ -57,7 +57,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "moe_router_logit_softcapping": (0.5,),
     "n_embd": (144,),
     "n_group": (2,),
-    "num_attention_heads": (12, 2),
+    "num_attention_heads": (2,),
     "num_attention_heads_per_layer": ([6, 12, 6, 12],),
     "num_expert_group": (2,),
     "num_kv_shared_layers": (0, 3),
@@ -66,7 +66,6 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "n_heads": (12,),
     "no_rope_layers": ([0, 1, 0, 1], [1, 1, 1, 1]),
     "no_rope_layer_interval": (2,),
-    "partial_rotary_factor": (1 / 3, 1.0),
     "per_layer_config": ({"1": {"head_dim": 32}, "3": {"head_dim": 32}, "5": {"head_dim": 32}},),
     "position_embedding_type": ("nope",),
     "q_lora_rank": (None, 16),
@@ -168,7 +167,8 @@ def changes(config: Mapping[str, Any]) -> Iterator[Change]:
                 for other in _others(name, own):
                     yield Change(f"{key}.{name}", other, {key: {**value, name: other}})
         else:
-            for other in _others(key, value):
+            shares = key == "partial_rotary_factor"
+            for other in _other_shares(value, config) if shares else _others(key, value):
                 yield Change(key, other, {**_beside(key, other, config), key: other})
     for key, value in FOREIGN.items():
         if key not in config and not _of_a_list(key, config):
@@ -265,7 +265,7 @@ def _other_ropes(
         if key == "rope_theta":
             yield key, 37.0, {**rope, key: 37.0}, {}
         elif key == "partial_rotary_factor":
-            for other in VALUES[key]:
+            for other in _other_shares(value, config):
                 yield key, other, {**rope, key: other}, {key: other} if key in config else {}
         elif key == "original_max_position_embeddings":
             yield key, 8, {**rope, key: 8}, {}
@@ -303,6 +303,12 @@ SCALINGS: Mapping[str, Mapping[str, Any]] = {
     },
     "longrope": {"factor": 32.0, "original_max_position_embeddings": 16},  # of 512
 }
+
+
+def _other_shares(value: Any, config: Mapping[str, Any]) -> list[float]:
+    """Of a head, so that an even number of it is rotated."""
+    less = 0.25 if _rotated({}, config) % 8 == 0 else 1 / 3
+    return [share for share in (less, 1.0) if share != value]
 
 
 def _rotated(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:

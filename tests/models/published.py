@@ -6,6 +6,7 @@ hidden size / heads, keys of another width than values, multipliers that are not
 in no repeating pattern. Weights are drawn so large that texts vary.
 """
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "layer_types": _STATES,
 }
-#: Keys that some classes read and their default configurations do not name.
-_NOT_OF_DEFAULTS = ("global_head_dim", "head_dim", "num_hidden_layers")
+#: Keys that some classes read and do not declare.
+_UNDECLARED = ("global_head_dim", "head_dim", "num_hidden_layers")
 _GPT = {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -182,7 +183,7 @@ FAMILIES: dict[str, Published] = {
         "hunyuan_v1_dense": _HEAD,
         "bitnet": {},
         "exaone4": _WINDOW,
-        "nanochat": {"final_logit_softcapping": 5.0},
+        "nanochat": {"final_logit_softcapping": 15.0, "rms_norm_eps": 1e-5},
         "gpt_neox": _HALF | {"intermediate_size": 288, "use_parallel_residual": True},
         "gpt_neox, one after another": _HALF
         | {"intermediate_size": 288, "use_parallel_residual": False},
@@ -526,9 +527,8 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """
     content = (_COMMON if family.common else {}) | family.config | changes
     # Of transformers' own names: vLLM registers classes of its own for some of them.
-    cls = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
-    known = {*cls().to_dict(), *cls.attribute_map, *_NOT_OF_DEFAULTS, *changes}
-    config = cls(**{key: value for key, value in content.items() if key in known})
+    of_family = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
+    config = of_family(**_declared(of_family, content))
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModelForImageTextToText
@@ -536,6 +536,13 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     draw(model, torch.Generator().manual_seed(seed))
     return model
+
+
+def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """What the family's configuration has; it would write the rest into config.json as well."""
+    own = {*inspect.signature(of_family).parameters, *of_family.attribute_map}
+    own |= {"partial_rotary_factor", *_UNDECLARED}  # the first is taken by all, and moved
+    return {key: value for key, value in content.items() if key in own}
 
 
 def draw(model: torch.nn.Module, generator: torch.Generator) -> None:

@@ -46,7 +46,7 @@ def compare(model, folder):
 NOT_READ = {
     "bitnet": "weight_scale",  # mlx-lm reads packed weights only
     "nanochat": "not in model",  # other names of arrays
-    "llama4_text": "not in model",  # mlx-lm's module of this name has no experts
+    "llama4_text": "interleave_moe_layer_step",  # mlx-lm's module of this name has no experts
     "longcat_flash": "not in model",  # experts that compute nothing have no weights there
     "qwen3_5_text": "not supported",  # read as parts of models with images
     "qwen3_5_moe_text": "not supported",

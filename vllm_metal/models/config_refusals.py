@@ -38,6 +38,7 @@ _LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
 _TYPES: Mapping[str, frozenset[str]] = {
     "deepseek": frozenset(("linear",)),
     "gemma3n": frozenset(),
+    "gpt_oss": frozenset(("linear", "llama3", "yarn")),
     "deepseek_v2": frozenset(("yarn",)),
     "hunyuan": frozenset(("dynamic",)),
     "hunyuan_v1_dense": frozenset(("dynamic",)),
@@ -80,6 +81,14 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
 }
 #: The share of a head that modules rotate which do not read it.
 _ROTATED = {"recurrent_gemma": 0.5}
+
+
+def keys(module: str) -> set[str]:
+    """Keys whose values `check` looks at, whether or not the module reads them."""
+    of_rope = (
+        () if module in READ_ROPE else ("partial_rotary_factor", "rope_parameters", "rope_scaling")
+    )
+    return {*of_rope, *(_ACTIVATION_KEYS if module in _ACTIVATIONS else ())}
 
 
 def check(config: Config, module: str, read: set[str]) -> None:

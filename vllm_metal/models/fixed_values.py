@@ -9,23 +9,134 @@ from typing import Any
 
 from vllm_metal.models.weight_files import ModelLoadError
 
+#: Modules whose head is the embedding, and modules whose head is an array of its own.
+_TIED = {"tie_word_embeddings": (True,)}
+_UNTIED = {"tie_word_embeddings": (False,)}
 #: By module and key of config.json; no value: the key must not be there.
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "ernie4_5_moe": {"use_bias": (False,)},
-    "falcon_h1": {"time_step_limit": ((0.0, math.inf),)},
-    "gpt_oss": {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "afm7": _TIED,
+    "afmoe": {"attention_bias": (False,)},
+    "apertus": {"attention_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
+    "bailing_moe": {"norm_softmax": (False,)},
+    "bailing_moe_linear": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
+    "cohere": _TIED,
+    "cohere2": _TIED,
+    "dbrx": _UNTIED,
+    "deepseek": _UNTIED,
+    "deepseek_v2": _UNTIED
+    | {"mlp_bias": (False,), "norm_topk_prob": (False,), "rope_interleave": (True,)},
+    "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
+    "deepseek_v32": _UNTIED | {"mlp_bias": (False,), "scoring_func": ("sigmoid",)},
+    # transformers' class reads no scoring_func; the published files say "noaux_tc".
+    "dots1": {"attention_bias": (False,), "scoring_func": ("noaux_tc", "sigmoid")},
+    "ernie4_5_moe": {"moe_norm_min": (1e-12,), "moe_use_aux_free": (True,), "use_bias": (False,)},
+    "exaone_moe": {"scoring_func": ("sigmoid",)},
+    "falcon_h1": {"mamba_use_mlp": (True,), "time_step_limit": ((0.0, math.inf),)},
+    "gemma": _TIED | {"attention_bias": (False,)},
+    "gemma2": _TIED | {"attention_bias": (False,)},
+    "gemma3_text": {
+        "attention_bias": (False,),
+        "attn_logit_softcapping": (),
+        "final_logit_softcapping": (),
+    },
+    "gemma3n": _TIED | {"attention_bias": (False,)},
+    "gemma4_text": {"attention_bias": (False,)},
+    "glm4": _UNTIED,
+    "glm4_moe": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "glm4_moe_lite": _UNTIED
+    | {
+        "partial_rotary_factor": (1.0,),
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+    },
+    "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
+    "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
+    "gpt_neox": _UNTIED | {"attention_bias": (True,)},
+    "gpt_oss": _UNTIED
+    | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "gptj": _UNTIED | {"scale_attn_weights": (True,)},
+    "hunyuan": _TIED,
+    "kimi_linear": _UNTIED
+    | {
+        "attention_bias": (False,),
+        "mla_use_nope": (True,),
+        "q_lora_rank": (),
+        "use_grouped_topk": (True,),
+    },
+    "laguna": {"moe_apply_router_weight_on_input": (False,)},
+    "lfm2": _TIED,
+    "lfm2_moe": _TIED,
+    "lille-130m": _TIED,
+    # Its files of MobileLLM have no experts.
+    "llama4_text": {
+        "attention_bias": (False,),
+        "attn_temperature_tuning": (False,),
+        "interleave_moe_layer_step": (0,),
+        "moe_layers": ([],),
+    },
+    "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
+    "longcat_flash_ngram": _UNTIED,
+    "mamba": {"layer_norm_epsilon": (1e-5,)},
+    "mellum": {"attention_bias": (False,)},
+    "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
     # mlx-lm's module of this name is MiniMax-M2's.
-    "minimax": {"linear_attn_alpha_factor": ()},
+    "minimax": {
+        "linear_attn_alpha_factor": (),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+    },
+    "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
+    "ministral3": {"sliding_window": ()},
+    "muse_glimmer": {"hidden_activation": ("silu",)},
+    "nanochat": _UNTIED
+    | {
+        "attention_bias": (False,),
+        "final_logit_softcapping": (15.0,),
+        "rms_norm_eps": (1e-5,),
+    },
+    "nemotron": {"hidden_act": ("relu2",), "rope_traditional": (False,)},
+    "nemotron_h": _UNTIED | {"mamba_hidden_act": ("silu",)},
     "olmoe": {"clip_qkv": ()},
-    "qwen2_moe": {
+    "openelm": {"ffn_with_glu": (True,)},
+    "phi": _UNTIED | {"qk_layernorm": (False,)},
+    "phi3small": _TIED,
+    "phimoe": _UNTIED | {"attention_bias": (True,), "lm_head_bias": (True,)},
+    "phixtral": _UNTIED,
+    "qwen": _UNTIED,
+    "qwen2_moe": _UNTIED
+    | {
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
         "norm_topk_prob": (False,),
+        "qkv_bias": (True,),
     },
     "qwen3": {"attention_bias": (False,)},
+    "qwen3_5": {"attention_bias": (False,)},
     "qwen3_moe": {"attention_bias": (False,)},
-    "recurrent_gemma": {"rope_theta": (10000.0,)},
+    "recurrent_gemma": {
+        "attention_bias": (False,),
+        "conv1d_width": (4,),
+        "num_key_value_heads": (1,),
+        "rope_theta": (10000.0,),
+    },
+    "solar_open": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "stablelm": _UNTIED,
+    "starcoder2": {"use_bias": (True,)},
+    "step3p5": _UNTIED,
 }
+#: The same of all modules.
+EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    # "vision": of the tokens of an image.
+    "use_bidirectional_attention": (False, "vision"),
+}
+
+
+def keys(module: str) -> set[str]:
+    """Keys whose values `check` looks at."""
+    return {*EVERYWHERE, *FIXED.get(module, ())}
 
 
 def check(config: Mapping[str, Any], module: str) -> None:
@@ -37,7 +148,7 @@ def check(config: Mapping[str, Any], module: str) -> None:
     Raises:
         ModelLoadError: a setting has a value that the module does not compute.
     """
-    for key, computed in FIXED.get(module, {}).items():
+    for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
         value = config.get(key)
         if value is None or any(_same(value, each) for each in computed):
             continue

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
+from vllm.logger import init_logger
 
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
@@ -29,6 +30,7 @@ from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+logger = init_logger(__name__)
 #: Files that mlx-lm needs of a model; vLLM fetches the tokenizer itself.
 _PATTERNS = ("*.json", "model*.safetensors", "*.py", "*.tiktoken", "*.jinja")
 #: Keys of config.json that say how positions turn queries and keys.
@@ -79,6 +81,8 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
     if callable(given) or not given:
         return {}
     config = load_config(path)
+    for key in _left_out(config, given):
+        logger.warning("--hf-overrides leaves out what config.json says of %s", key)
     changed = {
         key: {**config.get(key, {}), **value} if isinstance(value, dict) else value
         for key, value in given.items()
@@ -88,11 +92,27 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
     if given.get("rope_scaling"):
         rope = dict(given["rope_scaling"])
     theta = given.get("rope_theta", rope.get("rope_theta", config.get("rope_theta")))
-    if _ROPE.isdisjoint(given) or theta is None:
+    if _ROPE.isdisjoint(given):
         return changed
+    if theta is None:
+        return changed | {"rope_parameters": rope, "rope_scaling": rope}
     # Families read one or two of the three, so all three say the same.
     rope = {"rope_type": "default", **rope, "rope_theta": theta}
     return changed | {"rope_parameters": rope, "rope_scaling": rope, "rope_theta": theta}
+
+
+def _left_out(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Keys of a config.json that overrides take away, and what stood there."""
+    lost = []
+    for key, value in given.items():
+        stated = config.get(key)
+        if key == "rope_parameters" and stated is None:
+            stated = config.get("rope_scaling")  # the same by its older name
+        if value is None and stated is not None:
+            lost.append(f"{key} ({stated!r})")
+        elif isinstance(value, Mapping) and isinstance(stated, Mapping):
+            lost += [f"{key}.{inner}" for inner in _left_out(stated, value)]
+    return lost
 
 
 def lazy_model(

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal.models import config_refusals
+from vllm_metal.models import config_keys, config_refusals
 from vllm_metal.models.patches import registry as patches
 from vllm_metal.models.rope_parameters import Config, rope, rotated_share, scaling_of
 from vllm_metal.models.weight_files import ModelLoadError
 
+Unread = dict[tuple[str, ...], Any]
 #: Classes within a module that read its `text_config`, where no module of that name does.
 _TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
 #: The value of a key that is to be None.
@@ -238,11 +239,35 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
         args: its `ModelArgs`.
 
     Raises:
-        ModelLoadError: the config says two things of one key, or what the module cannot compute.
+        ModelLoadError: the config says two things of one key, or what the module cannot compute, or
+            it has a key that nobody reads.
     """
+    changed, unread = _read(config, module, args)
+    config_keys.refuse(unread, module)
+    return changed
+
+
+def _read(config: Config, module: str, args: type) -> tuple[dict[str, Any], Unread]:
+    """What `as_read` returns, and the keys that nobody reads."""
     if not dataclasses.is_dataclass(args):
-        return {}
-    fields = dataclasses.fields(args)
+        return {}, {}
+    read = {field.name for field in dataclasses.fields(args)}
+    changed, used = _changed(config, module, args)
+    config_refusals.check(config, module, read)
+    unread = config_keys.unread(config, module, read, used)
+    if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
+        inner, inner_args = _text_args(text, module)
+        if inner_args is not None:
+            of_text, unread_of_text = _read(text, inner, inner_args)
+            if of_text:  # replaced as a whole
+                changed["text_config"] = {**text, **of_text}
+            unread |= {("text_config", *path): value for path, value in unread_of_text.items()}
+    return changed, unread
+
+
+def _changed(config: Config, module: str, args: type) -> tuple[dict[str, Any], set[str]]:
+    """The keys that rows give, and those that they were made of."""
+    fields: Any = dataclasses.fields(args)
     read = {field.name for field in fields}
     required = {
         field.name
@@ -250,31 +275,26 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
         if field.default is field.default_factory is dataclasses.MISSING
     }
     changed: dict[str, Any] = {}
+    used: set[str] = set()
     for row in (*ROWS, *(() if module in config_refusals.READ_ROPE else _ROPE_ROWS)):
         if row.key not in (required if row.no_default else read):
             continue
         if row.families and module not in row.families:
             continue
-        value = row.value(config)
-        if value is not None and (row.always or config.get(row.key) is None):
+        asked = config_keys.Asked(config)
+        value = row.value(asked)
+        if value is None:
+            continue
+        if row.always or config.get(row.key) is None:
             changed[row.key] = None if value is NOTHING else value
+            used |= asked.keys_asked
+        elif config[row.key] == value:  # it says the same by both names
+            used |= asked.keys_asked
     if "rope_scaling" in required and "rope_scaling" not in config:
         changed.setdefault("rope_scaling", None)
     if module in config_refusals.UNSCALED and "rope_scaling" in read:
         changed["rope_scaling"] = None  # some refuse what they would not compute in any case
-    config_refusals.check(config, module, read)
-    if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
-        changed |= _of_text(text, module)
-    return changed
-
-
-def _of_text(text: Config, module: str) -> dict[str, Any]:
-    """The same of a `text_config`, which is replaced as a whole."""
-    inner, inner_args = _text_args(text, module)
-    if inner_args is None:
-        return {}
-    changed = as_read(text, inner, inner_args)
-    return {"text_config": {**text, **changed}} if changed else {}
+    return changed, used
 
 
 def _text_args(text: Config, module: str) -> tuple[str, type | None]:
@@ -282,7 +302,7 @@ def _text_args(text: Config, module: str) -> tuple[str, type | None]:
     own = sys.modules[f"mlx_lm.models.{module}"]
     for name in _TEXT_ARGS:
         if (found := getattr(own, name, None)) is not None:
-            return module, found
+            return found.__module__.rpartition(".")[2], found
     try:
         family, args = patches.classes(dict(text))
     except (KeyError, ValueError):

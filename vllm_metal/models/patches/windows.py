@@ -118,8 +118,9 @@ def mistral(module: ModuleType) -> None:
             of_mistral = self.model_type == "mistral"
             if self.sliding_window == _NOT_SAID:  # transformers' default of MistralConfig
                 self.sliding_window = 4096 if of_mistral else None
-            if of_mistral and self.layer_types is None and self.sliding_window:
-                self.layer_types = [_SLIDING] * self.num_hidden_layers
+            if of_mistral:  # all layers or none, as in transformers' class
+                kind = _SLIDING if self.sliding_window else _FULL
+                self.layer_types = [kind] * self.num_hidden_layers
             super().__post_init__()
 
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys of a config.json are read, and by whom; what nobody reads refuses the model.
+
+mlx-lm drops the keys that a module does not name. One of them may say what the model computes, and
+tomorrow's files have keys that nobody knows today.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+from vllm_metal.models import config_refusals, fixed_values, implied_values, inert_keys, rope_keys
+from vllm_metal.models.rope_parameters import OF_THEIR_OWN, Config, rope
+from vllm_metal.models.weight_files import ModelLoadError
+
+_LONGEST_VALUE = 60  # characters of one in a message
+#: Keys that mlx-lm's `load_model` reads.
+_LOADER = frozenset(("model_file", "model_type", "quantization", "quantization_config"))
+#: Keys that patches read, by module (`patches.activations`).
+_PATCHES: Mapping[str, frozenset[str]] = {
+    "gpt_bigcode": frozenset(("activation_function",)),
+    "gpt_neox": frozenset(("hidden_act",)),
+    "starcoder2": frozenset(("hidden_act",)),
+}
+#: What modules take apart of a key whose value is a mapping, and the values of the rest that they
+#: compute. Others hand it on whole.
+_NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
+    ("dbrx", "attn_config"): (frozenset(("clip_qkv", "kv_n_heads", "rope_theta")), {}),
+    ("dbrx", "ffn_config"): (
+        frozenset(("ffn_hidden_size", "moe_num_experts", "moe_top_k")),
+        {
+            "ffn_act_fn": {"name": "silu"},
+            "hidden_size": ...,  # that of the weights
+            "moe_loss_weight": ...,
+            "moe_normalize_expert_weights": 1,
+            "uniform_expert_assignment": False,
+        },
+    ),
+    ("kimi_linear", "linear_attn_config"): (
+        frozenset(
+            ("full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size")
+        ),
+        {},
+    ),
+}
+
+Path = tuple[str, ...]
+
+
+class Asked(Mapping[str, Any]):
+    """A config.json that notes which of its keys it was asked for."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.keys_asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+
+def unread(config: Config, module: str, read: set[str], used: set[str]) -> dict[Path, Any]:
+    """Keys that nobody reads and that may mean something, with what stands there; by path.
+
+    Args:
+        config: of config.json, or its text_config.
+        module: of mlx-lm, that reads it.
+        read: fields of its `ModelArgs`.
+        used: keys from which others were made that it reads.
+    """
+    beside_text = "text_config" in read
+    known = read | used | _LOADER | fixed_values.keys(module) | config_refusals.keys(module)
+    known |= _PATCHES.get(module, frozenset())
+    found: dict[Path, Any] = {}
+    for key, value in config.items():
+        if value is None:
+            continue
+        if implied_values.must_follow(config, module, key):
+            found[(key,)] = value
+        elif key in known or _says_again(config, key):
+            found |= {(key, *path): each for path, each in _inside(config, module, key).items()}
+        elif not (
+            inert_keys.is_inert(key, module, beside_text)
+            or implied_values.is_implied(config, module, key)
+        ):
+            found[(key,)] = value
+    return found
+
+
+def _says_again(config: Config, key: str) -> bool:
+    """Whether a key has what the rope's parameters have, which are read."""
+    return key in OF_THEIR_OWN and config[key] == rope(config).get(key)
+
+
+def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
+    """The same of a key whose value is a mapping."""
+    value = config[key]
+    if not isinstance(value, Mapping):
+        return {}
+    if key in rope_keys.KEYS:
+        return rope_keys.unread(config, module, key)
+    names, computed = _NESTED.get((module, key), (None, {}))
+    if names is None:
+        return {}
+    return {
+        (name,): each
+        for name, each in value.items()
+        if not (
+            each is None
+            or name in names | inert_keys.GENERAL
+            or (name in computed and computed[name] in (..., each))
+        )
+    }
+
+
+def refuse(found: Mapping[Path, Any], module: str) -> None:
+    """
+    Args:
+        found: keys that nobody reads, by path.
+        module: of mlx-lm, that reads the file.
+
+    Raises:
+        ModelLoadError: there are some.
+    """
+    if not found:
+        return
+    named = ", ".join(f"{'.'.join(path)} ({_short(value)})" for path, value in found.items())
+    raise ModelLoadError(
+        f"config.json has keys that mlx-lm's module {module!r} does not read, and that are not "
+        f"known to change nothing: {named}. To serve the model as if they were not there, pass "
+        f"--hf-overrides '{json.dumps(_without(list(found)))}'"
+    )
+
+
+def _short(value: Any) -> str:
+    return shorten(json.dumps(value, default=repr), _LONGEST_VALUE, placeholder=" ...")
+
+
+def _without(paths: Sequence[Path]) -> dict[str, Any]:
+    """What takes the keys away."""
+    nothing: dict[str, Any] = {}
+    for path in paths:
+        # The loader makes one rope of both names.
+        first = "rope_parameters" if path[0] == "rope_scaling" else path[0]
+        inner = nothing
+        for key in (first, *path[1:])[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = None
+    return nothing

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that modules do not read, whose value follows from keys that they do read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_metal.models.rope_parameters import Config
+
+Follows = Callable[[Config], Any]
+#: Families whose window counts where `use_sliding_window` says so (transformers' configurations).
+_SWITCHED = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
+
+
+def _key(name: str, times: int = 1) -> Follows:
+    return lambda config: config[name] * times
+
+
+def _head_dim(config: Config) -> int:
+    return int(config["hidden_size"] // config["num_attention_heads"])
+
+
+def _of_mamba(config: Config) -> float:
+    return float(config["mamba_n_heads"] * config["mamba_d_head"] / config["hidden_size"])
+
+
+def _of_mamba2(config: Config) -> float:
+    return float(config["num_heads"] * config["head_dim"] / config["hidden_size"])
+
+
+def _all(value: str) -> Follows:
+    return lambda config: [value] * config["num_hidden_layers"]
+
+
+def _share_of_whole_layers(config: Config) -> float:
+    return float(config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+
+
+_LATENT: dict[str, Follows] = {
+    "head_dim": _key("qk_rope_head_dim"),
+    "num_key_value_heads": _key("num_attention_heads"),
+}
+#: The value that a key must have, by module and key, whether or not the module names it.
+_FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
+    "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
+    "falcon_h1": {"mamba_expand": _of_mamba},
+    "gemma4_text": {"global_partial_rotary_factor": _share_of_whole_layers},
+    "glm4_moe_lite": _LATENT,
+    "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
+    "gpt_neox": {"intermediate_size": _key("hidden_size", 4)},
+    "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
+    "granitemoehybrid": {"mamba_expand": _of_mamba},
+    "helium": {"head_dim": _head_dim},
+    "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
+    "longcat_flash": _LATENT,
+    "mamba": {"expand": lambda config: config["intermediate_size"] / config["hidden_size"]},
+    "mamba2": {"expand": _of_mamba2},
+    "mellum": {"mlp_layer_types": _all("sparse")},
+    "minicpm3": _LATENT | {"v_head_dim": _head_dim},
+    "mistral4": _LATENT,
+    "mixtral": {"head_dim": _head_dim},
+    "recurrent_gemma": {"head_dim": _head_dim, "lru_width": _key("hidden_size")},
+    "youtu_llm": _LATENT,
+}
+#: The same of all modules.
+_FOLLOWS_EVERYWHERE: Mapping[str, Follows] = {
+    "qk_head_dim": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+}
+#: Keys that count where a list of the layers is missing, and the lists.
+_WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "afmoe": {"global_attn_every_n_layers": ("layer_types",)},
+    "falcon_h1": {"mamba_expand": ("mamba_d_ssm",)},
+    "exaone_moe": {
+        "first_k_dense_replace": ("mlp_layer_types", "is_moe_layer"),
+        "sliding_window_pattern": ("layer_types",),
+    },
+    "gemma3_text": {"_sliding_window_pattern": ("layer_types",)},
+    "llama4_text": {"no_rope_layer_interval": ("no_rope_layers",)},
+    "mimo_v2_flash": {"first_k_dense_replace": ("mlp_layer_types", "moe_layer_freq")},
+}
+
+
+def must_follow(config: Config, module: str, key: str) -> bool:
+    """Whether a key that the module names, and does not use, has another value than it computes."""
+    return key in _FOLLOWS.get(module, {}) and not is_implied(config, module, key)
+
+
+def is_implied(config: Config, module: str, key: str) -> bool:
+    """Whether a key says nothing that the keys do not say which the module reads.
+
+    Args:
+        config: of config.json.
+        module: of mlx-lm, that reads it, and not the key.
+        key: of the config.
+    """
+    if key in ("sliding_window", "max_window_layers", "use_sliding_window"):
+        return not has_windows(config, module)
+    if key == "attention_chunk_size":
+        return bool(config.get(key, 0) >= config.get("max_position_embeddings", math.inf))
+    if key == "layer_types":
+        served = {"full_attention"}
+        if is_implied(config, module, "attention_chunk_size"):
+            served.add("chunked_attention")
+        return set(config[key]) <= served
+    if any(config.get(of) for of in _WITHOUT.get(module, {}).get(key, ())):
+        return True
+    follows = _FOLLOWS.get(module, {}).get(key) or _FOLLOWS_EVERYWHERE.get(key)
+    if follows is None:
+        return False
+    try:
+        return bool(config[key] == follows(config))
+    except (KeyError, TypeError):
+        return False
+
+
+def has_windows(config: Config, module: str) -> bool:
+    """Whether a layer may see less than the longest text, as transformers reads the config."""
+    window = config.get("sliding_window")
+    longest = config.get("max_position_embeddings")
+    if not window or window < 0 or (longest and window >= longest):
+        return False
+    types = config.get("layer_types")
+    if types:
+        return any("sliding" in kind for kind in types)
+    if module not in _SWITCHED:
+        return True
+    first = config.get("max_window_layers")
+    if module in ("qwen2", "qwen3") and first is not None:
+        layers = config.get("num_hidden_layers", 0)
+        return bool(config.get("use_sliding_window")) and first < layers
+    return bool(config.get("use_sliding_window"))

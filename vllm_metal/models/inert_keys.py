@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of config.json that change nothing of what a text model computes.
+
+None of them may stand here that transformers' class of the family computes with
+(`tests/models/test_inert_keys.py` reads the classes). A key whose other values do change something
+belongs into `fixed_values`, with the values that the module computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+#: Ends of the names of tokens and of where images and sounds stand among them.
+_OF_TOKENS = ("_token_id", "_token_ids", "_token_index", "_token_idx")
+
+#: By reason.
+GROUPS: Mapping[str, frozenset[str]] = {
+    "names and versions": _names(
+        "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+        "_commit_hash _flash_attn_2_enabled _name_or_path architectures attn_implementation "
+        "auto_map custom_pipelines experts_implementation finetuning_task language license "
+        "mlx_lm_version mlx_version model_name model_type name_or_path tags task_specific_params "
+        "tokenizer_class tokenizer_type transformers.js_config transformers_version "
+        "unsloth_fixed unsloth_version"
+    ),
+    "dtypes, which vLLM chooses": _names(
+        "bf16 dtype fp16 fp32 fp32_residual_connection mamba_ssm_cache_dtype mamba_ssm_dtype "
+        "residual_in_fp32 torch_dtype use_bfloat16 use_fp16"
+    ),
+    "packed weights, which mlx-lm reads for itself": _names(
+        "compression_config hf_quant_config is_quantized pre_quantization_dtype quantization "
+        "quantization_config"
+    ),
+    "outputs that a server does not return": _names(
+        "calc_logits_for_entire_prompt is_decoder keys_to_ignore_at_inference "
+        "keep_mlp_outputs num_logits_to_keep output_attentions output_hidden_states "
+        "output_past output_router_logits return_dict torchscript use_cache use_return_dict"
+    ),
+    "heads of other tasks": _names(
+        "classifier_bias classifier_dropout id2label label2id num_labels problem_type "
+        "summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+        "summary_use_proj"
+    ),
+    "defaults of generation, which vLLM reads in generation_config.json": _names(
+        "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+        "encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length "
+        "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+        "output_scores prefix remove_invalid_values repetition_penalty return_dict_in_generate "
+        "suppress_tokens temperature top_k top_p typical_p"
+    ),
+    "dropouts and noise of training": _names(
+        "attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop dropout "
+        "dropout_rate emb_dropout emb_pdrop embd_pdrop embed_dropout embedding_dropout "
+        "ffn_dropout hidden_dropout hidden_dropout_prob input_jitter_noise moe_input_jitter_eps "
+        "resid_dropout resid_pdrop residual_dropout router_dropout router_jitter_noise"
+    ),
+    "first weights of training": _names(
+        "emb_init_std final_w_init_variance_scale init_device init_method init_method_std "
+        "init_std initializer_factor initializer_range linear_a_log_max linear_a_log_min "
+        "linear_dt_init_floor linear_dt_max linear_dt_min rescale_prenorm_residual "
+        "time_step_init_scheme use_init_std w_init_variance_scale"
+    ),
+    "losses of training": _names(
+        "aux_loss_alpha aux_loss_coef load_balance_coeff moe_aux_loss_coef "
+        "moe_router_bias_update_speed moe_z_loss_coef mtp_loss_scaling_factor router_aux_loss "
+        "router_aux_loss_coef router_bias_update_rate router_z_loss_coef seq_aux z_loss "
+        "z_loss_coefficient"
+    ),
+    "how training or another engine goes about it": _names(
+        "chunk_size_feed_forward ep_size gradient_checkpointing moe_token_dispatcher_type "
+        "pretraining_tp pruned_heads reorder_and_upcast_attn scale_attention_softmax_in_fp32 "
+        "attention_softmax_in_fp32 tf_legacy_loss tp_size use_associative_scan use_flash_attention "
+        "use_flash_attn use_mamba_kernels use_mambapy use_cache_kernel use_cache_quantization "
+        "use_fused_mlp use_fused_rmsnorm use_grouped_mm"
+    ),
+    "the longest text, which vLLM reads": _names(
+        "max_position_embeddings max_seq_len max_seq_length max_sequence_length model_max_length "
+        "n_positions seq_len seq_length"
+    ),
+    "layers that draft, which are read apart": _names(
+        "mtp_layer_types mtp_layers_block_type mtp_mlp_layer_types mtp_num_hidden_layers "
+        "mtp_num_layers mtp_transformer_layers mtp_use_dedicated_embeddings num_mtp_layers "
+        "num_mtp_modules num_nextn_predict_layers use_mtp"
+    ),
+    "widths of the padding of token tables": _names("pad_vocab_size_multiple pad_token"),
+}
+GENERAL: frozenset[str] = frozenset().union(*GROUPS.values())
+
+#: Parts of a multimodal folder that the text model is served without.
+BESIDE_TEXT: frozenset[str] = _names(
+    "audio_config audio_ms_per_token audio_soft_tokens_per_image ignore_index image_grid_pinpoints "
+    "image_seq_length mm_tokens_per_image multimodal_projector_bias patch_size "
+    "projection_hidden_size projection_layer_norm_eps projector_config projector_hidden_act "
+    "projector_hidden_size media_placeholder_token_id merged_hidden_size out_hidden_size "
+    "spatial_merge_size tie_word_embeddings vision_config vision_feature_layer "
+    "vision_feature_select_strategy vision_soft_tokens_per_image vocab_size"
+)
+
+_OF_STEPS = _names("time_step_floor time_step_max time_step_min time_step_scale")
+#: By module of mlx-lm, which computes the same without them.
+OF_MODULE: Mapping[str, frozenset[str]] = {
+    "falcon_h1": _names("mlp_expansion_factor"),  # intermediate_size counts
+    "gemma3_text": _names("tie_word_embeddings"),  # it looks whether there is a head
+    "granitemoehybrid": _names("mamba_chunk_size"),  # how a sum is taken apart
+    # Of experts and of a tuning that `fixed_values` refuses.
+    "llama4_text": _names("attn_scale floor_scale num_experts_per_tok num_local_experts"),
+    "mamba": _OF_STEPS,  # of the first weights
+    "mamba2": _OF_STEPS | _names("chunk_size"),
+    # transformers 5 bounds steps by time_step_min; the published code, vLLM and mlx-lm by
+    # time_step_limit. The width follows from the heads.
+    "nemotron_h": _OF_STEPS | _names("chunk_size expand moe_shared_expert_overlap sliding_window"),
+    "recurrent_gemma": _names("tie_word_embeddings"),  # as gemma3_text
+}
+
+
+def is_inert(key: str, module: str, beside_text: bool) -> bool:
+    """Whether a key says nothing of what a module computes.
+
+    Args:
+        key: of config.json, or of its text_config.
+        module: of mlx-lm, that reads it.
+        beside_text: whether the module reads a `text_config`, and this stands around it.
+    """
+    return (
+        key in GENERAL
+        or key.endswith(_OF_TOKENS)
+        or key in OF_MODULE.get(module, ())
+        or (beside_text and key in BESIDE_TEXT)
+    )
