@@ -504,7 +504,8 @@ FAMILIES |= {
             "n_heads": 6,
             "n_layers": 3,
             "max_seq_len": 512,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
             "ffn_config": {
                 "hidden_size": 72,
                 "ffn_hidden_size": 40,

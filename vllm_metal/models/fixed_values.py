@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_metal.models.rope_parameters import OF_THEIR_OWN, rope
 from vllm_metal.models.weight_files import ModelLoadError
 
 #: Modules whose head is the embedding, and modules whose head is an array of its own.
@@ -100,7 +101,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "openelm": {"ffn_with_glu": (True,)},
     "phi": _UNTIED | {"qk_layernorm": (False,)},
     "phi3small": _TIED,
-    "phimoe": _UNTIED | {"attention_bias": (True,), "lm_head_bias": (True,)},
+    "phimoe": _UNTIED
+    | {"attention_bias": (True,), "lm_head_bias": (True,), "num_experts_per_tok": (2,)},
     "phixtral": _UNTIED,
     "qwen": _UNTIED,
     "qwen2_moe": _UNTIED
@@ -123,6 +125,11 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "stablelm": _UNTIED,
     "starcoder2": {"use_bias": (True,)},
     "step3p5": _UNTIED,
+}
+#: By module and key, values that the module does not compute as transformers' class does; None: null.
+NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalise
+    "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
 }
 #: The same of all modules.
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
@@ -149,7 +156,7 @@ def check(config: Mapping[str, Any], module: str) -> None:
         ModelLoadError: a setting has a value that the module does not compute.
     """
     for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
-        value = config.get(key)
+        value = config.get(key, rope(config).get(key) if key in OF_THEIR_OWN else None)
         if value is None or any(_same(value, each) for each in computed):
             continue
         served = " or ".join(map(repr, computed))
@@ -157,6 +164,12 @@ def check(config: Mapping[str, Any], module: str) -> None:
             f"config.json says {key} {value!r}; mlx-lm's module {module!r} "
             + (f"computes {served}" if served else "has nothing of that name")
         )
+    for key, lacking in NOT_COMPUTED.get(module, {}).items():
+        if key in config and config[key] in lacking:
+            raise ModelLoadError(
+                f"config.json says {key} {config[key]!r}, which mlx-lm's module {module!r} does not "
+                "compute"
+            )
 
 
 def _same(value: Any, other: Any) -> bool:

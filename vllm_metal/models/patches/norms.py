@@ -34,3 +34,18 @@ def epsilon(key: str) -> Callable[[ModuleType], None]:
         replace_method(module.Model, "__init__", built)
 
     return apply
+
+
+def of_latents(module: ModuleType) -> None:
+    """Norms of MLA's latents, which have 1e-6 in transformers' class, whatever the file says."""
+
+    def built(before: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, args: Any) -> None:
+            before(self, args)
+            for name, layer in self.named_modules():
+                if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                    layer.eps = 1e-6
+
+        return init
+
+    replace_method(module.Model, "__init__", built)

@@ -26,7 +26,7 @@ from vllm_metal.models.patches.names import (
     renamed,
     without_transformer,
 )
-from vllm_metal.models.patches.norms import epsilon
+from vllm_metal.models.patches.norms import epsilon, of_latents
 from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
@@ -44,8 +44,14 @@ def _gpt_bigcode(module: ModuleType) -> None:
     gpt_bigcode(module)
 
 
+def _glm4_moe_lite(module: ModuleType) -> None:
+    grouped()(module)
+    of_latents(module)
+
+
 def _kimi_linear(module: ModuleType) -> None:
     grouped("_group_expert_select")(module)
+    of_latents(module)
     renamed(dense_of_kimi)(module)
 
 
@@ -84,11 +90,11 @@ PATCHES = (
             "dots1",
             "exaone_moe",
             "glm4_moe",
-            "glm4_moe_lite",
             "mimo_v2_flash",
             "nemotron_h",
         )
     ),
+    ModulePatch("glm4_moe_lite", _READ, _glm4_moe_lite),
     ModulePatch("kimi_linear", _READ, _kimi_linear),
 )
 
