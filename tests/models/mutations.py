@@ -31,6 +31,8 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0.7, None),
     "attention_chunk_size": (5,),
     "attn_temperature_tuning": (True,),
+    "beta_fast": (0.7,),
+    "beta_slow": (0.1,),
     "block_multiple_of": (32,),
     "block_types": (["attention", "recurrent", "recurrent", "attention"],),
     "chunk_size_feed_forward": (7,),

@@ -504,7 +504,7 @@ FAMILIES |= {
             "n_heads": 6,
             "n_layers": 3,
             "max_seq_len": 512,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 700.0},
             "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
             "ffn_config": {
                 "hidden_size": 72,
