@@ -14,6 +14,7 @@ from models.mutations import INNER, Change, changes, inner
 from models.published import FAMILIES, VOCAB, Published, draw, log_probabilities, make
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+SEED = 1  # of arrays of other shapes
 TOKENS = np.random.default_rng(0).integers(3, VOCAB, 40).tolist()
 
 
@@ -56,7 +57,7 @@ class Toy:
         torch.manual_seed(0)
         model = auto.from_config(config, attn_implementation="eager").float().eval()
         if shapes(model) != shapes(self.model):
-            draw(model, torch.Generator().manual_seed(0))
+            draw(model, torch.Generator().manual_seed(SEED))
         ours, weights = shapes(self.model), self.model.state_dict()
         fitting = {n: weights[n] for n, shape in shapes(model).items() if ours.get(n) == shape}
         model.load_state_dict(fitting, strict=False)

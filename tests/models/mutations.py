@@ -15,7 +15,14 @@ from transformers import PreTrainedConfig
 #: What says which model it is, of what dtype, or in which of Python's types transformers returns
 #: what it computes.
 IDENTITY = frozenset(
-    "model_type architectures transformers_version dtype _name_or_path return_dict".split()
+    (
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "model_type",
+        "return_dict",
+        "transformers_version",
+    )
 )
 #: Keys of inner configurations.
 INNER = ("attn_config", "ffn_config")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changed configurations: ours computes what transformers' class does, or refuses them by name.
 
-Each change of `mutations` is made in each family's small model. transformers' forward of the changed
-model is the reference; its folder is read and computed as a server would.
+Each change of `mutations` is made in each family's small model. transformers' forward of the
+changed model is the reference; its folder is read and computed as a server would.
 """
 
 import re
@@ -25,6 +25,7 @@ DIFFERENT, UNNAMED = "different", "refused, but not by name"
 ALLOWED = {EQUAL, NAMED, NO_MODEL, NOTHING, ARRAYS}
 _OF_ARRAYS = re.compile(
     r"Missing \d+ parameters|Received \d+ parameters not in model|Expected shape"
+    r"|divisible by num_heads"
 )
 READ = [name for name in FAMILIES if name not in NOT_READ]
 LEAST = 20  # changes a family, without those that are no models
@@ -83,9 +84,10 @@ def outcome(original, change, folder):
 
 def names(message, change):
     """Whether an error says which key it is about."""
-    words = change.key.split(".")
+    # A key that follows from the changed one is named as well: both cannot be as they are.
+    words = [*change.key.split("."), *change.keys, "that mlx-lm's module"]
     if "rope" in change.key:
-        words.append("rope of type")
+        words += ["rope of type", "rope_scaling", "rope_parameters"]
     return any(word in message for word in words)
 
 

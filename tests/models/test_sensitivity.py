@@ -26,12 +26,12 @@ def _names(words):
 #: Keys that change nothing of what any family's class computes, by reason.
 WITHOUT_EFFECT = {
     "training": _names(
-        "attention_dropout attn_pdrop classifier_dropout embd_pdrop emb_pdrop embedding_dropout "
-        "hidden_dropout resid_pdrop residual_dropout summary_first_dropout initializer_range "
-        "router_aux_loss_coef input_jitter_noise w_init_variance_scale "
+        "attention_dropout attn_pdrop classifier_dropout embd_pdrop emb_pdrop "
+        "embedding_dropout hidden_dropout resid_pdrop residual_dropout summary_first_dropout "
+        "initializer_range router_aux_loss_coef input_jitter_noise w_init_variance_scale "
         "final_w_init_variance_scale rescale_prenorm_residual time_step_init_scheme "
-        "time_step_scale linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max "
-        "linear_dt_min moe_jitter_eps moe_loss_weight"
+        "time_step_scale linear_a_log_max linear_a_log_min linear_dt_init_floor "
+        "linear_dt_max linear_dt_min moe_jitter_eps moe_loss_weight"
     ),
     "tokens": _names("bos_token_id eos_token_id pad_token_id eod_token_id"),
     "what else is returned": _names(
@@ -42,8 +42,9 @@ WITHOUT_EFFECT = {
         "summary_type summary_use_proj summary_activation summary_proj_to_labels"
     ),
     "how it is computed": _names(
-        "chunk_size chunk_size_feed_forward mamba_chunk_size pretraining_tp use_associative_scan use_mamba_kernels use_mambapy "
-        "residual_in_fp32 mamba_ssm_cache_dtype moe_shared_expert_overlap reorder_and_upcast_attn "
+        "chunk_size chunk_size_feed_forward mamba_chunk_size pretraining_tp "
+        "use_associative_scan use_mamba_kernels use_mambapy residual_in_fp32 "
+        "mamba_ssm_cache_dtype moe_shared_expert_overlap reorder_and_upcast_attn "
         "attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
     ),
     "a decoder is a decoder": _names("is_decoder is_encoder_decoder"),
@@ -59,20 +60,21 @@ GENERAL = frozenset().union(*WITHOUT_EFFECT.values())
 #: builds no model: shapes are bound to one another, and one key alone cannot change.
 OF_FAMILY = {
     "bound to other keys": _names(
-        "helium:head_dim helium:hidden_size helium:num_attention_heads "
-        "deepseek_*:head_dim deepseek_*:num_attention_heads deepseek_*:num_key_value_heads "
+        "helium:head_dim helium:hidden_size helium:num_attention_heads deepseek_*:head_dim "
+        "deepseek_*:num_attention_heads deepseek_*:num_key_value_heads "
         "deepseek_*:qk_rope_head_dim glm4_moe_lite:num_attention_heads "
         "glm4_moe_lite:num_key_value_heads longcat_flash:head_dim longcat_flash:num_* "
         "longcat_flash:qk_* minicpm3:num_attention_heads minicpm3:num_key_value_heads "
         "minicpm3:qk_rope_head_dim kimi_linear:num_attention_heads kimi_linear:num_experts "
         "kimi_linear:num_key_value_heads phi:num_attention_heads phimoe:num_attention_heads "
-        "phimoe:hidden_size mamba2:expand mamba2:head_dim mamba2:hidden_size mamba2:num_heads "
-        "granitemoehybrid:hidden_size granitemoehybrid:mamba_* falcon_h1:mamba_d_head "
-        "falcon_h1:mamba_d_ssm falcon_h1:mamba_n_heads nemotron_h:mamba_num_heads "
-        "*:linear_num_key_heads *:linear_num_value_heads *:n_routed_experts exaone_moe:num_experts "
-        "mimo_v2_flash:num_key_value_heads jamba:attn_layer_period lfm2:full_attn_idxs "
-        "gemma3n_text:intermediate_size gemma3n_text:num_hidden_layers "
-        "gemma4_text:num_hidden_layers gemma4_text:layer_types"
+        "phimoe:hidden_size mamba2:expand mamba2:head_dim mamba2:hidden_size "
+        "mamba2:num_heads granitemoehybrid:hidden_size granitemoehybrid:mamba_* "
+        "falcon_h1:mamba_d_head falcon_h1:mamba_d_ssm falcon_h1:mamba_n_heads "
+        "nemotron_h:mamba_num_heads *:linear_num_key_heads *:linear_num_value_heads "
+        "*:n_routed_experts exaone_moe:num_experts mimo_v2_flash:num_key_value_heads "
+        "jamba:attn_layer_period lfm2:full_attn_idxs gemma3n_text:intermediate_size "
+        "gemma3n_text:num_hidden_layers gemma4_text:num_hidden_layers "
+        "gemma4_text:layer_types"
     ),
     "transformers' class refuses or does not build it": _names(
         "dbrx:tie_word_embeddings laguna:moe_apply_router_weight_on_input "
@@ -82,10 +84,11 @@ OF_FAMILY = {
     "derived from other keys, or other keys say the same layer by layer": _names(
         "*:qk_head_dim minicpm3:head_dim deepseek_v2:head_dim kimi_linear:head_dim "
         "laguna:num_attention_heads *:sliding_window_pattern *:_sliding_window_pattern "
-        "*:no_rope_layer_interval *:interleave_moe_layer_step exaone_moe:first_k_dense_replace "
-        "afmoe:global_attn_every_n_layers mamba:expand falcon_mamba:expand nemotron_h:expand "
-        "falcon_h1:mamba_expand llama4_text:layer_types dbrx:num_key_value_heads "
-        "dbrx:ffn_config.hidden_size dbrx:attn_config.rope_theta"
+        "*:no_rope_layer_interval *:interleave_moe_layer_step "
+        "exaone_moe:first_k_dense_replace afmoe:global_attn_every_n_layers mamba:expand "
+        "falcon_mamba:expand nemotron_h:expand falcon_h1:mamba_expand "
+        "llama4_text:layer_types dbrx:num_key_value_heads dbrx:ffn_config.hidden_size "
+        "dbrx:attn_config.rope_theta"
     ),
     "of layers or ropes that the small model does not have": _names(
         "qwen2_moe:intermediate_size mellum:intermediate_size "
@@ -94,7 +97,8 @@ OF_FAMILY = {
         "gemma4_text:moe_intermediate_size gemma4_text:num_experts gemma4_text:top_k_experts"
     ),
     "the class does not read it": _names(
-        "[!p]*:router_jitter_noise gemma:use_bidirectional_attention gemma2:use_bidirectional_attention gptj:n_positions "
+        "[!p]*:router_jitter_noise gemma:use_bidirectional_attention "
+        "gemma2:use_bidirectional_attention gptj:n_positions "
         "gemma3_text:attn_logit_softcapping deepseek_v2:norm_topk_prob gpt_oss:hidden_act "
         "phimoe:num_experts_per_tok dots1:sliding_window dots1:max_window_layers "
         "dots1:layer_types nemotron_h:attention_bias nemotron_h:mamba_proj_bias "

@@ -131,7 +131,7 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
         ModelLoadError: the config says two things of the rope, or one that the module drops.
     """
     parameters = config.get("rope_parameters") or {}
-    for key in OF_THEIR_OWN:
+    for key in (*OF_THEIR_OWN, *(read & {"original_max_position_embeddings"})):
         given, stated = config.get(key), rope(config).get(key)
         if given is not None and stated is not None and given != stated:
             raise ModelLoadError(

@@ -126,7 +126,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "starcoder2": {"use_bias": (True,)},
     "step3p5": _UNTIED,
 }
-#: By module and key, values that the module does not compute as transformers' class does; None: null.
+#: By module and key, values that the module does not compute as transformers' class does; None is
+#: null.
 NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalise
     "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
@@ -167,8 +168,8 @@ def check(config: Mapping[str, Any], module: str) -> None:
     for key, lacking in NOT_COMPUTED.get(module, {}).items():
         if key in config and config[key] in lacking:
             raise ModelLoadError(
-                f"config.json says {key} {config[key]!r}, which mlx-lm's module {module!r} does not "
-                "compute"
+                f"config.json says {key} {config[key]!r}, which mlx-lm's module {module!r} does "
+                "not compute"
             )
 
 

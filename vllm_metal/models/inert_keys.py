@@ -57,7 +57,8 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop dropout "
         "dropout_rate emb_dropout emb_pdrop embd_pdrop embed_dropout embedding_dropout "
         "ffn_dropout hidden_dropout hidden_dropout_prob input_jitter_noise moe_input_jitter_eps "
-        "moe_jitter_eps resid_dropout resid_pdrop residual_dropout router_dropout router_jitter_noise"
+        "moe_jitter_eps resid_dropout resid_pdrop residual_dropout router_dropout "
+        "router_jitter_noise"
     ),
     "first weights of training": _names(
         "emb_init_std final_w_init_variance_scale init_device init_method init_method_std "
