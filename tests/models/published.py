@@ -68,6 +68,8 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "layer_types": _STATES,
 }
+#: Keys that some classes read and do not declare.
+_UNDECLARED = ("global_head_dim", "head_dim", "num_hidden_layers")
 _GPT = {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -125,7 +127,7 @@ FAMILIES: dict[str, Published] = {
             high_freq_factor=4.0,
             original_max_position_embeddings=64,
         ),
-        "mistral": _HEAD | {"sliding_window": None},
+        "mistral": _HEAD | {"sliding_window": 9},
         "ministral3": _HEAD
         | _rope(
             rope_type="yarn",
@@ -151,7 +153,7 @@ FAMILIES: dict[str, Published] = {
         "gemma3_text": _HEAD | _WINDOW | _ropes() | {"query_pre_attn_scalar": 20},
         "glm": _HEAD | _HALF,
         "glm4": _HEAD | _HALF,
-        "starcoder2": {"use_bias": True},
+        "starcoder2": {"use_bias": True, "sliding_window": 9},
         "olmo": {"clip_qkv": 1.5},
         "olmo2": {},
         "olmo3": _WINDOW,
@@ -163,10 +165,17 @@ FAMILIES: dict[str, Published] = {
         "helium": {"head_dim": 12},
         "nemotron": _HEAD | _HALF | {"attention_bias": True, "mlp_bias": True},
         "seed_oss": _HEAD | {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
-        "apertus": {"attention_bias": False},
+        "apertus": _rope(
+            700.0,
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
         "stablelm": {"use_qkv_bias": True, "qk_layernorm": True} | _HALF,
         "phi": _HALF | {"num_key_value_heads": 6},
-        "phi3": _HALF | {"num_key_value_heads": 2},
+        "phi3": _HALF | {"num_key_value_heads": 2, "sliding_window": 9},
         "hunyuan_v1_dense": _HEAD,
         "bitnet": {},
         "exaone4": _WINDOW,
@@ -299,7 +308,7 @@ FAMILIES: dict[str, Published] = {
             rope_type="longrope",
             original_max_position_embeddings=512,
             short_factor=[1.0, 1.1, 1.2, 1.3],
-            long_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[2.0, 2.1, 2.5, 3.0],
             factor=1.0,
         )
         | {
@@ -337,7 +346,7 @@ FAMILIES: dict[str, Published] = {
         | _EXPERTS
         | _HEAD
         | _HALF
-        | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
         "qwen3_5_text": _DELTA | _HEAD | _HALF,
         "qwen3_5_moe_text": _DELTA
         | _EXPERTS
@@ -392,6 +401,7 @@ FAMILIES: dict[str, Published] = {
             "chunk_size": 8,
             "use_bias": True,
             "intermediate_size": 96,
+            "layer_norm_epsilon": 0.01,
         },
         "mamba": {"hidden_size": 48, "state_size": 8, "time_step_rank": 5, "use_bias": True},
         "falcon_mamba": {"hidden_size": 48, "state_size": 8, "time_step_rank": 5},
@@ -439,6 +449,7 @@ FAMILIES: dict[str, Published] = {
             "lru_width": 72,
             "intermediate_size": 176,
             "logits_soft_cap": 5.0,
+            "rms_norm_eps": 0.01,
         },
         "minimax": _EXPERTS
         | _HEAD
@@ -501,7 +512,8 @@ FAMILIES |= {
             "n_heads": 6,
             "n_layers": 3,
             "max_seq_len": 512,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 700.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
             "ffn_config": {
                 "hidden_size": 72,
                 "ffn_hidden_size": 40,
@@ -531,18 +543,18 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
         auto = AutoModelForImageTextToText
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation="eager").float().eval()
-    _draw(model, torch.Generator().manual_seed(seed))
+    draw(model, torch.Generator().manual_seed(seed))
     return model
 
 
 def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:
     """What the family's configuration has; it would write the rest into config.json as well."""
     own = {*inspect.signature(of_family).parameters, *of_family.attribute_map}
-    own.add("partial_rotary_factor")  # taken by all, and moved
+    own |= {"partial_rotary_factor", *_UNDECLARED}  # the first is taken by all, and moved
     return {key: value for key, value in content.items() if key in own}
 
 
-def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
+def draw(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Draws all but what a recurrence's stability hangs on, which is moved a little."""
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)

@@ -38,6 +38,7 @@ _LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
 _TYPES: Mapping[str, frozenset[str]] = {
     "deepseek": frozenset(("linear",)),
     "gemma3n": frozenset(),
+    "gpt_oss": frozenset(("linear", "llama3", "yarn")),
     "deepseek_v2": frozenset(("yarn",)),
     "hunyuan": frozenset(("dynamic",)),
     "hunyuan_v1_dense": frozenset(("dynamic",)),
@@ -134,7 +135,7 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
         ModelLoadError: the config says two things of the rope, or one that the module drops.
     """
     parameters = config.get("rope_parameters") or {}
-    for key in OF_THEIR_OWN:
+    for key in (*OF_THEIR_OWN, *(read & {"original_max_position_embeddings"})):
         given, stated = config.get(key), rope(config).get(key)
         if given is not None and stated is not None and given != stated:
             raise ModelLoadError(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_metal.models.rope_parameters import OF_THEIR_OWN, rope
 from vllm_metal.models.weight_files import ModelLoadError
 
 #: Modules whose head is the embedding, and modules whose head is an array of its own.
@@ -75,14 +76,15 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "glm_moe_dsa": _UNTIED | {"scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
-    "gpt_bigcode": {"scale_attn_weights": (True,)},
+    "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
     "gpt_neox": _UNTIED | {"attention_bias": (True,)},
     "gpt_oss": _UNTIED
     | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "gptj": _UNTIED | {"scale_attn_weights": (True,)},
     "hunyuan": _TIED,
     "hunyuan_v1_dense": {"mlp_bias": (False,), "norm_type": ("rms",), "use_cla": (False,)},
-    "kimi_linear": {
+    "kimi_linear": _UNTIED
+    | {
         "attention_bias": (False,),
         "mla_use_nope": (True,),
         "q_lora_rank": (),
@@ -118,7 +120,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "swa_rope_theta": (-1.0,),
         "use_routing_bias": (True,),
     },
-    "minicpm3": {"mlp_bias": (False,), "rope_traditional": (False,)},
+    "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
+    "ministral3": {"sliding_window": ()},
     "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     "muse_glimmer": {"hidden_activation": ("silu",)},
     "nanochat": _UNTIED
@@ -134,7 +137,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "phi": _UNTIED | {"qk_layernorm": (False,)},
     "phi3": {"attention_bias": (False,)},
     "phi3small": _TIED,
-    "phimoe": _UNTIED | {"attention_bias": (True,), "lm_head_bias": (True,)},
+    "phimoe": _UNTIED
+    | {"attention_bias": (True,), "lm_head_bias": (True,), "num_experts_per_tok": (2,)},
     "phixtral": _UNTIED,
     "qwen": _UNTIED,
     "qwen2_moe": _UNTIED
@@ -162,6 +166,12 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "step3p5": _UNTIED,
 }
+#: By module and key, values that the module does not compute as transformers' class does; None is
+#: null.
+NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "afmoe": {"num_experts_per_tok": (1,)},  # whose weight it does not normalise
+    "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+}
 #: The same of all modules.
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -188,7 +198,7 @@ def check(config: Mapping[str, Any], module: str) -> None:
         ModelLoadError: a setting has a value that the module does not compute.
     """
     for key, computed in {**EVERYWHERE, **FIXED.get(module, {})}.items():
-        value = config.get(key)
+        value = config.get(key, rope(config).get(key) if key in OF_THEIR_OWN else None)
         if value is None or any(_same(value, each) for each in computed):
             continue
         served = " or ".join(map(repr, computed))
@@ -196,6 +206,12 @@ def check(config: Mapping[str, Any], module: str) -> None:
             f"config.json says {key} {value!r}; mlx-lm's module {module!r} "
             + (f"computes {served}" if served else "has nothing of that name")
         )
+    for key, lacking in NOT_COMPUTED.get(module, {}).items():
+        if key in config and config[key] in lacking:
+            raise ModelLoadError(
+                f"config.json says {key} {config[key]!r}, which mlx-lm's module {module!r} does "
+                "not compute"
+            )
 
 
 def _same(value: Any, other: Any) -> bool:

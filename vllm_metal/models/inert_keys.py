@@ -57,7 +57,8 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop dropout "
         "dropout_rate emb_dropout emb_pdrop embd_pdrop embed_dropout embedding_dropout "
         "ffn_dropout hidden_dropout hidden_dropout_prob input_jitter_noise moe_input_jitter_eps "
-        "resid_dropout resid_pdrop residual_dropout router_dropout router_jitter_noise"
+        "moe_jitter_eps resid_dropout resid_pdrop residual_dropout router_dropout "
+        "router_jitter_noise"
     ),
     "first weights of training": _names(
         "emb_init_std final_w_init_variance_scale init_device init_method init_method_std "
@@ -104,6 +105,8 @@ BESIDE_TEXT: frozenset[str] = _names(
 _OF_STEPS = _names("time_step_floor time_step_max time_step_min time_step_scale")
 #: By module of mlx-lm, which computes the same without them.
 OF_MODULE: Mapping[str, frozenset[str]] = {
+    # attn_config has kv_n_heads, which both transformers' class and the module read.
+    "dbrx": _names("num_key_value_heads"),
     "falcon_h1": _names("mlp_expansion_factor"),  # intermediate_size counts
     "gemma3_text": _names("tie_word_embeddings"),  # it looks whether there is a head
     "granitemoehybrid": _names("mamba_chunk_size"),  # how a sum is taken apart

@@ -153,6 +153,23 @@ def _delta_attention(config: Config) -> dict[str, Any] | None:
     }
 
 
+def _attention_of_dbrx(config: Config) -> dict[str, Any] | None:
+    """Older files have the rope's base in here.
+
+    Raises:
+        ModelLoadError: the config says two of them.
+    """
+    own, theta = config.get("attn_config"), rope(config).get("rope_theta")
+    if own is None or theta is None:
+        return None
+    if own.get("rope_theta", theta) != theta:
+        raise ModelLoadError(
+            f"config.json says rope_theta {own['rope_theta']!r} in attn_config, and {theta!r} in "
+            "rope_parameters"
+        )
+    return {**own, "rope_theta": theta}
+
+
 #: By module, what transformers' class has no choice of, so that its files do not name it.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -172,7 +189,12 @@ _CHOICES: Mapping[str, Mapping[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
-    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+    # All of its layers have experts.
+    "solar_open": {
+        "partial_rotary_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "intermediate_size": 0,
+    },
 }
 #: Of modules that do not take `rope_parameters` by themselves.
 _ROPE_ROWS: Sequence[Row] = (
@@ -211,6 +233,7 @@ ROWS: Sequence[Row] = (
             "swa_v_head_dim": "v_head_dim",
         }.items()
     ),
+    Row("attn_config", _attention_of_dbrx, ("dbrx",), always=True),
     Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
     *(
         Row(key, _always(value), (module,), always=True)

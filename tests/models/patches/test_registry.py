@@ -24,6 +24,7 @@ from vllm_metal.models.weight_files import ModelLoadError
 #: By module of mlx-lm's, the small model that shows the difference.
 SHOWN = {p.module: p.module for p in registry.PATCHES if p.module != "rope_utils"}
 SHOWN |= {module: text for text, module in registry.TEXT_MODELS.items()}
+SHOWN["llama"] = "mistral"
 TOLERANCE = 1e-3  # of log-probabilities in float32
 
 

@@ -31,13 +31,14 @@ from vllm_metal.models.patches.names import (
     without_transformer,
 )
 from vllm_metal.models.patches.nanochat import nanochat
+from vllm_metal.models.patches.norms import epsilon, of_latents
 from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
 from vllm_metal.models.patches.ropes import rope_utils, spread
 from vllm_metal.models.patches.routers import grouped
 from vllm_metal.models.patches.text_models import gemma3n, qwen3_5_moe
-from vllm_metal.models.patches.windows import gemma2, gemma3_text
+from vllm_metal.models.patches.windows import gemma2, gemma3_text, mistral, of_all_layers
 
 _READ = ((0, 32),)
 _MODULES = "mlx_lm.models."
@@ -49,9 +50,25 @@ def _gpt_bigcode(module: ModuleType) -> None:
     gpt_bigcode(module)
 
 
+def _glm4_moe_lite(module: ModuleType) -> None:
+    grouped()(module)
+    of_latents(module)
+
+
 def _kimi_linear(module: ModuleType) -> None:
     grouped("_group_expert_select")(module)
+    of_latents(module)
     renamed(dense_of_kimi)(module)
+
+
+def _recurrent_gemma(module: ModuleType) -> None:
+    epsilon("rms_norm_eps")(module)
+    recurrent_gemma(module)
+
+
+def _starcoder2(module: ModuleType) -> None:
+    of_all_layers("Starcoder2Model")(module)
+    gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")(module)
 
 
 #: What transformers calls the text model of a multimodal one where it stands alone, and mlx-lm's
@@ -75,15 +92,18 @@ PATCHES = (
     ModulePatch("gpt_neox", _READ, gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h")),
     ModulePatch("gpt_oss", _READ, gpt_oss),
     ModulePatch("jamba", _READ, jamba),
+    ModulePatch("llama", _READ, mistral),
     ModulePatch("llama4_text", _READ, llama4_text),
     ModulePatch("longcat_flash", _READ, longcat_flash),
+    ModulePatch("mamba2", _READ, epsilon("layer_norm_epsilon")),
     ModulePatch("nanochat", _READ, nanochat),
     ModulePatch("olmo_hybrid", _READ, renamed(norms_of_olmo)),
+    ModulePatch("phi3", _READ, of_all_layers("Phi3Model")),
     ModulePatch("qwen3_5", _READ, qwen3_5),
     ModulePatch("qwen3_5_moe", _READ, qwen3_5_moe),
     ModulePatch("qwen3_next", _READ, qwen3_next),
-    ModulePatch("recurrent_gemma", _READ, recurrent_gemma),
-    ModulePatch("starcoder2", _READ, gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj")),
+    ModulePatch("recurrent_gemma", _READ, _recurrent_gemma),
+    ModulePatch("starcoder2", _READ, _starcoder2),
     ModulePatch("rope_utils", _READ, rope_utils),
     *(
         ModulePatch(module, _READ, grouped())
@@ -92,11 +112,11 @@ PATCHES = (
             "dots1",
             "exaone_moe",
             "glm4_moe",
-            "glm4_moe_lite",
             "mimo_v2_flash",
             "nemotron_h",
         )
     ),
+    ModulePatch("glm4_moe_lite", _READ, _glm4_moe_lite),
     ModulePatch("kimi_linear", _READ, _kimi_linear),
 )
 

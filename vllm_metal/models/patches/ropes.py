@@ -25,6 +25,7 @@ from vllm_metal.models.weight_files import ModelLoadError
 
 _NAME = "initialize_rope"
 _YARN = ("yarn", "deepseek_yarn")
+_LONG = ("longrope", "su")
 
 
 def rope_utils(module: ModuleType) -> None:
@@ -42,9 +43,14 @@ def rope_utils(module: ModuleType) -> None:
         scaling_config: Mapping[str, Any] | None = None,
         max_position_embeddings: int | None = None,
     ) -> Any:
-        rope = before(dims, base, traditional, scaling_config, max_position_embeddings)
         scaling = scaling_config or {}
-        if (scaling.get("type") or scaling.get("rope_type")) in _YARN:
+        rope_type = scaling.get("type") or scaling.get("rope_type")
+        if traditional and rope_type in _LONG:
+            raise ValueError(
+                f"a rope of type {rope_type!r} of neighbouring pairs, which mlx-lm does not compute"
+            )
+        rope = before(dims, base, traditional, scaling_config, max_position_embeddings)
+        if rope_type in _YARN:
             if scaling.get("truncate") is False:
                 rope._freqs = _frequencies(dims, base, scaling)
             if scaling.get("attention_factor") is not None:

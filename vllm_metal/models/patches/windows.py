@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2 and 3: which layers have a sliding window is read off `layer_types`.
+"""Which layers have a sliding window, where mlx-lm's modules do not read it as transformers does.
 
 mlx-lm's module of Gemma 2 gives every layer the whole context. That of Gemma 3 reads a period,
 `sliding_window_pattern`, which transformers does not write, and rounds a factor to bfloat16 in
-every dtype.
+every dtype. Those of Phi 3, StarCoder 2 and Mistral know no window of all layers: the first models
+of each were trained with one (Mistral 7B v0.1: 4096 tokens).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from vllm_metal.models.patches.patch import replace_method
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_NOT_SAID = -1  # by config.json; None says that there is no window
 
 
 def gemma2(module: ModuleType) -> None:
@@ -75,6 +77,76 @@ def gemma3_text(module: ModuleType) -> None:
     replace_method(module.Attention, "__init__", built)
     module.Gemma3Model.__call__ = by_kind(_scaled_embeddings)
     module.Model.make_cache = caches_by_window
+
+
+def of_all_layers(model: str) -> Callable[[ModuleType], None]:
+    """What patches a module that gives every layer the whole context.
+
+    Args:
+        model: name of the module's class that calls the layers.
+    """
+
+    def apply(module: ModuleType) -> None:
+        base: Any = module.ModelArgs
+
+        @dataclass
+        class ModelArgs(base):
+            sliding_window: int | None = None
+
+            def __post_init__(self) -> None:
+                if hasattr(base, "__post_init__"):
+                    super().__post_init__()
+                kind = _SLIDING if self.sliding_window else _FULL
+                self.layer_types = [kind] * self.num_hidden_layers
+
+        module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
+        getattr(module, model).__call__ = _by_kind(_embeddings)
+        module.Model.make_cache = _caches
+
+    return apply
+
+
+def mistral(module: ModuleType) -> None:
+    """The module of Llama, which Mistral's files are read with."""
+    base: Any = module.ModelArgs
+
+    @dataclass
+    class ModelArgs(base):
+        sliding_window: int | None = _NOT_SAID
+
+        def __post_init__(self) -> None:
+            of_mistral = self.model_type == "mistral"
+            if self.sliding_window == _NOT_SAID:  # transformers' default of MistralConfig
+                self.sliding_window = 4096 if of_mistral else None
+            if of_mistral:  # all layers or none, as in transformers' class
+                kind = _SLIDING if self.sliding_window else _FULL
+                self.layer_types = [kind] * self.num_hidden_layers
+            super().__post_init__()
+
+    module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
+
+    def built(before: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, args: Any) -> None:
+            kinds = args.layer_types
+            # mlx-lm looks for a layer without a window, to make a mask by.
+            args.layer_types = kinds if _FULL in kinds else [*kinds[:-1], _FULL]
+            try:
+                before(self, args)
+            finally:
+                args.layer_types = self.layer_types = kinds
+            for layer, kind in zip(self.layers, kinds, strict=True):
+                layer.use_sliding = kind == _SLIDING
+
+        return init
+
+    replace_method(module.LlamaModel, "__init__", built)
+    module.LlamaModel.__call__ = _by_kind(_embeddings)
+    module.Model.make_cache = _caches
+
+
+def _embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
+    found: mx.array = model.embed_tokens(inputs) if embeddings is None else embeddings
+    return found
 
 
 def _scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
