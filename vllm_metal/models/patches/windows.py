@@ -100,8 +100,8 @@ def of_all_layers(model: str) -> Callable[[ModuleType], None]:
                 self.layer_types = [kind] * self.num_hidden_layers
 
         module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
-        getattr(module, model).__call__ = _by_kind(_embeddings)
-        module.Model.make_cache = _caches
+        getattr(module, model).__call__ = by_kind(_embeddings)
+        module.Model.make_cache = caches_by_window
 
     return apply
 
@@ -140,8 +140,8 @@ def mistral(module: ModuleType) -> None:
         return init
 
     replace_method(module.LlamaModel, "__init__", built)
-    module.LlamaModel.__call__ = _by_kind(_embeddings)
-    module.Model.make_cache = _caches
+    module.LlamaModel.__call__ = by_kind(_embeddings)
+    module.Model.make_cache = caches_by_window
 
 
 def _embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
