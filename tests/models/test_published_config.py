@@ -172,7 +172,7 @@ OF_ANOTHER = {**registry.MODEL_REMAPPING, **registry.TEXT_MODELS}
 
 
 def with_transformers_class():
-    """Modules of mlx-lm that read a configuration which transformers has, or one of its text model."""
+    """Modules of mlx-lm that read a configuration of transformers, or of its text model alone."""
     folder = Path(mlx_lm.models.__path__[0])
     paths = folder.glob("*.py")
     found = {path.stem for path in paths if "class ModelArgs" in path.read_text()}
