@@ -196,3 +196,15 @@ def test_no_module_is_left_out_without_a_reason():
     assert with_transformers_class() == tried | {*LEFT_OUT}
     assert not tried & {*LEFT_OUT}
     print("left out:", *(f"{name}: {reason}" for name, reason in LEFT_OUT.items()), sep="\n  ")
+
+
+def test_steps_are_bounded_as_transformers_has_it_where_the_file_does_not_say(tmp_path):
+    model = make(FAMILIES["granitemoehybrid"])
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):  # steps of 1e-5, below the bound that mlx-lm's module assumes
+            parameter.data = parameter.data - 12
+    write(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["time_step_limit"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert compare(model, tmp_path) <= TOLERANCE
