@@ -172,7 +172,7 @@ OF_ANOTHER = {**registry.MODEL_REMAPPING, **registry.TEXT_MODELS}
 
 
 def with_transformers_class():
-    """Modules of mlx-lm that read a configuration which transformers has, or its text part."""
+    """Modules of mlx-lm that read a configuration of transformers, or of its text model alone."""
     folder = Path(mlx_lm.models.__path__[0])
     paths = folder.glob("*.py")
     found = {path.stem for path in paths if "class ModelArgs" in path.read_text()}
@@ -196,3 +196,15 @@ def test_no_module_is_left_out_without_a_reason():
     assert with_transformers_class() == tried | {*LEFT_OUT}
     assert not tried & {*LEFT_OUT}
     print("left out:", *(f"{name}: {reason}" for name, reason in LEFT_OUT.items()), sep="\n  ")
+
+
+def test_steps_are_bounded_as_transformers_has_it_where_the_file_does_not_say(tmp_path):
+    model = make(FAMILIES["granitemoehybrid"])
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):  # steps of 1e-5, below the bound that mlx-lm's module assumes
+            parameter.data = parameter.data - 12
+    write(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["time_step_limit"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert compare(model, tmp_path) <= TOLERANCE

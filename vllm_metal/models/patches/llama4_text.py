@@ -104,7 +104,7 @@ def _temperatures(args: Any, length: int, offset: Any) -> mx.array:
 
 def _sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Arrays under mlx-lm's names, each expert's rows as outputs."""
-    found = {}
+    found: dict[str, mx.array] = {}
     for name, array in weights.items():
         if name.endswith(_JOINED):
             gate, up = mx.split(array.swapaxes(-1, -2), 2, axis=-2)
