@@ -139,9 +139,7 @@ def drafts(model: Any, module: str) -> str:
 
 def moves(layers: list[Any]) -> bool:
     """Whether a block leaves the pool as rows of a page and comes back, as to disk and to peers."""
-    states = {
-        layer.name: layer.allocate(3, _BLOCK, mx.float32, ScatterKVCache) for layer in layers
-    }
+    states = {layer.name: layer.allocate(3, _BLOCK, mx.float32, ScatterKVCache) for layer in layers}
     pages = BlockPages(states, [[name] for name in states])
     block = np.array([1], np.int32)
     for group in range(len(states)):

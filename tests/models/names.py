@@ -3,8 +3,10 @@
 
 #: Parts that other modules share.
 HELPERS = frozenset(
-    "__init__ activations base bitlinear_layers cache gated_delta mla pipeline rope_utils ssm "
-    "switch_layers".split()
+    (
+        *("__init__", "activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla"),
+        *("pipeline", "rope_utils", "ssm", "switch_layers"),
+    )
 )
 #: Real weights that the tests load.
 REAL = {"llama": "SmolLM2-135M"}

@@ -57,7 +57,7 @@ KINDS = {
     "8 bits": lambda name: 8,
     "mixed": lambda name: 8 if "down_proj" in name or "o_proj" in name else 4,
 }
-#: Where mlx-lm's module is as far from transformers' class with the folder as published, to the bit.
+#: Where the folder as published is as far from transformers' forward, to the bit.
 FAR = (("qwen3_next", "4 bits"), ("qwen3_next", "mixed"))
 QUICK = (("llama", "mixed"), ("falcon_h1", "as they are"))
 CASES = [

@@ -15,6 +15,7 @@ from typing import Any
 from mlx_lm.models import rope_utils as rope_utils_module
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
+from vllm_metal.models.patches import paged
 from vllm_metal.models.patches.activations import gelu, gemma
 from vllm_metal.models.patches.ernie import ernie4_5_moe
 from vllm_metal.models.patches.falcon_h1 import falcon_h1
@@ -26,7 +27,6 @@ from vllm_metal.models.patches.names import (
     renamed,
     without_transformer,
 )
-from vllm_metal.models.patches import paged
 from vllm_metal.models.patches.patch import ModulePatch
 from vllm_metal.models.patches.positions import gpt_bigcode
 from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
