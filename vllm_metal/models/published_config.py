@@ -201,6 +201,11 @@ _ROPE_ROWS: Sequence[Row] = (
     Row("partial_rotary_factor", _of_rope("partial_rotary_factor")),
     Row("rotary_pct", _of_rope("partial_rotary_factor"), ("gpt_neox",)),
     Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
+    Row(
+        "original_max_position_embeddings",
+        _of_rope("original_max_position_embeddings"),
+        ("phi3", "phimoe"),
+    ),
     Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
     Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
 )
