@@ -108,5 +108,5 @@ def test_windows_of_single_blocks_are_refused():
 def test_a_rope_s_base_by_both_names_must_agree_in_modules_that_read_both():
     config = CONFIGS["Qwen/Qwen3-8B"]
     read(config | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}})
-    with pytest.raises(ModelLoadError, match="two|say which counts"):
+    with pytest.raises(ModelLoadError, match="say which counts"):
         read(config | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}})
