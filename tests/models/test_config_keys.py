@@ -65,7 +65,7 @@ def test_parameters_of_a_rope_are_read_or_refused(rope, lost, key):
     with pytest.raises(ModelLoadError, match=rf"{key}\.{name}") as error:
         read(config | {key: rope | lost})
     # The loader makes one rope of both keys.
-    assert pasted(error) == {"rope_parameters": {name: None}}
+    assert pasted(error) == {"rope_parameters": rope | {name: None}}
 
 
 def test_one_error_names_all_and_the_flag_that_takes_them_away():
@@ -75,7 +75,7 @@ def test_one_error_names_all_and_the_flag_that_takes_them_away():
         read(config | {"a": 1, "text_config": text})
     assert pasted(error) == {
         "a": None,
-        "text_config": {"b": None, "rope_parameters": {"c": None}},
+        "text_config": {"b": None, "rope_parameters": {"rope_theta": 1.0, "c": None}},
     }
 
 

@@ -259,7 +259,7 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
             it has a key that nobody reads.
     """
     changed, unread = _read(config, module, args)
-    config_keys.refuse(unread, module)
+    config_keys.refuse(unread, module, config)
     return changed
 
 
