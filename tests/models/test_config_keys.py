@@ -65,7 +65,7 @@ def test_parameters_of_a_rope_are_read_or_refused(rope, lost, key):
     with pytest.raises(ModelLoadError, match=rf"{key}\.{name}") as error:
         read(config | {key: rope | lost})
     # The loader makes one rope of both keys.
-    assert pasted(error) == {"rope_parameters": {name: None}}
+    assert pasted(error) == {"rope_parameters": rope | {name: None}}
 
 
 def test_one_error_names_all_and_the_flag_that_takes_them_away():
@@ -75,7 +75,7 @@ def test_one_error_names_all_and_the_flag_that_takes_them_away():
         read(config | {"a": 1, "text_config": text})
     assert pasted(error) == {
         "a": None,
-        "text_config": {"b": None, "rope_parameters": {"c": None}},
+        "text_config": {"b": None, "rope_parameters": {"rope_theta": 1.0, "c": None}},
     }
 
 
@@ -96,3 +96,17 @@ def test_a_key_by_both_names_is_read_where_they_agree_only():
     read(config)
     with pytest.raises(ModelLoadError, match="num_local_experts"):
         read(config | {"num_local_experts": 64})
+
+
+def test_windows_of_single_blocks_are_refused():
+    blocks = [{"attention": {"n_heads_in_group": 8}}, {"attention": {"window_length": 64}}]
+    config = CONFIGS["meta-llama/Llama-3.1-8B"] | {"model_type": "nemotron-nas"}
+    with pytest.raises(ModelLoadError, match="window_length in block 1"):
+        read(config | {"block_configs": blocks})
+
+
+def test_a_rope_s_base_by_both_names_must_agree_in_modules_that_read_both():
+    config = CONFIGS["Qwen/Qwen3-8B"]
+    read(config | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}})
+    with pytest.raises(ModelLoadError, match="say which counts"):
+        read(config | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}})

@@ -94,6 +94,36 @@ def test_overrides_of_the_configuration_reach_the_model(tmp_path, overrides, in_
     assert not np.allclose(found, logits(load(plain)), atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("stated", "overrides", "named"),
+    [
+        ({"tomorrows_scale": 0.5}, {"tomorrows_scale": None}, "tomorrows_scale (0.5)"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "tomorrows_factor": 2.0}},
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 4.0,
+                    "tomorrows_factor": None,
+                }
+            },
+            "rope_parameters.tomorrows_factor (2.0)",
+        ),
+    ],
+    ids=["a key", "of the rope"],
+)
+def test_a_key_that_nobody_reads_is_taken_away_by_an_override(
+    tmp_path, monkeypatch, stated, overrides, named
+):
+    write(tmp_path, **stated)
+    with pytest.raises(loader.ModelLoadError, match="--hf-overrides"):
+        load(tmp_path)
+    warned = []
+    monkeypatch.setattr(loader.logger, "warning", lambda text, *args: warned.append(text % args))
+    load(tmp_path, hf_overrides=overrides)
+    assert [named in each for each in warned] == [True]
+
+
 def test_an_explicit_dtype_is_honoured(tmp_path):
     write(tmp_path)
     model = load(tmp_path, dtype="float16")

@@ -122,11 +122,12 @@ def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
     }
 
 
-def refuse(found: Mapping[Path, Any], module: str) -> None:
+def refuse(found: Mapping[Path, Any], module: str, config: Config) -> None:
     """
     Args:
         found: keys that nobody reads, by path.
         module: of mlx-lm, that reads the file.
+        config: of config.json.
 
     Raises:
         ModelLoadError: there are some.
@@ -137,7 +138,7 @@ def refuse(found: Mapping[Path, Any], module: str) -> None:
     raise ModelLoadError(
         f"config.json has keys that mlx-lm's module {module!r} does not read, and that are not "
         f"known to change nothing: {named}. To serve the model as if they were not there, pass "
-        f"--hf-overrides '{json.dumps(_without(list(found)))}'"
+        f"--hf-overrides '{json.dumps(_without(list(found), config))}'"
     )
 
 
@@ -145,14 +146,16 @@ def _short(value: Any) -> str:
     return shorten(json.dumps(value, default=repr), _LONGEST_VALUE, placeholder=" ...")
 
 
-def _without(paths: Sequence[Path]) -> dict[str, Any]:
-    """What takes the keys away."""
+def _without(paths: Sequence[Path], config: Config) -> dict[str, Any]:
+    """What takes the keys away. Of a rope it says all the rest too: vLLM replaces it as a whole."""
     nothing: dict[str, Any] = {}
     for path in paths:
-        # The loader makes one rope of both names.
-        first = "rope_parameters" if path[0] == "rope_scaling" else path[0]
-        inner = nothing
-        for key in (first, *path[1:])[:-1]:
-            inner = inner.setdefault(key, {})
+        inner, stated = nothing, config
+        for key in path[:-1]:
+            stated = stated[key]
+            if key in rope_keys.KEYS:  # the loader makes one rope of both names
+                inner = inner.setdefault("rope_parameters", dict(stated))
+            else:
+                inner = inner.setdefault(key, {})
         inner[path[-1]] = None
     return nothing

@@ -109,6 +109,8 @@ def check(config: Config, module: str, read: set[str]) -> None:
     """
     fixed_values.check(config, module)
     _check_activation(config, module, read)
+    _check_agreement(config, read)
+    _check_blocks(config)
     if module not in READ_ROPE:
         _check_rope(config, module, read)
 
@@ -129,12 +131,26 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
             )
 
 
-def _check_rope(config: Config, module: str, read: set[str]) -> None:
+def _check_blocks(config: Config) -> None:
     """
     Raises:
-        ModelLoadError: the config says two things of the rope, or one that the module drops.
+        ModelLoadError: a block of nemotron-nas has a window or sinks, which its module drops.
     """
-    parameters = config.get("rope_parameters") or {}
+    for index, block in enumerate(config.get("block_configs") or ()):
+        for part in ("attention", "ffn"):
+            for key in ("window_length", "num_sink_tokens", "sparsify"):
+                if (block.get(part) or {}).get(key) is not None:
+                    raise ModelLoadError(
+                        f"block_configs of config.json have {key} in block {index}, which mlx-lm's "
+                        "module does not compute"
+                    )
+
+
+def _check_agreement(config: Config, read: set[str]) -> None:
+    """
+    Raises:
+        ModelLoadError: the config says two things of the rope.
+    """
     for key in (*OF_THEIR_OWN, *(read & {"original_max_position_embeddings"})):
         given, stated = config.get(key), rope(config).get(key)
         if given is not None and stated is not None and given != stated:
@@ -142,6 +158,14 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
                 f"config.json says {key} {given!r}, and in rope_parameters {stated!r}: say which "
                 f"counts, as --hf-overrides '{{\"{key}\": {stated!r}}}'"
             )
+
+
+def _check_rope(config: Config, module: str, read: set[str]) -> None:
+    """
+    Raises:
+        ModelLoadError: the config says something of the rope that the module drops.
+    """
+    parameters = config.get("rope_parameters") or {}
     rope_type = (scaling(config) or {}).get("rope_type", "default")
     served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
     if rope_type != "default" and not served and module not in UNSCALED:

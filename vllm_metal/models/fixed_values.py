@@ -83,6 +83,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gptj": _UNTIED | {"scale_attn_weights": (True,)},
     "hunyuan": _TIED,
     "hunyuan_v1_dense": {"mlp_bias": (False,), "norm_type": ("rms",), "use_cla": (False,)},
+    "kimi_k3": {"use_grouped_topk": (True,)},
     "kimi_linear": _UNTIED
     | {
         "attention_bias": (False,),
@@ -131,7 +132,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rms_norm_eps": (1e-5,),
     },
     "nemotron": {"hidden_act": ("relu2",), "rope_traditional": (False,)},
-    "nemotron_h": _UNTIED | {"mamba_hidden_act": ("silu",)},
+    "nemotron_h": _UNTIED | {"mamba_hidden_act": ("silu",), "use_bias": (False,)},
     "olmoe": {"clip_qkv": ()},
     "openelm": {"ffn_with_glu": (True,)},
     "phi": _UNTIED | {"qk_layernorm": (False,)},

@@ -58,6 +58,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "gemma2": {"sliding_window_size": _key("sliding_window")},
     "gemma4_text": {"global_partial_rotary_factor": _share_of_whole_layers},
     "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT,
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "gpt_neox": {"intermediate_size": _key("hidden_size", 4)},
     "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
@@ -66,6 +67,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "helium": {"head_dim": _head_dim},
     "hunyuan_v1_dense": {"attention_head_dim": _key("head_dim")},
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
+    "kimi_vl": _LATENT,
     "lfm2": {
         "block_norm_eps": _key("norm_eps"),
         "conv_dim": _key("hidden_size"),
@@ -101,6 +103,11 @@ _WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "llama4_text": {"no_rope_layer_interval": ("no_rope_layers",)},
     "mimo_v2_flash": {"first_k_dense_replace": ("mlp_layer_types", "moe_layer_freq")},
 }
+
+
+def keys(module: str) -> set[str]:
+    """Keys whose value must follow from others."""
+    return {*_FOLLOWS.get(module, ())}
 
 
 def must_follow(config: Config, module: str, key: str) -> bool:

@@ -203,6 +203,11 @@ _ROPE_ROWS: Sequence[Row] = (
     Row("partial_rotary_factor", _of_rope("partial_rotary_factor")),
     Row("rotary_pct", _of_rope("partial_rotary_factor"), ("gpt_neox",)),
     Row("rotary_emb_base", _of_rope("rope_theta"), ("gpt_neox",)),
+    Row(
+        "original_max_position_embeddings",
+        _of_rope("original_max_position_embeddings"),
+        ("phi3", "phimoe"),
+    ),
     Row("rope_local_base_freq", _of_rope("rope_theta", "sliding_attention")),
     Row("swa_rope_theta", _of_rope("rope_theta", "sliding_attention")),
 )
@@ -257,7 +262,7 @@ def as_read(config: Config, module: str, args: type) -> dict[str, Any]:
             it has a key that nobody reads.
     """
     changed, unread = _read(config, module, args)
-    config_keys.refuse(unread, module)
+    config_keys.refuse(unread, module, config)
     return changed
 
 

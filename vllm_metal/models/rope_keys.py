@@ -54,6 +54,9 @@ _OF_MODULE: Mapping[tuple[str, str], frozenset[str]] = {
     ("phimoe", "longrope"): _OF_TYPE["longrope"] | {"short_mscale", "long_mscale"},
     ("phimoe", "su"): _OF_TYPE["longrope"] | {"short_mscale", "long_mscale"},
 }
+#: Modules that read the trained length beside the rope's parameters.
+_BESIDE = _names("phi3 phimoe")
+_TRAINED = "original_max_position_embeddings"
 #: Modules that rotate plainly, whatever `rope_parameters` say.
 _ONLY_PLAIN = _names("muse_glimmer muse_spark spark2_5")
 
@@ -87,6 +90,9 @@ def _unread_of_one(config: Config, module: str, parameters: Config) -> dict[tupl
         for name, value in parameters.items()
         if value is not None and name not in read
     }
+    trained, of_config = (each.get(_TRAINED) for each in (parameters, config))
+    if module in _BESIDE and None not in (trained, of_config) and trained != of_config:
+        lost[(_TRAINED,)] = trained
     if rope_type in ("longrope", "su") and _is_ratio(config, parameters):
         lost.pop(("factor",), None)
     return lost | _half_of_yarn(parameters, rope_type)
