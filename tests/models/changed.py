@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' small models with a changed configuration and the same weights, as far as they fit."""
+"""transformers' small models with a changed configuration, and the same weights where they fit."""
 
 import os
 from copy import deepcopy
