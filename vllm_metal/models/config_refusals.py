@@ -47,6 +47,8 @@ _TYPES: Mapping[str, frozenset[str]] = {
     "phi3": frozenset(("linear", "longrope", "su")),
     "phimoe": frozenset(("longrope", "su")),
 }
+#: Modules that need a scaling.
+_SCALED = frozenset(("deepseek_v2", "minicpm3"))
 #: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
 #: one that is scaled; see `patches.plain_ropes`.
 UNSCALED = _names(
@@ -139,6 +141,11 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
                 f"counts, as --hf-overrides '{{\"{key}\": {stated!r}}}'"
             )
     rope_type = (scaling(config) or {}).get("rope_type", "default")
+    if rope_type == "default" and module in _SCALED:
+        raise ModelLoadError(
+            f"config.json asks for a rope of type 'default', and mlx-lm's module {module!r} computes "
+            "scaled ones only"
+        )
     served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
     if rope_type != "default" and not served and module not in UNSCALED:
         raise ModelLoadError(
