@@ -122,7 +122,7 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
     for key in _ACTIVATION_KEYS:
         if key not in read and (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
-                f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
+                f"config.json says {key} {named!r}; mlx-lm's module {module!r} "
                 f"{' or '.join(sorted(computed))}"
             )
 
@@ -143,8 +143,8 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
     rope_type = (scaling(config) or {}).get("rope_type", "default")
     if rope_type == "default" and module in _SCALED:
         raise ModelLoadError(
-            f"config.json asks for a rope of type 'default', and mlx-lm's module {module!r} computes "
-            "scaled ones only"
+            f"config.json asks for a rope of type 'default', and mlx-lm's module {module!r} "
+            "computes scaled ones only"
         )
     served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
     if rope_type != "default" and not served and module not in UNSCALED:
