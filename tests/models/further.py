@@ -90,7 +90,6 @@ _GEMMA_3N = {
     "altup_correct_scale": True,
     "altup_active_idx": 0,
     "laurel_rank": 8,
-    "query_pre_attn_scalar": 16,
     "rope_scaling": None,
 }
 
@@ -102,7 +101,9 @@ FAMILIES = {
     "bailing_moe_v3": Family(
         "bailing_moe_v3",
         "BailingMoeV3ForCausalLM",
-        _BAILING | _LATENTS | {"v_head_dim": 16, "short_conv_kernel_size": 4},
+        _BAILING
+        | _LATENTS
+        | {"v_head_dim": 16, "short_conv_kernel_size": 4, "group_norm_size": None},
     ),
     "gear": Family(
         "gear",
@@ -145,8 +146,11 @@ FAMILIES = {
     "lfm2_moe": Family(
         "lfm2_moe",
         "Lfm2MoeForCausalLM",
-        MOE
-        | {
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
             "num_hidden_layers": 4,
             "use_expert_bias": True,
             "num_dense_layers": 1,
@@ -177,6 +181,8 @@ FAMILIES = {
         MLA
         | EXPERTS
         | {
+            "topk_method": None,
+            "scoring_func": None,
             "qk_head_dim": 24,
             "head_dim": 24,
             "rope_interleave": True,
@@ -221,6 +227,7 @@ FAMILIES = {
         | {
             "num_key_value_heads": 4,
             "linear_num_key_heads": 4,
+            "full_attention_interval": None,
             "linear_allow_neg_eigval": True,
             "attention_bias": False,
             "partial_rotary_factor": None,
@@ -246,6 +253,7 @@ FAMILIES = {
         | EXPERTS
         | {
             "topk_method": "greedy",
+            "norm_topk_prob": False,
             "scoring_func": "softmax",
             "rope_scaling": {
                 "type": "yarn",

@@ -60,6 +60,7 @@ FAMILIES = {
         | {
             "num_hidden_layers": 4,
             "head_dim": 16,
+            "q_lora_rank": None,
             "linear_attn_config": KDA,
             "model_max_length": 4096,
             "mla_use_nope": True,

@@ -3,7 +3,7 @@
 
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ _COMMON = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+#: Of them, what vLLM reads.
+_UNREAD = ("bos_token_id", "eos_token_id", "max_position_embeddings", "torch_dtype")
+_TEXT_OF = {"qwen3_5_moe": "qwen3_5"}
 MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -162,7 +165,6 @@ FAMILIES = {
             "use_conv_bias": True,
             "time_step_limit": [0.0, 100.0],
             "time_step_rank": 2,
-            "rms_norm": True,
             "expand": 2,
             "chunk_size": 16,
         },
@@ -173,9 +175,18 @@ FAMILIES = {
 def config_of(family: Family) -> dict[str, Any]:
     """config.json of the family's small model."""
     head = {"model_type": family.module, "architectures": [family.architecture]}
+    read = _named(family.module)
+    common = {key: value for key, value in _COMMON.items() if key in read or key in _UNREAD}
     if "text_config" in family.config:
-        return head | {"text_config": _COMMON | family.config["text_config"]}
-    return head | _COMMON | family.config
+        return head | {"text_config": common | family.config["text_config"]}
+    return head | common | family.config
+
+
+def _named(module: str) -> set[str]:
+    """Keys that the module, or the one it takes its text model from, reads."""
+    content = vars(importlib.import_module(f"mlx_lm.models.{_TEXT_OF.get(module, module)}"))
+    arguments = [each for each in content.values() if isinstance(each, type) and is_dataclass(each)]
+    return {field.name for each in arguments for field in fields(each)}
 
 
 def make_model(family: Family, seed: int = 1) -> Any:

@@ -20,17 +20,41 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "apertus": {"attention_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
     "bailing_moe": {"norm_softmax": (False,)},
     "bailing_moe_linear": {"norm_softmax": (False,), "use_rmsnorm": (True,)},
+    "bailing_moe_v3": {
+        "norm_topk_prob": (True,),
+        "score_function": ("sigmoid",),
+        "use_qk_norm": (True,),
+    },
     "cohere": _TIED,
-    "cohere2": _TIED,
+    "cohere2": _TIED
+    | {
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "position_embedding_type": ("rope_gptj",),
+        "rotary_pct": (1.0,),
+        "use_embedding_sharing": (True,),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+        "use_parallel_embedding": (True,),
+    },
     "dbrx": _UNTIED,
     "deepseek": _UNTIED,
     "deepseek_v2": _UNTIED
-    | {"mlp_bias": (False,), "norm_topk_prob": (False,), "rope_interleave": (True,)},
+    | {
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),
+        "rope_interleave": (True,),
+        "scoring_func": ("softmax",),
+    },
     "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "deepseek_v32": _UNTIED | {"mlp_bias": (False,), "scoring_func": ("sigmoid",)},
     # transformers' class reads no scoring_func; the published files say "noaux_tc".
     "dots1": {"attention_bias": (False,), "scoring_func": ("noaux_tc", "sigmoid")},
-    "ernie4_5_moe": {"moe_norm_min": (1e-12,), "moe_use_aux_free": (True,), "use_bias": (False,)},
+    "ernie4_5_moe": {
+        "moe_gate": ("topk",),
+        "moe_norm_min": (1e-12,),
+        "moe_use_aux_free": (True,),
+        "use_bias": (False,),
+    },
     "exaone_moe": {"scoring_func": ("sigmoid",)},
     "falcon_h1": {"mamba_use_mlp": (True,), "time_step_limit": ((0.0, math.inf),)},
     "gemma": _TIED | {"attention_bias": (False,)},
@@ -50,6 +74,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_interleave": (True,),
         "scoring_func": ("sigmoid",),
     },
+    "glm_moe_dsa": _UNTIED | {"scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
     "gpt_neox": _UNTIED | {"attention_bias": (True,)},
@@ -57,6 +82,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "gptj": _UNTIED | {"scale_attn_weights": (True,)},
     "hunyuan": _TIED,
+    "hunyuan_v1_dense": {"mlp_bias": (False,), "norm_type": ("rms",), "use_cla": (False,)},
     "kimi_linear": _UNTIED
     | {
         "attention_bias": (False,),
@@ -64,10 +90,12 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "q_lora_rank": (),
         "use_grouped_topk": (True,),
     },
+    "kimi_vl": _UNTIED | {"scoring_func": ("sigmoid",)},
     "laguna": {"moe_apply_router_weight_on_input": (False,)},
-    "lfm2": _TIED,
+    "lfm2": _TIED | {"block_use_swiglu": (True,), "use_pos_enc": (True,)},
     "lfm2_moe": _TIED,
     "lille-130m": _TIED,
+    "llama": {"rope_interleaved": (False,)},
     # Its files of MobileLLM have no experts.
     "llama4_text": {
         "attention_bias": (False,),
@@ -76,18 +104,25 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "moe_layers": ([],),
     },
     "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
-    "longcat_flash_ngram": _UNTIED,
+    "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
     "mamba": {"layer_norm_epsilon": (1e-5,)},
     "mellum": {"attention_bias": (False,)},
     "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
     # mlx-lm's module of this name is MiniMax-M2's.
     "minimax": {
+        "layernorm_full_attention_beta": (1.0,),
+        "layernorm_linear_attention_beta": (1.0,),
+        "layernorm_mlp_beta": (1.0,),
         "linear_attn_alpha_factor": (),
+        "qk_norm_type": ("per_layer",),
         "scoring_func": ("sigmoid",),
         "shared_intermediate_size": (0,),
+        "swa_rope_theta": (-1.0,),
+        "use_routing_bias": (True,),
     },
     "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
     "ministral3": {"sliding_window": ()},
+    "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     "muse_glimmer": {"hidden_activation": ("silu",)},
     "nanochat": _UNTIED
     | {
@@ -100,6 +135,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "olmoe": {"clip_qkv": ()},
     "openelm": {"ffn_with_glu": (True,)},
     "phi": _UNTIED | {"qk_layernorm": (False,)},
+    "phi3": {"attention_bias": (False,)},
     "phi3small": _TIED,
     "phimoe": _UNTIED
     | {"attention_bias": (True,), "lm_head_bias": (True,), "num_experts_per_tok": (2,)},
@@ -113,7 +149,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "qkv_bias": (True,),
     },
     "qwen3": {"attention_bias": (False,)},
-    "qwen3_5": {"attention_bias": (False,)},
+    "qwen3_5": {"attention_bias": (False,), "attn_output_gate": (True,), "mlp_only_layers": ([],)},
     "qwen3_moe": {"attention_bias": (False,)},
     "recurrent_gemma": {
         "attention_bias": (False,),
@@ -123,7 +159,11 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "solar_open": _UNTIED | {"scoring_func": ("sigmoid",)},
     "stablelm": _UNTIED,
-    "starcoder2": {"use_bias": (True,)},
+    "starcoder2": {
+        "mlp_type": ("default",),
+        "norm_type": ("layer_norm",),
+        "use_bias": (True,),
+    },
     "step3p5": _UNTIED,
 }
 #: By module and key, values that the module does not compute as transformers' class does; None is
@@ -137,6 +177,7 @@ EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
     # "vision": of the tokens of an image.
     "use_bidirectional_attention": (False, "vision"),
 }

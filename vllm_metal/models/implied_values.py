@@ -30,7 +30,11 @@ def _of_mamba2(config: Config) -> float:
     return float(config["num_heads"] * config["head_dim"] / config["hidden_size"])
 
 
-def _all(value: str) -> Follows:
+def _heads_of_latent(config: Config) -> int:
+    return int(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+
+
+def _all(value: Any) -> Follows:
     return lambda config: [value] * config["num_hidden_layers"]
 
 
@@ -44,31 +48,45 @@ _LATENT: dict[str, Follows] = {
 }
 #: The value that a key must have, by module and key, whether or not the module names it.
 _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
+    "bailing_moe_v3": {"num_key_value_heads": _key("num_attention_heads")},
+    "cohere2": {"layer_switch": _key("sliding_window_pattern")},
     "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
     "falcon_h1": {"mamba_expand": _of_mamba},
+    "gemma2": {"sliding_window_size": _key("sliding_window")},
     "gemma4_text": {"global_partial_rotary_factor": _share_of_whole_layers},
     "glm4_moe_lite": _LATENT,
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "gpt_neox": {"intermediate_size": _key("hidden_size", 4)},
     "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
+    "gpt_oss": {"experts_per_token": _key("num_experts_per_tok")},
     "granitemoehybrid": {"mamba_expand": _of_mamba},
     "helium": {"head_dim": _head_dim},
+    "hunyuan_v1_dense": {"attention_head_dim": _key("head_dim")},
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
-    "longcat_flash": _LATENT,
+    "lfm2": {
+        "block_norm_eps": _key("norm_eps"),
+        "conv_dim": _key("hidden_size"),
+        "conv_dim_out": _key("hidden_size"),
+        "num_heads": _key("num_attention_heads"),
+    },
+    "longcat_flash": _LATENT | {"num_hidden_layers": _key("num_layers")},
+    "longcat_flash_ngram": _LATENT | {"num_hidden_layers": _key("num_layers")},
     "mamba": {"expand": lambda config: config["intermediate_size"] / config["hidden_size"]},
     "mamba2": {"expand": _of_mamba2},
     "mellum": {"mlp_layer_types": _all("sparse")},
     "minicpm3": _LATENT | {"v_head_dim": _head_dim},
-    "mistral4": _LATENT,
-    "mixtral": {"head_dim": _head_dim},
+    "minimax": {"attn_type_list": _all(1)},
+    "mistral4": {"head_dim": _heads_of_latent, "num_key_value_heads": _key("num_attention_heads")},
+    "nemotron_h": dict.fromkeys(("norm_eps", "rms_norm_eps"), _key("layer_norm_epsilon")),
     "recurrent_gemma": {"head_dim": _head_dim, "lru_width": _key("hidden_size")},
     "youtu_llm": _LATENT,
 }
 #: The same of all modules.
 _FOLLOWS_EVERYWHERE: Mapping[str, Follows] = {
+    "head_dim": _head_dim,
     "qk_head_dim": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
 }
 #: Keys that count where a list of the layers is missing, and the lists.
@@ -87,6 +105,10 @@ _WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 def must_follow(config: Config, module: str, key: str) -> bool:
     """Whether a key that the module names, and does not use, has another value than it computes."""
+    if key == "sliding_window" and module == "llama":
+        # Files of Mistral list no layers: all have the window. The module reads the list.
+        unlisted = config.get("model_type") == "mistral" and not config.get("layer_types")
+        return unlisted and has_windows(config, module)
     return key in _FOLLOWS.get(module, {}) and not is_implied(config, module, key)
 
 

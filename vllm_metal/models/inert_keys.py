@@ -26,7 +26,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "auto_map custom_pipelines experts_implementation finetuning_task language license "
         "mlx_lm_version mlx_version model_name model_type name_or_path tags task_specific_params "
         "tokenizer_class tokenizer_type transformers.js_config transformers_version "
-        "unsloth_fixed unsloth_version"
+        "is_llama_config unsloth_fixed unsloth_version"
     ),
     "dtypes, which vLLM chooses": _names(
         "bf16 dtype fp16 fp32 fp32_residual_connection mamba_ssm_cache_dtype mamba_ssm_dtype "
@@ -77,11 +77,11 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "pretraining_tp pruned_heads reorder_and_upcast_attn scale_attention_softmax_in_fp32 "
         "attention_softmax_in_fp32 tf_legacy_loss tp_size use_associative_scan use_flash_attention "
         "use_flash_attn use_mamba_kernels use_mambapy use_cache_kernel use_cache_quantization "
-        "use_fused_mlp use_fused_rmsnorm use_grouped_mm"
+        "cache_implementation use_fused_mlp use_fused_rmsnorm use_grouped_mm"
     ),
     "the longest text, which vLLM reads": _names(
-        "max_position_embeddings max_seq_len max_seq_length max_sequence_length model_max_length "
-        "n_positions seq_len seq_length"
+        "max_model_len max_position_embeddings max_seq_len max_seq_length max_sequence_length "
+        "model_max_length n_positions seq_len seq_length"
     ),
     "layers that draft, which are read apart": _names(
         "mtp_layer_types mtp_layers_block_type mtp_mlp_layer_types mtp_num_hidden_layers "
@@ -110,13 +110,20 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "falcon_h1": _names("mlp_expansion_factor"),  # intermediate_size counts
     "gemma3_text": _names("tie_word_embeddings"),  # it looks whether there is a head
     "granitemoehybrid": _names("mamba_chunk_size"),  # how a sum is taken apart
+    "gpt_oss": _names("initial_context_length"),  # the rope has the same
+    "lfm2": _names(
+        "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
+    ),  # of the first weights
     # Of experts and of a tuning that `fixed_values` refuses.
     "llama4_text": _names("attn_scale floor_scale num_experts_per_tok num_local_experts"),
     "mamba": _OF_STEPS,  # of the first weights
     "mamba2": _OF_STEPS | _names("chunk_size"),
+    "minimax": _names("shared_moe_mode"),  # no experts are shared
+    "mistral4": _names("topk_method"),  # transformers' class does not read it
     # transformers 5 bounds steps by time_step_min; the published code, vLLM and mlx-lm by
     # time_step_limit. The width follows from the heads.
-    "nemotron_h": _OF_STEPS | _names("chunk_size expand moe_shared_expert_overlap sliding_window"),
+    "nemotron_h": _OF_STEPS
+    | _names("chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"),
     "recurrent_gemma": _names("tie_word_embeddings"),  # as gemma3_text
 }
 

@@ -9,19 +9,30 @@ default. Each row below gives one key that modules read from what a config.json 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal.models import config_keys, config_refusals
-from vllm_metal.models.patches import registry as patches
 from vllm_metal.models.rope_parameters import Config, rope, rotated_share, scaling_of
 from vllm_metal.models.weight_files import ModelLoadError
 
 Unread = dict[tuple[str, ...], Any]
 #: Classes within a module that read its `text_config`, where no module of that name does.
 _TEXT_ARGS = ("TextConfig", "TextModelArgs", "TextArgs")
+#: Modules that read the `text_config` of others, which have no class for it.
+_TEXT_OF = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "lfm2-vl": "lfm2",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
 #: The value of a key that is to be None.
 NOTHING = object()
 
@@ -322,12 +333,15 @@ def _changed(config: Config, module: str, args: type) -> tuple[dict[str, Any], s
 
 def _text_args(text: Config, module: str) -> tuple[str, type | None]:
     """The module that reads a `text_config`, and its arguments."""
+    if module == "mistral3":
+        inner = text.get("model_type")
+        module = inner if inner in ("ministral3", "mistral4") else "llama"
+    module = _TEXT_OF.get(module, module)
     own = sys.modules[f"mlx_lm.models.{module}"]
     for name in _TEXT_ARGS:
         if (found := getattr(own, name, None)) is not None:
             return found.__module__.rpartition(".")[2], found
-    try:
-        family, args = patches.classes(dict(text))
-    except (KeyError, ValueError):
+    of_text: type | None = getattr(own, "ModelArgs", None)
+    if of_text is None or "text_config" in inspect.signature(of_text).parameters:
         return module, None
-    return patches.module_of(text, family), args
+    return module, of_text

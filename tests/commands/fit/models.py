@@ -51,6 +51,7 @@ STATES = EXPERTS | {
     "shared_expert_intermediate_size": 64,
 }
 CONVOLUTIONS = {
+    "rms_norm_eps": None,
     "num_hidden_layers": 4,
     "norm_eps": 1e-5,
     "conv_bias": False,
@@ -78,7 +79,11 @@ MODELS = {
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, None),
     "qwen3_moe, 4 bits": ("qwen3_moe", GROUPED | TIED | EXPERTS, 4),
     "lfm2, convolutions": ("lfm2", GROUPED | TIED | CONVOLUTIONS, None),
-    "starcoder2": ("starcoder2", GROUPED | TIED | {"norm_epsilon": 1e-5}, None),
+    "starcoder2": (
+        "starcoder2",
+        GROUPED | TIED | {"norm_epsilon": 1e-5, "rms_norm_eps": None},
+        None,
+    ),
 }
 #: Whose forward pass is not compared: on a CPU a recurrence is a chain of small operations, where
 #: MLX runs far ahead of what is computed.

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A key of config.json is read, or known to change nothing, or refuses the model by its name."""
+
+import json
+import re
+import shlex
+
+import pytest
+from models.real_configs import CONFIGS, WINDOWS
+
+from vllm_metal.models import config_keys, published_config
+from vllm_metal.models.patches import registry
+from vllm_metal.models.weight_files import ModelLoadError
+
+
+def read(config):
+    family, args = registry.classes(dict(config))
+    return published_config.as_read(config, registry.module_of(config, family), args)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_published_files_say_is_read(name):
+    read(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_key_that_nobody_knows_is_refused_by_its_name(name):
+    with pytest.raises(ModelLoadError, match=r"keys .* not known .* tomorrows_scale \(0\.5\)"):
+        read(CONFIGS[name] | {"tomorrows_scale": 0.5})
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "text_config" in CONFIGS[n]])
+def test_so_it_is_in_a_text_config(name):
+    text = CONFIGS[name]["text_config"] | {"tomorrows_scale": 0.5}
+    with pytest.raises(ModelLoadError, match=re.escape("text_config.tomorrows_scale (0.5)")):
+        read(CONFIGS[name] | {"text_config": text})
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_that_a_module_has_not_are_refused(name):
+    with pytest.raises(ModelLoadError, match="sliding_window"):
+        read(WINDOWS[name])
+
+
+def test_a_key_without_a_value_says_nothing():
+    read(CONFIGS["Qwen/Qwen3-8B"] | {"tomorrows_scale": None})
+
+
+ROPES = [
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {}),
+    ({"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, {}),
+    ({"rope_type": "default"}, {}),
+    ({"rope_type": "linear", "factor": 4.0}, {"attention_factor": 1.5}),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {"mscale": 0.5}),
+]
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(("rope", "lost"), ROPES)
+def test_parameters_of_a_rope_are_read_or_refused(rope, lost, key):
+    config = {k: v for k, v in CONFIGS["meta-llama/Llama-2-7b"].items() if k != "rope_scaling"}
+    read(config | {key: rope})
+    lost = lost or {"tomorrows_factor": 2.0}
+    (name,) = lost
+    with pytest.raises(ModelLoadError, match=rf"{key}\.{name}") as error:
+        read(config | {key: rope | lost})
+    # The loader makes one rope of both keys.
+    assert pasted(error) == {"rope_parameters": {name: None}}
+
+
+def test_one_error_names_all_and_the_flag_that_takes_them_away():
+    config = CONFIGS["Qwen/Qwen3.5-9B"]
+    text = config["text_config"] | {"b": 2, "rope_parameters": {"rope_theta": 1.0, "c": 3}}
+    with pytest.raises(ModelLoadError) as error:
+        read(config | {"a": 1, "text_config": text})
+    assert pasted(error) == {
+        "a": None,
+        "text_config": {"b": None, "rope_parameters": {"c": None}},
+    }
+
+
+def pasted(error):
+    words = shlex.split(str(error.value)[str(error.value).index("--hf-overrides") :])
+    return json.loads(words[1])
+
+
+def test_a_config_notes_what_it_was_asked_for():
+    asked = config_keys.Asked({"a": 1, "b": 2})
+    assert asked.get("a") == 1
+    assert asked.get("c") is None
+    assert asked.keys_asked == {"a", "c"}
+
+
+def test_a_key_by_both_names_is_read_where_they_agree_only():
+    config = CONFIGS["Qwen/Qwen3-30B-A3B"] | {"num_experts": 128, "num_local_experts": 128}
+    read(config)
+    with pytest.raises(ModelLoadError, match="num_local_experts"):
+        read(config | {"num_local_experts": 64})
