@@ -541,7 +541,8 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
 
 def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:
     """What the family's configuration has; it would write the rest into config.json as well."""
-    own = {*inspect.signature(of_family).parameters, *of_family.attribute_map}
+    names = of_family.attribute_map
+    own = {*inspect.signature(of_family).parameters, *names, *names.values()}
     own |= {"partial_rotary_factor", *_UNDECLARED}  # the first is taken by all, and moved
     return {key: value for key, value in content.items() if key in own}
 
