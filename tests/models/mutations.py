@@ -87,6 +87,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "_sliding_window_pattern": (2,),
     "summary_activation": ("tanh",),
     "summary_type": ("mean",),
+    "swiglu_limit": (0.5,),
     "time_step_limit": ([0.3, 0.6],),
     "time_step_floor": (0.3,),
     "time_step_init_scheme": ("constant",),

@@ -62,8 +62,9 @@ OF_FAMILY = {
     "bound to other keys": _names(
         "helium:head_dim helium:hidden_size helium:num_attention_heads deepseek_*:head_dim "
         "deepseek_*:num_attention_heads deepseek_*:num_key_value_heads "
-        "deepseek_*:qk_rope_head_dim glm4_moe_lite:num_attention_heads "
-        "glm4_moe_lite:num_key_value_heads longcat_flash:head_dim longcat_flash:num_* "
+        "deepseek_v3:qk_rope_head_dim glm4_moe_lite:num_attention_heads "
+        "glm4_moe_lite:num_key_value_heads longcat_flash:head_dim "
+        "longcat_flash:num_attention_heads longcat_flash:num_key_value_heads "
         "longcat_flash:qk_* minicpm3:num_attention_heads minicpm3:num_key_value_heads "
         "minicpm3:qk_rope_head_dim kimi_linear:num_attention_heads kimi_linear:num_experts "
         "kimi_linear:num_key_value_heads phi:num_attention_heads phimoe:num_attention_heads "
@@ -71,10 +72,12 @@ OF_FAMILY = {
         "mamba2:num_heads granitemoehybrid:hidden_size granitemoehybrid:mamba_* "
         "falcon_h1:mamba_d_head falcon_h1:mamba_d_ssm falcon_h1:mamba_n_heads "
         "nemotron_h:mamba_num_heads *:linear_num_key_heads *:linear_num_value_heads "
-        "*:n_routed_experts exaone_moe:num_experts mimo_v2_flash:num_key_value_heads "
-        "jamba:attn_layer_period lfm2:full_attn_idxs gemma3n_text:intermediate_size "
-        "gemma3n_text:num_hidden_layers gemma4_text:num_hidden_layers "
-        "gemma4_text:layer_types"
+        "glm4_moe:n_routed_experts deepseek_v*:n_routed_experts solar_open:n_routed_experts "
+        "mimo_v2_flash:n_routed_experts glm4_moe_lite:n_routed_experts "
+        "dots1:n_routed_experts nemotron_h:n_routed_experts exaone_moe:num_experts "
+        "mimo_v2_flash:num_key_value_heads jamba:attn_layer_period lfm2:full_attn_idxs "
+        "gemma3n_text:intermediate_size gemma3n_text:num_hidden_layers "
+        "gemma4_text:num_hidden_layers gemma4_text:layer_types"
     ),
     "transformers' class refuses or does not build it": _names(
         "dbrx:tie_word_embeddings laguna:moe_apply_router_weight_on_input "

@@ -47,6 +47,8 @@ _TYPES: Mapping[str, frozenset[str]] = {
     "phi3": frozenset(("linear", "longrope", "su")),
     "phimoe": frozenset(("longrope", "su")),
 }
+#: Modules that need a scaling.
+_SCALED = frozenset(("deepseek_v2", "minicpm3"))
 #: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
 #: one that is scaled; see `patches.plain_ropes`.
 UNSCALED = _names(
@@ -126,7 +128,7 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
     for key in _ACTIVATION_KEYS:
         if key not in read and (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
-                f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
+                f"config.json says {key} {named!r}; mlx-lm's module {module!r} "
                 f"{' or '.join(sorted(computed))}"
             )
 
@@ -167,6 +169,11 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
     """
     parameters = config.get("rope_parameters") or {}
     rope_type = (scaling(config) or {}).get("rope_type", "default")
+    if rope_type == "default" and module in _SCALED:
+        raise ModelLoadError(
+            f"config.json asks for a rope of type 'default', and mlx-lm's module {module!r} "
+            "computes scaled ones only"
+        )
     served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
     if rope_type != "default" and not served and module not in UNSCALED:
         raise ModelLoadError(

@@ -112,10 +112,6 @@ def keys(module: str) -> set[str]:
 
 def must_follow(config: Config, module: str, key: str) -> bool:
     """Whether a key that the module names, and does not use, has another value than it computes."""
-    if key == "sliding_window" and module == "llama":
-        # Files of Mistral list no layers: all have the window. The module reads the list.
-        unlisted = config.get("model_type") == "mistral" and not config.get("layer_types")
-        return unlisted and has_windows(config, module)
     return key in _FOLLOWS.get(module, {}) and not is_implied(config, module, key)
 
 
