@@ -60,7 +60,6 @@ EXAMPLES = {
     "a kind of layer": Example(
         r"sliding_window|SlidingWindow|RotatingKVCache",
         {
-            "tests/commands/fit/test_command.py": "a model that is refused for something else",
             "tests/e2e/conftest.py": "models that tests share",
             "tests/models/": "likewise",
             "tests/kv_cache/recurrent.py": "another kind of layer",

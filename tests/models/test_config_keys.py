@@ -43,7 +43,11 @@ def test_windows_of_all_layers_are_read(name):
 
 
 def test_windows_that_a_module_has_not_are_refused():
-    config = CONFIGS["Qwen/Qwen3-8B"] | {"use_sliding_window": True, "sliding_window": 4096}
+    config = CONFIGS["Qwen/Qwen3-8B"] | {
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_window_layers": 9,
+    }
     with pytest.raises(ModelLoadError, match="sliding_window"):
         read(config)
 

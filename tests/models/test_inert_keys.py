@@ -105,8 +105,7 @@ READ_BY_CLASSES = {
     *["max_position_embeddings", "max_seq_len"],  # lengths of buffers
     *["audio_token_id", "image_token_id", "pad_token_id", "video_token_id"],  # of tokens
     "num_nextn_predict_layers",  # layers that draft
-    # Where no layer has experts: `fixed_values` refuses others.
-    *["attn_scale", "floor_scale", "num_experts_per_tok", "num_local_experts"],
+    "moe_jitter_eps",  # noise in training
 }
 
 

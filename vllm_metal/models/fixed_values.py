@@ -98,12 +98,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "lille-130m": _TIED,
     "llama": {"rope_interleaved": (False,)},
     # Its files of MobileLLM have no experts.
-    "llama4_text": {
-        "attention_bias": (False,),
-        "attn_temperature_tuning": (False,),
-        "interleave_moe_layer_step": (0,),
-        "moe_layers": ([],),
-    },
+    "llama4_text": {"attention_bias": (False,)},
     "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
     "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
     "mamba": {"layer_norm_epsilon": (1e-5,)},

@@ -115,7 +115,6 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
         "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
     ),  # of the first weights
     # Of experts and of a tuning that `fixed_values` refuses.
-    "llama4_text": _names("attn_scale floor_scale num_experts_per_tok num_local_experts"),
     "mamba": _OF_STEPS,  # of the first weights
     "mamba2": _OF_STEPS | _names("chunk_size"),
     "minimax": _names("shared_moe_mode"),  # no experts are shared

@@ -133,6 +133,12 @@ def _head_dim_of_whole_layers(config: Config) -> int | None:
     return None
 
 
+def _expanded(config: Config) -> int | None:
+    """Channels of Mamba 2, whose class of transformers' has them by a factor."""
+    factor, size = config.get("expand"), config.get("hidden_size")
+    return int(factor * size) if factor and size else None
+
+
 def _rotated_width(config: Config) -> int | None:
     size = config.get("head_dim") or _head_dim(config)
     return int(size * rotated_share(config)) if size else None
@@ -223,6 +229,7 @@ ROWS: Sequence[Row] = (
     Row("time_step_limit", _always((0.0, math.inf)), ("granitemoehybrid",)),
     Row("layer_types", _kinds_of_granite, ("granitemoehybrid",), always=True),
     Row("global_head_dim", _head_dim_of_whole_layers, ("gemma4_text",)),
+    Row("intermediate_size", _expanded, ("mamba2",)),
     Row("rotary_dim", _rotated_width, ("minimax",)),
     # As transformers' MiMoV2FlashAttention has it.
     Row("swa_num_key_value_heads", _twice_the_kv_heads, ("mimo_v2_flash",)),
@@ -334,7 +341,9 @@ def _text_args(text: Config, module: str) -> tuple[str, type | None]:
         for name in _TEXT_ARGS:
             found = getattr(sys.modules[cls.__module__], name, None)
             if found is not None:
-                return found.__module__.rpartition(".")[2], found
+                own_place = found.__module__.startswith("mlx_lm.")  # else a patch has made it
+                place = found.__module__ if own_place else cls.__module__
+                return place.rpartition(".")[2], found
     of_text: type | None = getattr(own, "ModelArgs", None)
     if of_text is None or "text_config" in inspect.signature(of_text).parameters:
         return module, None

@@ -68,8 +68,9 @@ def test_dense_and_paged_forward_equal_transformers(published, module):
 
 def own_model(folder, module):
     """mlx-lm's model of a folder, from the copy, whose config.json is spelled as it reads it."""
-    _, args = own_classes(module)
-    spelled = published_config.as_read(load_config(folder), module, args)
+    config = load_config(folder)
+    _, args = registry.classes(config)  # mlx-lm's own would leave keys unread
+    spelled = published_config.as_read(config, module, args)
     model, _ = load_model(
         folder, model_config=spelled, get_model_classes=lambda config: own_classes(module)
     )

@@ -36,16 +36,23 @@ def epsilon(key: str) -> Callable[[ModuleType], None]:
     return apply
 
 
-def of_latents(module: ModuleType) -> None:
-    """Norms of MLA's latents, which have 1e-6 in transformers' class, whatever the file says."""
+def of_latents(attention: str) -> Callable[[ModuleType], None]:
+    """What patches a module whose norms of MLA's latents have 1e-6 in transformers' class.
 
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, args: Any) -> None:
-            before(self, args)
-            for name, layer in self.named_modules():
-                if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-                    layer.eps = 1e-6
+    Args:
+        attention: name of the module's class that has them.
+    """
 
-        return init
+    def apply(module: ModuleType) -> None:
+        def built(before: Callable[..., Any]) -> Callable[..., Any]:
+            def init(self: Any, *args: Any, **options: Any) -> None:
+                before(self, *args, **options)
+                for name, layer in self.named_modules():
+                    if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                        layer.eps = 1e-6
 
-    replace_method(module.Model, "__init__", built)
+            return init
+
+        replace_method(getattr(module, attention), "__init__", built)
+
+    return apply

@@ -52,12 +52,12 @@ def _gpt_bigcode(module: ModuleType) -> None:
 
 def _glm4_moe_lite(module: ModuleType) -> None:
     grouped()(module)
-    of_latents(module)
+    of_latents("Glm4MoeLiteAttention")(module)
 
 
 def _kimi_linear(module: ModuleType) -> None:
     grouped("_group_expert_select")(module)
-    of_latents(module)
+    of_latents("KimiMLAAttention")(module)
     renamed(dense_of_kimi)(module)
 
 

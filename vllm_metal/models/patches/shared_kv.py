@@ -21,9 +21,7 @@ from vllm_metal.attention.seam import AttendingCache
 def afm7(module: ModuleType) -> None:
     """Positions of layers that have no K of their own, where no length tells them."""
 
-    def call(
-        self: Any, x: mx.array, keys: Any, values: Any, mask: mx.array | str | None = None
-    ) -> mx.array:
+    def call(self: Any, x: mx.array, keys: Any, values: Any, mask: Any = None) -> mx.array:
         paged = isinstance(keys, AttendingCache)
         offset = keys.offset if paged else keys.shape[2] - x.shape[1]
         queries = mx.unflatten(self.q_proj(x), -1, (self.n_heads, -1)).swapaxes(1, 2)
@@ -53,12 +51,12 @@ def iquestloopcoder(module: ModuleType) -> None:
             out = layer.self_attn.attention(queries, *kept, mask, cache=of_layer)
             hidden = _rest(layer, hidden, out)
         whole = zip(first, caches[:count], strict=True)
-        for layer, gating, of_layer, (kept, of_first) in zip(
+        for layer, gating, of_layer, (of_pass, of_first) in zip(
             self.layers, self.gate_projections, caches[count:], whole, strict=True
         ):
             queries, *own = _projected(layer, hidden, of_layer)
             attend, gate = layer.self_attn.attention, gating(queries)
-            far = attend(queries, *kept, mask, cache=of_first)
+            far = attend(queries, *of_pass, mask, cache=of_first)
             out = attend(queries, *own, near, cache=of_layer)
             hidden = _rest(layer, hidden, module._mix_attention(gate, far, out))
         normed: mx.array = self.norm(hidden)
