@@ -103,6 +103,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
     "mamba": {"layer_norm_epsilon": (1e-5,)},
     "mellum": {"attention_bias": (False,)},
+    "mimo": {"attention_bias": (True,)},
     "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
     # mlx-lm's module of this name is MiniMax-M2's.
     "minimax": {

@@ -97,16 +97,19 @@ def _deepseek_v3_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module,
 def _qwen3_next_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
     from mlx_lm.models import qwen3_next
 
-    # With attention, whatever the target's own first layer has.
-    args = dataclasses.replace(args, layer_types=["full_attention"])
-    return qwen3_next.Qwen3NextDecoderLayer(args, 0), None
+    return qwen3_next.Qwen3NextDecoderLayer(*_one_more_with_attention(args)), None
 
 
 def _qwen3_5_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
     from mlx_lm.models import qwen3_5
 
-    args = dataclasses.replace(args, layer_types=["full_attention"])
-    return qwen3_5.DecoderLayer(args, 0), None
+    return qwen3_5.DecoderLayer(*_one_more_with_attention(args)), None
+
+
+def _one_more_with_attention(args: Any) -> tuple[Any, int]:
+    """The target's arguments with one more layer, which has no recurrence; and its number."""
+    layers = args.layer_types
+    return dataclasses.replace(args, layer_types=[*layers, "full_attention"]), len(layers)
 
 
 #: Names of families whose MTP layer is one more of the target's layers.

@@ -64,7 +64,7 @@ CONVOLUTIONS = {
     "full_attn_idxs": [1, 3],
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
-LATENTS = MLA | ROUTED | {"moe_intermediate_size": 64}
+LATENTS = MLA | ROUTED | {"moe_intermediate_size": 64, "head_dim": None}
 #: model_type, changes of BASE, and bits of quantised weights.
 MODELS = {
     "llama": ("llama", {}, None),
