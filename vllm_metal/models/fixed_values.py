@@ -97,7 +97,6 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "lfm2_moe": _TIED,
     "lille-130m": _TIED,
     "llama": {"rope_interleaved": (False,)},
-    # Its files of MobileLLM have no experts.
     "llama4_text": {"attention_bias": (False,)},
     "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
     "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
@@ -121,12 +120,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ministral3": {"sliding_window": ()},
     "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
     "muse_glimmer": {"hidden_activation": ("silu",)},
-    "nanochat": _UNTIED
-    | {
-        "attention_bias": (False,),
-        "final_logit_softcapping": (15.0,),
-        "rms_norm_eps": (1e-5,),
-    },
+    "nanochat": _UNTIED | {"attention_bias": (False,)},
     "nemotron": {"hidden_act": ("relu2",), "rope_traditional": (False,)},
     "nemotron_h": _UNTIED | {"mamba_hidden_act": ("silu",), "use_bias": (False,)},
     "olmoe": {"clip_qkv": ()},

@@ -114,7 +114,6 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "lfm2": _names(
         "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
     ),  # of the first weights
-    # Of experts and of a tuning that `fixed_values` refuses.
     "mamba": _OF_STEPS,  # of the first weights
     "mamba2": _OF_STEPS | _names("chunk_size"),
     "minimax": _names("shared_moe_mode"),  # no experts are shared

@@ -12,10 +12,17 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+from vllm.logger import init_logger
 
 from vllm_metal.models.patches.patch import replace_method
 
+logger = init_logger(__name__)
+
 _NAME = "e_score_correction_bias"
+_LACKS = (
+    f"The folder has no {_NAME}: mlx-lm's conversion leaves it out. The published model chooses "
+    "its experts by it, and answers otherwise: serve that folder instead"
+)
 
 
 def ernie4_5_moe(module: ModuleType) -> None:
@@ -48,6 +55,8 @@ def ernie4_5_moe(module: ModuleType) -> None:
             found: dict[str, mx.array] = before(self, weights)
             for index, layer in enumerate(self.layers):
                 if isinstance(layer.mlp, module.Ernie4_5_MoeMLP):
+                    if not given:
+                        logger.warning_once(_LACKS)
                     name = f"model.layers.{index}.mlp.{_NAME}"
                     found[name] = given.get(name, layer.mlp[_NAME])
             return found
