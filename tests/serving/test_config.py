@@ -67,6 +67,8 @@ def test_each_part_stands_alone(folder):
         ("[response_cache]\nttl_s = 5", "either 'path', a folder, or 'redis'"),
         ('[response_cache]\npath = "a"\nredis = "redis://h"', "either 'path'"),
         ('[response_cache]\nredis = "http://h"', "redis://127.0.0.1"),
+        ('[response_cache]\nredis = "redis://h:abc"', "redis://127.0.0.1"),
+        ('[response_cache]\nredis = "redis://h:99999"', "redis://127.0.0.1"),
         ('[response_cache]\npath = ""', "'path' must be a path"),
         ('[response_cache]\npath = "a"\nbytes = "many"', "'bytes' is no size"),
     ],

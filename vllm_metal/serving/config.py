@@ -215,9 +215,18 @@ def _metrics(value: Any) -> bool:
 
 
 def _redis(value: Any) -> str:
-    schemes = ("redis", "rediss", "unix")
-    if not isinstance(value, str) or urlsplit(value).scheme not in schemes:
+    if not isinstance(value, str) or not _is_redis(value):
         raise ValueError("must be an address such as redis://127.0.0.1:6379/0")  # without the value
     if find_spec("redis") is None:
         raise ValueError(f"needs the package redis: {install_advice('redis')}")
     return value
+
+
+def _is_redis(value: str) -> bool:
+    """Whether it is an address of a Redis server."""
+    parts = urlsplit(value)
+    try:
+        port = parts.port
+    except ValueError:  # no number, or too large a one
+        return False
+    return parts.scheme in ("redis", "rediss", "unix") and port != 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal.kv_transfer import salts
-from vllm_metal.serving import body, headers, response_ids
+from vllm_metal.serving import body, fields, headers, response_ids
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.exchange import Exchange
@@ -73,10 +73,9 @@ class Generation:
         """
         self._parts, self._asked, self._scope = parts, asked, scope
         self._id = secrets.token_hex(16)
-        fields = asked.fields
-        self._streams = bool(fields.get("stream"))
+        self._read = fields.read(asked.style, asked.fields)
         self._deadline = Deadline(parts.config.timeout_s, parts.sleep)
-        outgoing = dict(fields)
+        outgoing = dict(asked.fields)
         if asked.tenant is not None:
             self._keep_apart(outgoing, asked.tenant)
         outgoing.pop("request_id", None)
@@ -125,11 +124,9 @@ class Generation:
     def _ask_for_usage(self, outgoing: dict[str, Any]) -> bool:
         """Has a stream say its usage; returns whether the client does not want to know."""
         given = outgoing.get("stream_options")
-        if self._asked.style not in ("chat", "completion") or not self._streams:
+        if self._asked.style not in ("chat", "completion") or not self._read.stream:
             return False
-        if given is not None and not isinstance(given, dict):
-            return False  # vLLM will refuse it
-        if given is not None and given.get("include_usage"):
+        if self._read.usage:
             return False
         others = {name: value for name, value in (given or {}).items() if "usage" not in name}
         outgoing["stream_options"] = {**others, "include_usage": True}
@@ -141,11 +138,11 @@ class Generation:
         parts, asked = self._parts, self._asked
         if parts.cache is None or parts.render is None or parts.model is None or asked.fresh:
             return None
-        if not key.repeatable(asked.style, asked.fields):
+        if not self._read.repeatable or self._read.every_usage:
             return None
         render = parts.render(self._scope["app"].state)
         return await key.of_request(
-            asked.style, asked.fields, asked.tenant or "", parts.model, render
+            asked.style, asked.fields, self._read.stream, asked.tenant or "", parts.model, render
         )
 
     async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
@@ -154,12 +151,10 @@ class Generation:
         assert cache is not None
         while (waiting := cache.twins.join(found)) is not None:
             try:
-                entry = await self._wait(waiting, receive)
+                await self._replay(await self._wait(waiting, receive), send)
             except Abandoned:
                 continue
             except NotKept:
-                entry = None
-            if entry is None or not await self._replay(entry, send):
                 await self._ask(receive, send, "miss")
             return
         outcome: Entry | Exception = Abandoned()
@@ -172,8 +167,7 @@ class Generation:
             outcome = kept
         finally:
             cache.twins.end(found, outcome)
-        if not await self._replay(kept, send):
-            await self._ask(receive, send, "miss")
+        await self._replay(kept, send)
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """A twin's answer.
@@ -197,18 +191,15 @@ class Generation:
             return waiting.result()
         raise body.Disconnected
 
-    async def _replay(self, entry: Entry, send: Send) -> bool:
-        """Sends a kept answer; returns False where it is not to be had in the form wanted."""
-        form: Form = "stream" if self._streams else "whole"
-        content = replay.content(self._asked.style, entry, form, not self._hide_usage)
-        if content is None:
-            return False
+    async def _replay(self, entry: Entry, send: Send) -> None:
+        """Sends a kept answer."""
+        content = replay.without_usage(entry.content) if self._hide_usage else entry.content
         await send(
             {
                 "type": "http.response.start",
                 "status": 200,
                 "headers": [
-                    (b"content-type", _MEDIA[form]),
+                    (b"content-type", _MEDIA[entry.form]),
                     (b"content-length", b"%d" % len(content)),
                     (b"x-cache", b"HIT"),
                 ],
@@ -217,7 +208,6 @@ class Generation:
         await send({"type": "http.response.body", "body": content})
         assert self._parts.cache is not None
         self._parts.cache.count("hit")
-        return True
 
     async def _ask(
         self, receive: Receive, send: Send, result: str | None, record: bool = False
@@ -245,7 +235,7 @@ class Generation:
         sent = headers.with_body(self._scope["headers"], len(self._body))
         sent.append((b"x-request-id", self._id.encode()))
         await exchange.run(parts.app, {**self._scope, "headers": sent}, receive, send)
-        if self._asked.fields.get("background"):
+        if self._read.background:
             self._deadline.leave_running()
         tenant, usage = self._asked.tenant, exchange.usage()
         if tenant is not None and usage is not None:

@@ -16,41 +16,22 @@ from typing import Any
 
 from vllm_metal.serving.routes import Style
 
-#: They say who asks, how the answer is sent, or when it is computed; not what it is.
+#: They say who asks, how the answer is sent, or when it is computed; not what it is. Whether it is
+#: a stream counts as vLLM reads it, not as it is written.
 HARMLESS = ("stream", "stream_options", "user", "metadata", "request_id", "priority")
-#: A stream with usage in each event, which is not made from others.
-_EVERY_USAGE = "continuous_usage_stats"
 #: vLLM's renderer, as a route has it: tokens of each prompt; None: the request is not a good one.
 Render = Callable[[Style, dict[str, Any]], Awaitable[list[list[int]] | None]]
 
 
-def repeatable(style: Style, fields: dict[str, Any]) -> bool:
-    """Whether the engine would say the same again, as the body has it.
-
-    It does at temperature 0 and with a seed. Answers of the Responses API are never kept: they have
-    ids under which they are found again, and do not say whether they were cut off.
-    """
-    options = fields.get("stream_options")
-    if style == "responses" or (isinstance(options, dict) and options.get(_EVERY_USAGE)):
-        return False
-    temperature = fields.get("temperature")
-    if isinstance(temperature, int | float) and not isinstance(temperature, bool):
-        cold = temperature == 0
-    else:
-        cold = False
-    # The Messages API has no seed: one in the body does nothing.
-    seeded = style != "messages" and fields.get("seed") is not None
-    return cold or seeded
-
-
 async def of_request(
-    style: Style, fields: dict[str, Any], tenant: str, model: str, render: Render
+    style: Style, fields: dict[str, Any], stream: bool, tenant: str, model: str, render: Render
 ) -> str | None:
     """The key, as 64 hex digits; None: the request is not a good one, which the engine will say.
 
     Args:
         style: of the route.
         fields: of the body, as the client sent them.
+        stream: whether the answer is to be one. vLLM may say the same otherwise in the other form.
         tenant: who asks; "" where there are no tenants.
         model: the fingerprint of model and server.
         render: makes tokens of the prompt. Templates may have more in them than the body, such as
@@ -60,23 +41,13 @@ async def of_request(
     if prompts is None:
         return None
     counted = {name: value for name, value in fields.items() if name not in HARMLESS}
-    if not _both_forms(style, fields):
-        counted["stream"] = bool(fields.get("stream"))
+    counted["stream"] = stream
     facts = {"tenant": tenant, "model": model, "style": style, "fields": counted}
     made = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for prompt in prompts:
         made.update(b"\0%d\0" % len(prompt))
         made.update(_bytes(prompt))
     return made.hexdigest()
-
-
-def _both_forms(style: Style, fields: dict[str, Any]) -> bool:
-    """Whether a stream and a whole answer are made from each other.
-
-    A stream leaves out the prompt's log-probabilities, which vLLM also gives with `echo`.
-    """
-    of_prompt = fields.get("echo") or fields.get("prompt_logprobs") is not None
-    return style != "messages" and not of_prompt
 
 
 def _bytes(tokens: Sequence[int]) -> bytes:
