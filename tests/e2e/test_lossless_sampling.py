@@ -187,11 +187,7 @@ def settings(speculation):
 
 @pytest.mark.parametrize(
     ("proposer", "num_continuations"),
-    [(eagle, 10_000)]
-    + [
-        pytest.param(proposer, num_continuations, marks=pytest.mark.more)
-        for proposer, num_continuations in ((ngram, 10_000), (medusa, 10_000))
-    ]
+    [pytest.param(proposer, 10_000, marks=pytest.mark.more) for proposer in (ngram, eagle, medusa)]
     + [
         pytest.param(proposer, 50_000, marks=pytest.mark.slow)
         for proposer in (ngram, draft_model, eagle, medusa, suffix)

@@ -148,9 +148,10 @@ asyncio.run(main())
 """
 
 
-def test_sqlite_survives_kill_9_in_the_middle_of_a_write(tmp_path):
-    """Ten times: what was said to be kept is there, whole, and the file is as SQLite wants it."""
-    for attempt in range(10):
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_sqlite_survives_kill_9_in_the_middle_of_a_write(tmp_path, times):
+    """What was said to be kept is there, whole, and the file is as SQLite wants it."""
+    for attempt in range(times):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True
         )
@@ -272,7 +273,9 @@ def test_tables_of_another_version_are_made_anew(tmp_path):
     play(lambda *given: SqliteStore(tmp_path, *given), scenario)
 
 
-@pytest.mark.parametrize("length", [100, 1100, 2000, 10_000])
+@pytest.mark.parametrize(
+    "length", [1100, 10_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 2000))]
+)
 def test_the_file_is_hardly_larger_than_its_bytes(tmp_path, length):
     """With what waits beside it, when it has been full for long."""
     most = 8 * 10**6
