@@ -13,8 +13,9 @@ from vllm_metal.settings import local_network
 #: Braces: in a cluster, all keys have to be in one slot for a script to use them.
 _PREFIX = "{vllm-metal}:answers"
 _WAIT_S = 0.25  # a slow answer is no better than none
+_CONNECT_S = 1.0  # once for many answers, of a loop that a herd keeps busy
 #: Connections at most; who finds none free waits for one.
-_CONNECTIONS, _QUEUE_S = 64, 5.0
+_CONNECTIONS, _QUEUE_S = 16, 5.0
 #: Of both scripts. KEYS: the index, the total. The index has every key with its size and its owner,
 #: by the time of its end. What somebody else has put in the place of either is removed.
 _COMMON = """
@@ -126,7 +127,7 @@ class RedisStore:
             max_connections=_CONNECTIONS,
             timeout=_QUEUE_S,
             socket_timeout=_WAIT_S,
-            socket_connect_timeout=_WAIT_S,
+            socket_connect_timeout=_CONNECT_S,
             retry_on_timeout=False,
         )
         self._redis: Any = client.Redis.from_pool(pool)

@@ -34,14 +34,14 @@ _WAL_PAGES = 256  # that wait beside the file to be written into it: 1 MB
 _SPARE_PAGES = 4  # that a row may add to the indices
 #: What a row takes beside its value: its key, its numbers, and its places in three indices.
 _ROW_BYTES = 200
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS answers (
-    key BLOB NOT NULL, value BLOB NOT NULL, owner TEXT NOT NULL,
-    expires REAL NOT NULL, used REAL NOT NULL);
-CREATE UNIQUE INDEX IF NOT EXISTS by_key ON answers (key);
-CREATE INDEX IF NOT EXISTS by_expiry ON answers (expires);
-CREATE INDEX IF NOT EXISTS by_use ON answers (used);
-"""
+_SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS answers (
+        key BLOB NOT NULL, value BLOB NOT NULL, owner TEXT NOT NULL,
+        expires REAL NOT NULL, used REAL NOT NULL)""",
+    "CREATE UNIQUE INDEX IF NOT EXISTS by_key ON answers (key)",
+    "CREATE INDEX IF NOT EXISTS by_expiry ON answers (expires)",
+    "CREATE INDEX IF NOT EXISTS by_use ON answers (used)",
+)
 _T = TypeVar("_T")
 
 
@@ -188,12 +188,14 @@ class SqliteStore:
             database.execute("PRAGMA synchronous = NORMAL")
             database.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if tables and version != _VERSION:
-                raise sqlite3.DatabaseError(f"its tables are of version {version}")
-            database.executescript(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {_VERSION}")
+            with _transaction(database):  # another server may open it at the same time
+                (version,) = database.execute("PRAGMA user_version").fetchone()
+                (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                if tables and version != _VERSION:
+                    raise sqlite3.DatabaseError(f"its tables are of version {version}")
+                for statement in _SCHEMA:
+                    database.execute(statement)
+                database.execute(f"PRAGMA user_version = {_VERSION}")
             if self._path.stat().st_size > self._max_bytes:
                 _shrink(database)  # it was allowed more before
         except BaseException:
