@@ -14,6 +14,9 @@ from models.recurrent import write_model
 
 #: One that transformers and vLLM do not know stands in the quick tests.
 QUICK = ("bailing_moe_linear",)
+#: One of each other kind: K/V of other layers, states beside latents, states alone, and a module
+#: that is mended.
+MORE = ("gemma3n", "kimi_k3", "mamba", "plamo2")
 #: Those with states alone: their blocks hold 32 tokens here, of which two belong to each request.
 ALONE = ("mamba", "rwkv7")
 
@@ -29,7 +32,11 @@ class Cached(Dense):
     "name",
     [
         *QUICK,
-        *(pytest.param(name, marks=pytest.mark.more) for name in FAMILIES if name not in QUICK),
+        *(
+            pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
+            for name in FAMILIES
+            if name not in QUICK
+        ),
     ],
 )
 @pytest.mark.parametrize(
