@@ -24,7 +24,7 @@ def test_every_module_of_mlx_lm_has_a_row_and_a_name():
     assert not HELPERS & set(NAMES)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_page_is_what_the_code_says(monkeypatch, capsys):
     doubles.install(monkeypatch)
     rows = [matrix.row(module) for module in matrix.modules()]

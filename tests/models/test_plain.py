@@ -33,7 +33,7 @@ def dense(model, prompts):
 
 
 def cases(names, *quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.more) for name in names]
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("name", cases(FAMILIES, *QUICK))

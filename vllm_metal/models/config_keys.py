@@ -116,7 +116,7 @@ def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
         for name, each in value.items()
         if not (
             each is None
-            or name in names | inert_keys.GENERAL
+            or name in names | inert_keys.GENERAL | fixed_values.EVERYWHERE.keys()
             or (name in computed and computed[name] in (..., each))
         )
     }
