@@ -178,6 +178,8 @@ def config_of(family: Family) -> dict[str, Any]:
     read = _named(family.module)
     common = {key: value for key, value in _COMMON.items() if key in read or key in _UNREAD}
     if "text_config" in family.config:
+        if "hidden_size" not in read:  # of another module, which the text is read by
+            common = _COMMON
         return head | family.config | {"text_config": common | family.config["text_config"]}
     return head | common | family.config
 
