@@ -128,7 +128,7 @@ def _check_activation(config: Config, module: str, read: set[str]) -> None:
     for key in _ACTIVATION_KEYS:
         if key not in read and (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
-                f"config.json says {key} {named!r}; mlx-lm's module {module!r} "
+                f"config.json says {key} {named!r}; mlx-lm's module {module!r} computes "
                 f"{' or '.join(sorted(computed))}"
             )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from vllm_metal.models.patches.norms import of_latents
 from vllm_metal.models.patches.patch import replace_method
 
 _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
@@ -22,15 +23,6 @@ _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
 
 def longcat_flash(module: ModuleType) -> None:
     """Leaves such arrays out, and sets the norms."""
-
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, args: Any) -> None:
-            before(self, args)
-            for name in ("q_a_layernorm", "kv_a_layernorm"):
-                if name in self:
-                    self[name].eps = 1e-6
-
-        return init
 
     def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
         def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -45,5 +37,5 @@ def longcat_flash(module: ModuleType) -> None:
 
         return sanitize
 
-    replace_method(module.LongcatFlashMLA, "__init__", built)
+    of_latents("LongcatFlashMLA")(module)
     replace_method(module.Model, "sanitize", sanitized)

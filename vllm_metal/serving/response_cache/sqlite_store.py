@@ -236,10 +236,8 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _shrink(database: sqlite3.Connection) -> None:
-    """Gives free pages back to the file system."""
-    with contextlib.suppress(
-        sqlite3.OperationalError
-    ):  # another server writes, or the disk is full
+    """Gives free pages back, unless another server writes or the disk is full."""
+    with contextlib.suppress(sqlite3.OperationalError):
         database.execute("VACUUM")
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
