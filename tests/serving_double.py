@@ -17,32 +17,80 @@ from vllm_metal.serving import tenants_file
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig, TenantsConfig
 from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
+from vllm_metal.vllm_patches.http_protocol import HANG_UP
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 #: What vLLM does not answer differently for.
 _IGNORED = ("cache_salt", "stream", "stream_options", "user", "metadata", "request_id", "priority")
 
 
-class Engine:
-    """What a time limit asks of the engine."""
+class OutputProcessor:
+    """vLLM's, for requests of one choice."""
 
     def __init__(self):
-        self.output_processor = SimpleNamespace(external_req_ids={})
+        self.external_req_ids, self.request_states = {}, {}
+
+    def add_request(self, request):
+        self.external_req_ids[request.external_req_id] = [request.request_id]
+        self.request_states[request.request_id] = SimpleNamespace(
+            detokenizer=SimpleNamespace(num_output_tokens=lambda: request.said)
+        )
+
+    def process_outputs(self, outputs):
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.forget(output.request_id)
+
+    def forget(self, request_id):
+        if self.request_states.pop(request_id, None) is not None:
+            self.external_req_ids.pop(request_id.removesuffix("-inner"))
+
+
+class Engine:
+    """What a time limit and a count of tokens ask of the engine. It computes two tokens a time."""
+
+    def __init__(self):
+        self.output_processor = OutputProcessor()
         self.aborted = []
+        self._ended = {}
+
+    def begin(self, request_id, salt):
+        """A request enters; returns it, and what is set when it is aborted."""
+        inner = f"{request_id}-inner"
+        request = SimpleNamespace(
+            external_req_id=request_id, request_id=inner, cache_salt=salt, said=0
+        )
+        self.output_processor.add_request(request)
+        self._ended[request_id] = asyncio.Event()
+        return request, self._ended[request_id]
+
+    def say(self, request, tokens, end=None):
+        """A step puts out tokens of a request, for the first time with its prompt's."""
+        prompt = SimpleNamespace(num_prompt_tokens=5, num_cached_tokens=2)
+        output = SimpleNamespace(
+            request_id=request.request_id,
+            new_token_ids=[1] * tokens,
+            prefill_stats=None if request.said else prompt,
+            finish_reason=end,
+        )
+        request.said += tokens
+        self.output_processor.process_outputs([output])
 
     async def abort(self, request_id):
         self.aborted += request_id
         for name in request_id:
-            self.output_processor.external_req_ids.pop(name)[0].set()
+            self.output_processor.forget(f"{name}-inner")
+            self._ended[name].set()
 
 
 class App:
     """vLLM's application. `gate`, where it is set, holds every answer back until it is opened."""
 
-    def __init__(self, gate=None, pieces=3, status=200, finish="stop", deaf=False):
+    def __init__(self, gate=None, pieces=3, status=200, finish="stop", deaf=False, quiet=False):
         self.seen = []  # (path, headers, fields) of each request
         self.gate, self.pieces, self.status, self.finish = gate, pieces, status, finish
-        self.deaf = deaf  # whether an abort does nothing
+        self.deaf = deaf  # whether the engine knows nothing of requests, so that none is aborted
+        self.quiet = quiet  # whether there is no token of an answer before `gate` opens
         self.engine = Engine()
         self.state = SimpleNamespace(engine_client=self.engine, args=SimpleNamespace(api_key=None))
 
@@ -62,14 +110,17 @@ class App:
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         fields = json.loads(body) if body else {}
         self.seen.append((scope["path"], headers, fields))
-        ended = asyncio.Event()
         request_id = f"chatcmpl-{headers.get('x-request-id')}"
         if "request_id" in fields:
             request_id = f"{fields['request_id']}_0"
-        if not self.deaf:
-            self.engine.output_processor.external_req_ids[request_id] = [ended]
-        finish = await self._wait(receive, ended)
-        self.engine.output_processor.external_req_ids.pop(request_id, None)
+        if self.deaf:
+            finish = await self._wait(receive, asyncio.Event())
+        else:
+            request, ended = self.engine.begin(request_id, fields.get("cache_salt"))
+            if not self.quiet:
+                self.engine.say(request, 1)
+            finish = await self._wait(receive, ended)
+            self.engine.say(request, 2, finish)
         await self._answer(scope["path"], fields, finish, send)
 
     async def _wait(self, receive, ended):
@@ -246,6 +297,8 @@ async def ask(
     raw=None,
     gone=None,
     query=b"",
+    reads=None,
+    hang_up=None,
 ):
     """Sends a request through ASGI.
 
@@ -259,6 +312,8 @@ async def ask(
         raw: a body as it is, in the place of `fields`.
         gone: an event that stands for the client's going.
         query: of the request.
+        reads: an event that the client waits for before it reads anything.
+        hang_up: called when the connection is to be ended.
     """
     body = raw if raw is not None else b"" if fields is None else json.dumps(fields).encode()
     sent = [(b"content-type", b"application/json"), (b"host", b"h")]
@@ -277,6 +332,8 @@ async def ask(
         return {"type": "http.disconnect"}
 
     async def send(message):
+        if reads is not None:
+            await reads.wait()
         if message["type"] == "http.response.start":
             assert reply.status is None
             reply.status = message["status"]
@@ -295,6 +352,7 @@ async def ask(
         "root_path": "",
         "headers": sent,
         "app": SimpleNamespace(state=app_of(gate).state),
+        "extensions": {HANG_UP: {"call": hang_up}} if hang_up else {},
     }
     await gate(scope, receive, send)
     if "content-length" in reply.headers and reply.ended:
@@ -347,7 +405,7 @@ def make(
 
 async def ready(gate):
     """Waits until it is known which model answers."""
-    gate._learn({"app": SimpleNamespace(state=app_of(gate).state)})
+    gate._begin({"app": SimpleNamespace(state=app_of(gate).state)})
     if gate._learning is not None:
         await gate._learning
 

@@ -91,6 +91,41 @@ def test_a_request_that_cannot_be_aborted_is_cut_off(tmp_path):
     assert (reply.status, timeouts, reply.ended) == (504, 1, True)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_has_nothing_when_its_time_is_up_gets_an_error(tmp_path, stream):
+    app = App(quiet=True)
+    reply, timeouts = late(tmp_path, app, 10.1, fields=CHAT | {"stream": stream})
+    assert (reply.status, timeouts, reply.ended) == (504, 1, True)
+    assert len(app.engine.aborted) == 1
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_does_not_read_is_hung_up_on(tmp_path, cache, stream):
+    """When its answer is cut off, whoever waits for it: the engine, or nobody any more."""
+
+    async def play():
+        clock, app, hung_up = Clock(), App(), asyncio.Event()
+        gate, keys = make(app, tmp_path, cache=cache, timeout_s=10.0, sleep=clock.sleep)
+        await ready(gate)
+        reading = asyncio.Event()
+        fields = CHAT | {"stream": stream}
+        slow = asyncio.create_task(
+            ask(gate, fields=fields, key=keys["acme"], reads=reading, hang_up=hung_up.set)
+        )
+        while app.asked == 0:
+            await asyncio.sleep(0.001)
+        await clock.pass_by(9)
+        assert not slow.done()
+        await clock.pass_by(1 + GRACE_S + 1)
+        await asyncio.wait_for(hung_up.wait(), 30)
+        reading.set()  # the server's `send` does nothing for a connection that has ended
+        await asyncio.wait([slow], timeout=30)
+        assert slow.done() and counted(gate, "timeouts") == 1
+
+    asyncio.run(play())
+
+
 def test_only_the_request_itself_is_aborted(tmp_path):
     async def play():
         clock, app = Clock(), App(gate=asyncio.Event())
@@ -137,8 +172,7 @@ def test_a_response_in_the_background_is_ended_too(tmp_path):
         for goes_on in (False, True):
             reply = await ask(gate, "/v1/responses", fields, keys["acme"])
             if goes_on:
-                name = f"{reply.json()['id']}_0"
-                app.engine.output_processor.external_req_ids[name] = [asyncio.Event()]
+                app.engine.begin(f"{reply.json()['id']}_0", None)
             await settle()
             await clock.pass_by(10.1)
             assert bool(app.engine.aborted) == goes_on

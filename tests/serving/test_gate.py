@@ -311,7 +311,7 @@ def test_a_stream_has_usage_only_where_the_client_asks_for_it(made, app):
         reply = run(ask(gate, fields=fields, key=keys["acme"]))
         assert any("usage" in chunk for chunk in reply.chunks()) == has
         assert reply.events()[-1] == "[DONE]" and reply.ended
-        assert app.seen[-1][2]["stream_options"] == {"include_usage": True}
+        assert app.seen[-1][2]["stream_options"] == options
 
 
 def test_vllms_own_key_beside_is_refused(made, app, monkeypatch):

@@ -22,8 +22,12 @@ PATCHES = ROOT / "vllm_metal" / "vllm_patches"
 PROGRAM = Path(unpatched.__file__)
 #: Modules that change nothing.
 APART = {"__init__", "probe", "releases", "replacing", "step_result"}
-#: Functions that tell something, or say how a change is made.
-QUESTIONS = {"processes.is_engine_process", "processes.in_users_process"}
+#: Functions that tell something, and what a change puts in the place of another.
+QUESTIONS = {
+    "http_protocol.LimitedHttp",
+    "processes.in_users_process",
+    "processes.is_engine_process",
+}
 
 
 def needing(release, on_mac=False):

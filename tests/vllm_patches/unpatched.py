@@ -25,7 +25,9 @@ from typing import Any
 CHANGING = (
     "cache_salts",
     "engine_args",
+    "engine_outputs",
     "environment",
+    "http_protocol",
     "kv_transfer",
     "logs",
     "mlx_models",
@@ -572,6 +574,63 @@ def stat_loggers(folder):
     manager = StatLoggerManager(config)
     failed = raised(manager.record, SchedulerStats(ec_connector_stats=payload), None)
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
+
+
+@probe("engine_outputs.watch")
+def tokens_by_request(folder):
+    """vLLM's statistics leave out tokens of requests that were aborted while a step computed them,
+    and have of those that go on no more than sums over all."""
+    import dataclasses
+
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.stats import IterationStats
+
+    processor, statistics = OutputProcessor(None, log_stats=True), IterationStats()
+    for name in ("goes-on", "aborted"):
+        request = EngineCoreRequest(
+            *(name, [1, 2], None, SamplingParams(detokenize=False), None, 0.0, None, None, None),
+            external_req_id=name,
+        )
+        processor.add_request(request, None)
+    processor.abort_requests(["aborted"], internal=True)
+    outputs = [EngineCoreOutput(name, [5]) for name in ("goes-on", "aborted")]
+    processor.process_outputs(outputs, 1.0, statistics)
+    told = str(dataclasses.asdict(statistics) if dataclasses.is_dataclass(statistics) else "")
+    told += str(vars(statistics))
+    return statistics.num_generation_tokens == 1 and "goes-on" not in told, told
+
+
+@probe("http_protocol.limit_connections")
+def limits_on_headers(folder):
+    """uvicorn's protocol for httptools takes longer headers than its configuration says."""
+    import asyncio
+
+    import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    from uvicorn.server import ServerState
+
+    async def first_words():
+        config = uvicorn.Config(lambda: None, http="httptools", lifespan="off")
+        config.h11_max_incomplete_event_size = 1000
+        config.h11_max_header_count = 2
+        config.load()
+        told = []
+        transport = SimpleNamespace(
+            write=told.append,
+            close=lambda: told.append("closed"),
+            is_closing=lambda: False,
+            get_extra_info=lambda name, default=None: None,
+        )
+        made = config.http_protocol_class(config, ServerState(), {})
+        made.connection_made(transport)
+        for number in range(10):
+            head = b"GET / HTTP/1.1\r\n" if number == 0 else b""
+            made.data_received(head + b"x-%d: " % number + b"a" * 10_000 + b"\r\n")
+        return config.http_protocol_class is HttpToolsProtocol and not told, told
+
+    return asyncio.run(first_words())
 
 
 @probe("shutdown.let_engines_end")

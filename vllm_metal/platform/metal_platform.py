@@ -167,6 +167,10 @@ class MetalPlatform(Platform):
         kv_transfer.recompute_by_default()
         cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
+        if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
+            from vllm_metal.vllm_patches import http_protocol
+
+            http_protocol.limit_connections()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

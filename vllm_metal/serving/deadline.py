@@ -9,8 +9,8 @@ say that the client's own limit was reached, and an error would throw the text a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 Sleep = Callable[[float], Awaitable[None]]
 #: A request can be on its way to the engine when its time is up, so it is asked again so often.
@@ -23,6 +23,10 @@ class _OutputProcessor(Protocol):
     #: The engine's own ids by those that the front end gave.
     @property
     def external_req_ids(self) -> Mapping[str, list[str]]: ...
+
+    #: By the engine's own ids.
+    @property
+    def request_states(self) -> Mapping[str, Any]: ...
 
 
 class Engine(Protocol):
@@ -47,10 +51,16 @@ class Deadline:
         self._limit_s, self._sleep = limit_s, sleep
         self._task: asyncio.Task[None] | None = None
         self._goes_on = False
+        self._aborted = self._had_tokens = False
         #: The time is up, and the engine was told.
         self.expired = asyncio.Event()
         #: The request did not end though it was aborted: whoever carries it lets go.
         self.cut = asyncio.Event()
+
+    @property
+    def came_to_nothing(self) -> bool:
+        """Whether the request was aborted before the engine had a token of its answer."""
+        return self._aborted and not self._had_tokens
 
     def start(self, request_id: str, engine: Engine, on_expiry: Callable[[], None]) -> None:
         """Begins to count.
@@ -85,6 +95,8 @@ class Deadline:
         waited = 0.0
         while waited < GRACE_S:
             if found := _ids(engine, request_id):
+                self._aborted = True
+                self._had_tokens |= _have_tokens(engine, found)
                 await engine.abort(found)
             await self._sleep(_AGAIN_S)
             waited += _AGAIN_S
@@ -94,3 +106,11 @@ class Deadline:
 def _ids(engine: Engine, request_id: str) -> list[str]:
     """All that the engine has of a request: choices, prompts and turns have ids of their own."""
     return [name for name in engine.output_processor.external_req_ids if request_id in name]
+
+
+def _have_tokens(engine: Engine, names: Iterable[str]) -> bool:
+    """Whether one of these requests has a token of its answer."""
+    processor = engine.output_processor
+    inner = [one for name in names for one in processor.external_req_ids[name]]
+    states = [processor.request_states[one] for one in inner if one in processor.request_states]
+    return any(state.detokenizer.num_output_tokens() > 0 for state in states if state.detokenizer)

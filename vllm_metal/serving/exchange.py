@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
-from vllm_metal.serving import cut_short, refusal, usage
+from vllm_metal.serving import cut_short, refusal
 from vllm_metal.serving.deadline import Deadline
-from vllm_metal.serving.refusal import App, Message, Receive, Refusal, Scope, Send
-from vllm_metal.serving.response_cache import replay
+from vllm_metal.serving.outbox import Outbox
+from vllm_metal.serving.refusal import App, Message, Receive, Refusal, Scope, Send, hang_up
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
 
 _TOO_LATE = Refusal(504, "The request took longer than this server allows (timeout_s).")
 _CUT_EVENT = b"data: " + _TOO_LATE.body() + b"\n\n"
+_END_S = 1.0  # that a client which was cut off may take to read why
 
 
 class Exchange:
@@ -26,8 +28,8 @@ class Exchange:
         *,
         style: Style,
         x_cache: bytes | None = None,
-        hide_usage: bool = False,
         record_bytes: int = 0,
+        on_too_long: Callable[[], None] | None = None,
     ) -> None:
         """Nothing is sent yet.
 
@@ -36,25 +38,27 @@ class Exchange:
             deadline: of the request.
             style: of the route.
             x_cache: value of the answer's header; None: it gets none.
-            hide_usage: whether a stream's usage was asked for by the server alone.
-            record_bytes: most bytes of an answer to remember; 0: none is.
+            record_bytes: most bytes of an answer to remember, and to have wait for the client; 0:
+                none is remembered, and vLLM waits for the client.
+            on_too_long: called when an answer turns out to be longer.
         """
         self._body: bytes | None = body
-        self._deadline, self._x_cache, self._hide_usage = deadline, x_cache, hide_usage
-        self._room = record_bytes
-        #: Of a response, whose status may have to be changed, the start waits for the first part.
-        self._holds_start = style == "responses"
+        self._deadline, self._x_cache, self._style = deadline, x_cache, style
+        self._room, self._on_too_long = record_bytes, on_too_long
+        self._record_bytes = record_bytes
+        #: The start waits for the first part: until then the status may have to be another one.
         self._held: Message | None = None
         self._parts: list[bytes] = []
-        self._with_usage = b""
         self._status: int | None = None
         self._form: Form = "whole"
         self._complete = False
         self._let_go = False
         self._left = False
+        self._outbox: Outbox | None = None
+        self._send_on: Send
 
     async def run(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        """Asks, and returns when the client has the answer or has gone.
+        """Asks, and returns when vLLM has answered or the client has gone.
 
         Args:
             app: vLLM's.
@@ -62,13 +66,42 @@ class Exchange:
             receive: of the client, whose body has been read.
             send: of the client.
         """
-        await app(scope, lambda: self._receive(receive), lambda message: self._send(message, send))
+        self._scope, self._send_on = scope, send
+        if self._record_bytes:
+            self._outbox = Outbox(send, self._record_bytes)
+            self._send_on = self._outbox.put
+        await self._until_cut(app(scope, lambda: self._receive(receive), self._send))
         if self._let_go and not self._complete:
-            if self._status is None or self._held is not None:
-                await refusal.answer(send, _TOO_LATE)
+            await self._until_cut(self._end_early())
+
+    async def deliver(self) -> None:
+        """Waits until the client has all of the answer, or it has taken too long over it."""
+        if self._outbox is not None:
+            await self._until_cut(self._outbox.empty())
+
+    async def _end_early(self) -> None:
+        if self._status is None or self._held is not None:
+            await refusal.answer(self._send_on, _TOO_LATE)
+        else:
+            event = _CUT_EVENT if self._form == "stream" else b""
+            await self._send_on({"type": "http.response.body", "body": event})
+
+    async def _until_cut(self, work: Awaitable[None]) -> None:
+        """Waits for what sends; hangs up on a client that does not read when it is cut off."""
+        sending = asyncio.ensure_future(work)
+        cut = asyncio.ensure_future(self._deadline.cut.wait())
+        try:
+            await asyncio.wait((sending, cut), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                await asyncio.wait((sending,), timeout=_END_S)
+            if sending.done():
+                sending.result()
             else:
-                event = _CUT_EVENT if self._form == "stream" else b""
-                await send({"type": "http.response.body", "body": event})
+                hang_up(self._scope)
+                await asyncio.sleep(0)  # in which the server learns that the connection has ended
+        finally:
+            sending.cancel()
+            cut.cancel()
 
     @property
     def ended(self) -> bool:
@@ -83,10 +116,6 @@ class Exchange:
         if not self._complete or self._status != 200 or self._room <= 0:
             return None
         return Entry(self._form, b"".join(self._parts))
-
-    def usage(self) -> usage.Usage | None:
-        """Tokens that the answer says it took; None: it does not say."""
-        return usage.last_in(self._with_usage)
 
     async def _receive(self, receive: Receive) -> Message:
         """The body, and then the end of the connection, or of the server's patience."""
@@ -107,19 +136,15 @@ class Exchange:
         self._let_go = True
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message, send: Send) -> None:
+    async def _send(self, message: Message) -> None:
         if self._let_go:  # vLLM answers somebody who has gone, as far as it knows
             return
         if message["type"] == "http.response.start":
-            started = self._started(message)
-            if self._holds_start:
-                self._held = started
-            else:
-                await send(started)
+            self._held = self._started(message)
         elif message["type"] == "http.response.body":
-            await self._pass_on(message, send)
+            await self._pass_on(message)
         else:
-            await send(message)
+            await self._send_on(message)
 
     def _started(self, message: Message) -> Message:
         self._status = message["status"]
@@ -130,33 +155,34 @@ class Exchange:
             headers.append((b"x-cache", self._x_cache))
         return {**message, "headers": headers}
 
-    async def _pass_on(self, message: Message, send: Send) -> None:
+    async def _pass_on(self, message: Message) -> None:
+        if self._held is not None and self._deadline.came_to_nothing:
+            self._let_go = True
+            return
         part, more = message.get("body", b""), message.get("more_body", False)
-        if self._holds_start:
-            part = await self._corrected(part, send)
-            message = {**message, "body": part}
-        if usage.MARK in part:
-            self._with_usage = part
+        if self._style == "responses" and self._deadline.expired.is_set():
+            part = self._corrected(part)
         if self._room > 0:
-            self._room -= len(part)
-            self._parts.append(part)
-            if self._room <= 0:
-                self._parts.clear()
+            self._record(part)
         self._complete = not more
-        if self._hide_usage and self._form == "stream" and replay.is_usage(part):
-            if more:
-                return
-            message = {**message, "body": b""}
-        await send(message)
-
-    async def _corrected(self, part: bytes, send: Send) -> bytes:
-        """A part of a response as it has to be after its time was up; sends a start that waits."""
-        written = cut_short.incomplete(part) if self._deadline.expired.is_set() else part
         if self._held is not None:
             start, self._held = self._held, None
-            if len(written) != len(part):
-                length = (b"content-length", b"%d" % len(written))
-                kept = [pair for pair in start["headers"] if pair[0] != b"content-length"]
-                start = {**start, "headers": [*kept, length]}
-            await send(start)
+            await self._send_on(start)
+        await self._send_on({**message, "body": part})
+
+    def _record(self, part: bytes) -> None:
+        self._room -= len(part)
+        self._parts.append(part)
+        if self._room <= 0:
+            self._parts.clear()
+            if self._on_too_long is not None:
+                self._on_too_long()
+
+    def _corrected(self, part: bytes) -> bytes:
+        """A part of a response as it has to be after its time was up."""
+        written = cut_short.incomplete(part)
+        if self._held is not None and len(written) != len(part):
+            length = (b"content-length", b"%d" % len(written))
+            kept = [pair for pair in self._held["headers"] if pair[0] != b"content-length"]
+            self._held = {**self._held, "headers": [*kept, length]}
         return written

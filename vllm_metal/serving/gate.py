@@ -17,11 +17,13 @@ from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.figures import NOBODY, Figures
 from vllm_metal.serving.generation import Asked, Generation, Parts
+from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.refusal import App, Disconnected, Message, Receive, Refusal, Scope, Send
 from vllm_metal.serving.response_cache.cache import ResponseCache, open_store
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.routes import Found
 from vllm_metal.serving.tenants_file import Key, KeyFile
+from vllm_metal.vllm_patches.engine_outputs import watch
 
 logger = init_logger(__name__)
 
@@ -69,9 +71,11 @@ class Tenants:
         if config.tenants is not None:
             self._keys = KeyFile(config.tenants.keys)
             self._parts.secret = config.tenants.read_secret()
+            self._parts.meter = Meter(self._parts.figures, self._parts.secret)
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             self._parts.cache = ResponseCache(store, self._parts.secret, self._parts.figures)
+        self._begun = False
         self._learning: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,18 +89,22 @@ class Tenants:
             await self._parts.app(scope, receive, send)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._learn(scope)
+        self._begin(scope)
         try:
             await self._parts.app(scope, receive, send)
         finally:
             if self._parts.cache is not None:
                 await self._parts.cache.close()
 
-    def _learn(self, scope: Scope) -> None:
-        """Begins to find out which model answers, once; until that is known, nothing is kept."""
-        if self._parts.cache is None or self._learning is not None:
+    def _begin(self, scope: Scope) -> None:
+        """Begins to count tokens, and to find out which model answers: until then none is kept."""
+        if self._begun:
             return
-        self._learning = asyncio.create_task(self._learn_model(scope["app"].state))
+        self._begun, state = True, scope["app"].state
+        if self._parts.meter is not None:
+            watch(state.engine_client.output_processor, self._parts.meter)
+        if self._parts.cache is not None:
+            self._learning = asyncio.create_task(self._learn_model(state))
 
     async def _learn_model(self, state: Any) -> None:
         cache, config = self._parts.cache, self._config.response_cache
@@ -128,7 +136,7 @@ class Tenants:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._learn(scope)
+        self._begin(scope)
         root = scope.get("root_path", "")
         found = routes.find(scope["method"], scope["path"].removeprefix(root))
         started = False

@@ -15,12 +15,13 @@ from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.figures import Figures
+from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.refusal import App, Receive, Refusal, Scope, Send
 from vllm_metal.serving.response_cache import key, replay
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.response_cache.key import Render
-from vllm_metal.serving.response_cache.twins import Abandoned, NotKept
+from vllm_metal.serving.response_cache.twins import Abandoned, Lead, NotKept
 from vllm_metal.serving.routes import Style
 
 #: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
@@ -42,6 +43,7 @@ class Parts:
     figures: Figures
     sleep: Sleep
     secret: bytes = b""  # b"" where there are no tenants
+    meter: Meter | None = None  # None: there are no tenants
     cache: ResponseCache | None = None
     model: str | None = None  # the fingerprint; None: not known yet, or it cannot be
     render: Callable[[Any], Render] | None = None  # of the application's state
@@ -81,7 +83,6 @@ class Generation:
         outgoing.pop("request_id", None)
         if asked.style == "responses":
             outgoing["request_id"] = self._response_id()
-        self._hide_usage = self._ask_for_usage(outgoing)
         self._body = body.write(outgoing)
 
     async def run(self, receive: Receive, send: Send) -> None:
@@ -110,7 +111,10 @@ class Generation:
             isinstance(earlier, str) and response_ids.belongs(secret, tenant, earlier)
         ):
             raise Refusal(404, "There is no response with the id in 'previous_response_id'.")
-        outgoing["cache_salt"] = salts.derive(secret, tenant, client_salt(outgoing))
+        salt = salts.derive(secret, tenant, client_salt(outgoing))
+        outgoing["cache_salt"] = salt
+        if self._parts.meter is not None:
+            self._parts.meter.introduce(tenant, salt)
 
     def _response_id(self) -> str:
         """What vLLM names a response, and what the deadline finds it by."""
@@ -121,28 +125,16 @@ class Generation:
         self._id = made.removeprefix("resp_")
         return made
 
-    def _ask_for_usage(self, outgoing: dict[str, Any]) -> bool:
-        """Has a stream say its usage; returns whether the client does not want to know."""
-        given = outgoing.get("stream_options")
-        if self._asked.style not in ("chat", "completion") or not self._read.stream:
-            return False
-        if self._read.usage:
-            return False
-        others = {name: value for name, value in (given or {}).items() if "usage" not in name}
-        outgoing["stream_options"] = {**others, "include_usage": True}
-        arguments = self._scope["app"].state.args
-        return not getattr(arguments, "enable_force_include_usage", False)
-
     async def _key(self) -> str | None:
         """Of the kept answer; None: none is to be used, nor kept."""
         parts, asked = self._parts, self._asked
         if parts.cache is None or parts.render is None or parts.model is None or asked.fresh:
             return None
-        if not self._read.repeatable or self._read.every_usage:
+        if not self._read.repeatable:
             return None
         render = parts.render(self._scope["app"].state)
         return await key.of_request(
-            asked.style, asked.fields, self._read.stream, asked.tenant or "", parts.model, render
+            asked.style, asked.fields, self._read, asked.tenant or "", parts.model, render
         )
 
     async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
@@ -157,17 +149,21 @@ class Generation:
             except NotKept:
                 await self._ask(receive, send, "miss")
             return
+        lead = cache.twins.lead(found)
         outcome: Entry | Exception = Abandoned()
         try:
             kept = await cache.get(found)
             if kept is None:
-                exchange = await self._ask(receive, send, "miss", record=True)
+                exchange = await self._ask(receive, send, "miss", lead)
                 outcome = await self._kept(found, exchange)
-                return
-            outcome = kept
+            else:
+                outcome = kept
         finally:
-            cache.twins.end(found, outcome)
-        await self._replay(kept, send)
+            lead.end(outcome)
+        if kept is None:
+            await exchange.deliver()
+        else:
+            await self._replay(kept, send)
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """A twin's answer.
@@ -193,24 +189,23 @@ class Generation:
 
     async def _replay(self, entry: Entry, send: Send) -> None:
         """Sends a kept answer."""
-        content = replay.without_usage(entry.content) if self._hide_usage else entry.content
         await send(
             {
                 "type": "http.response.start",
                 "status": 200,
                 "headers": [
                     (b"content-type", _MEDIA[entry.form]),
-                    (b"content-length", b"%d" % len(content)),
+                    (b"content-length", b"%d" % len(entry.content)),
                     (b"x-cache", b"HIT"),
                 ],
             }
         )
-        await send({"type": "http.response.body", "body": content})
+        await send({"type": "http.response.body", "body": entry.content})
         assert self._parts.cache is not None
         self._parts.cache.count("hit")
 
     async def _ask(
-        self, receive: Receive, send: Send, result: str | None, record: bool = False
+        self, receive: Receive, send: Send, result: str | None, lead: Lead | None = None
     ) -> Exchange:
         """Has vLLM answer.
 
@@ -218,7 +213,7 @@ class Generation:
             receive: of the client.
             send: of the client.
             result: of the response cache, "miss" or "bypass"; None: there is no cache.
-            record: whether the answer is wanted for others.
+            lead: of those who wait for the answer; None: nobody does, and it is not kept.
         """
         parts = self._parts
         if parts.cache is not None and result is not None:
@@ -229,20 +224,14 @@ class Generation:
             self._deadline,
             style=self._asked.style,
             x_cache=None if result is None else result.upper().encode(),
-            hide_usage=self._hide_usage,
-            record_bytes=config.max_answer_bytes if config and record else 0,
+            record_bytes=config.max_answer_bytes if config and lead else 0,
+            on_too_long=(lambda: lead.end(NotKept())) if lead else None,
         )
         sent = headers.with_body(self._scope["headers"], len(self._body))
         sent.append((b"x-request-id", self._id.encode()))
         await exchange.run(parts.app, {**self._scope, "headers": sent}, receive, send)
         if self._read.background:
             self._deadline.leave_running()
-        tenant, usage = self._asked.tenant, exchange.usage()
-        if tenant is not None and usage is not None:
-            tokens = parts.figures.tokens
-            tokens.labels(tenant=tenant, kind="prompt").inc(usage.prompt)
-            tokens.labels(tenant=tenant, kind="cached").inc(usage.cached)
-            tokens.labels(tenant=tenant, kind="completion").inc(usage.completion)
         return exchange
 
     async def _kept(self, found: str, exchange: Exchange) -> Entry | Exception:

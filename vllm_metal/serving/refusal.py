@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+from vllm_metal.vllm_patches.http_protocol import HANG_UP
+
 #: ASGI's names of its parts (asgi.readthedocs.io, "ASGI Documentation").
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -54,3 +56,9 @@ async def answer(send: Send, refusal: Refusal, prefix: str = "http") -> None:
     start = {"type": f"{prefix}.response.start", "status": refusal.status, "headers": headers}
     await send(start)
     await send({"type": f"{prefix}.response.body", "body": body})
+
+
+def hang_up(scope: Scope) -> None:
+    """Ends the connection now, whether or not the client reads; nothing where the server cannot."""
+    if (found := scope.get("extensions", {}).get(HANG_UP)) is not None:
+        found["call"]()

@@ -33,6 +33,11 @@ def play(tmp_path, scenario, app=None, **options):
     return asyncio.run(run())
 
 
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 async def twice(gate, key, first, second=None, path=PATHS[0], **more):
     """X-Cache of two requests, and their replies."""
     replies = [
@@ -74,12 +79,26 @@ def test_streams_and_whole_answers_are_kept_apart(tmp_path, path):
     play(tmp_path, scenario)
 
 
-def test_a_replayed_stream_has_usage_only_where_it_is_asked_for(tmp_path):
+def test_streams_are_kept_apart_by_the_usage_in_them(tmp_path):
+    """As vLLM reads the options, however they are written."""
+
     async def scenario(gate, keys, app):
-        silent, told = CHAT | {"stream": True}, {"stream_options": {"include_usage": True}}
-        marks, replies = await twice(gate, keys["acme"], silent, silent | told)
-        assert marks == ["MISS", "HIT"]
-        assert [any("usage" in x for x in reply.chunks()) for reply in replies] == [False, True]
+        def stream(**options):
+            return CHAT | {"stream": True, "stream_options": options}
+
+        silent, told = stream(), stream(include_usage=True)
+        every = stream(include_usage=True, continuous_usage_stats=True)
+        for fields, mark, has in (
+            (silent, "MISS", False),
+            (told, "MISS", True),
+            (every, "MISS", True),
+            (stream(include_usage="false"), "HIT", False),
+            (stream(include_usage="yes"), "HIT", True),
+            (every, "HIT", True),
+        ):
+            reply = await ask(gate, fields=fields, key=keys["acme"])
+            assert reply.x_cache == mark
+            assert any("usage" in chunk for chunk in reply.chunks()) == has
 
     play(tmp_path, scenario)
 
@@ -155,7 +174,6 @@ def test_a_harmless_field_changed_is_a_hit(tmp_path, name):
         (PATHS[0], {"stream": True, "stream_options": [], "temperature": [0]}),  # likewise
         (PATHS[2], {"temperature": 1, "seed": 1}),  # which has no seed
         ("/v1/responses", {}),
-        (PATHS[0], {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
     ],
 )
 def test_what_the_engine_would_not_say_again_goes_past_the_cache(tmp_path, path, change):
@@ -281,6 +299,34 @@ def test_64_twins_make_one_generation(tmp_path, stream):
         assert len({reply.body for reply in replies}) == 1
 
     play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_twins_do_not_wait_for_a_client_that_does_not_read(tmp_path, stream):
+    async def scenario(gate, keys, app):
+        reads, fields = asyncio.Event(), CHAT | {"stream": stream}
+        slow = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"], reads=reads))
+        await until(lambda: app.asked == 1)
+        replies = await asyncio.gather(*(ask(gate, fields=fields, key=keys["acme"]) for _ in "ab"))
+        assert [reply.x_cache for reply in replies] == ["HIT", "HIT"] and app.asked == 1
+        assert not slow.done()
+        reads.set()
+        assert (await slow).body == replies[0].body and (await slow).ended
+
+    play(tmp_path, scenario)
+
+
+def test_twins_of_an_answer_that_grows_too_long_ask_for_themselves_at_once(tmp_path):
+    async def scenario(gate, keys, app):
+        reads, fields = asyncio.Event(), CHAT | {"stream": True}
+        slow = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"], reads=reads))
+        await until(lambda: app.asked == 1)
+        replies = await asyncio.gather(*(ask(gate, fields=fields, key=keys["acme"]) for _ in "ab"))
+        assert [reply.x_cache for reply in replies] == ["MISS", "MISS"] and app.asked == 3
+        reads.set()
+        assert (await slow).body == replies[0].body
+
+    play(tmp_path, scenario, max_answer_bytes=200)
 
 
 def test_when_the_first_twin_goes_away_another_asks(tmp_path):

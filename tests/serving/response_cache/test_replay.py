@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only answers that have their end, no error and their usage are kept."""
+"""Only answers that have their end and no error are kept."""
 
 import json
 
@@ -39,7 +39,6 @@ BEGIN, TEXT = chunk({"role": "assistant", "content": ""}), chunk({"content": "a"
     [
         b"",
         b"data: [DONE]\n\n",
-        events(BEGIN, TEXT),  # no usage
         events(BEGIN, USAGE),  # no end
         events(BEGIN, chunk({"content": "a"}, "abort"), USAGE),
         events(BEGIN, chunk({"content": "a"}, "repetition"), USAGE),
@@ -50,7 +49,8 @@ BEGIN, TEXT = chunk({"role": "assistant", "content": ""}), chunk({"content": "a"
     ],
 )
 def test_a_stream_that_is_not_whole_is_not_complete(stream):
-    assert replay.complete("chat", Entry("stream", events(BEGIN, TEXT, USAGE)))
+    for whole in (events(BEGIN, TEXT), events(BEGIN, TEXT, USAGE)):
+        assert replay.complete("chat", Entry("stream", whole))
     assert not replay.complete("chat", Entry("stream", stream))
 
 
@@ -58,8 +58,3 @@ def test_a_stream_that_is_not_whole_is_not_complete(stream):
 @pytest.mark.parametrize("style", ["chat", "completion", "messages"])
 def test_what_is_no_answer_is_not_complete(style, content):
     assert not replay.complete(style, Entry("whole", content))
-
-
-def test_usage_is_taken_out_of_a_stream_and_nothing_else():
-    told, silent = events(BEGIN, TEXT, USAGE), events(BEGIN, TEXT)
-    assert replay.without_usage(told) == silent == replay.without_usage(silent)

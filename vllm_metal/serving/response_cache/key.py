@@ -14,24 +14,26 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from vllm_metal.serving.fields import Fields
 from vllm_metal.serving.routes import Style
 
 #: They say who asks, how the answer is sent, or when it is computed; not what it is. Whether it is
-#: a stream counts as vLLM reads it, not as it is written.
+#: a stream, and what of its usage is in it, counts as vLLM reads it, not as it is written.
 HARMLESS = ("stream", "stream_options", "user", "metadata", "request_id", "priority")
 #: vLLM's renderer, as a route has it: tokens of each prompt; None: the request is not a good one.
 Render = Callable[[Style, dict[str, Any]], Awaitable[list[list[int]] | None]]
 
 
 async def of_request(
-    style: Style, fields: dict[str, Any], stream: bool, tenant: str, model: str, render: Render
+    style: Style, fields: dict[str, Any], read: Fields, tenant: str, model: str, render: Render
 ) -> str | None:
     """The key, as 64 hex digits; None: the request is not a good one, which the engine will say.
 
     Args:
         style: of the route.
         fields: of the body, as the client sent them.
-        stream: whether the answer is to be one. vLLM may say the same otherwise in the other form.
+        read: what vLLM reads in them. The answer's form is part of it, as vLLM may say the same
+            otherwise in the other form.
         tenant: who asks; "" where there are no tenants.
         model: the fingerprint of model and server.
         render: makes tokens of the prompt. Templates may have more in them than the body, such as
@@ -41,7 +43,7 @@ async def of_request(
     if prompts is None:
         return None
     counted = {name: value for name, value in fields.items() if name not in HARMLESS}
-    counted["stream"] = stream
+    counted["stream"] = [read.stream, read.usage, read.every_usage]
     facts = {"tenant": tenant, "model": model, "style": style, "fields": counted}
     made = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for prompt in prompts:

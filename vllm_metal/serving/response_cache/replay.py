@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which answers may be kept, and usage in streams, which not every client asks for."""
+"""Which answers may be kept: complete ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DONE = b"[DONE]"
 
 
 def complete(style: Style, entry: Entry) -> bool:
-    """Whether an answer has its end, no error in it, and its usage."""
+    """Whether an answer has its end, and no error in it."""
     try:
         if entry.form == "whole":
             return _whole_is_complete(style, json.loads(entry.content))
@@ -27,23 +27,6 @@ def complete(style: Style, entry: Entry) -> bool:
         return _stream_is_complete(entry.content)
     except (ValueError, LookupError, TypeError, AttributeError):  # nothing that vLLM sends
         return False
-
-
-def without_usage(stream: bytes) -> bytes:
-    """A stream without the event that has nothing but usage."""
-    parts = stream.split(b"\n\n")
-    return b"\n\n".join(part for part in parts if not is_usage(part))
-
-
-def is_usage(event: bytes) -> bool:
-    """Whether a server-sent event is the one that stream_options.include_usage adds."""
-    if b'"choices":[]' not in event or not event.startswith(b"data: {"):
-        return False
-    try:
-        found = json.loads(event[len(b"data: ") :])
-    except ValueError:
-        return False
-    return found.get("choices") == [] and "usage" in found
 
 
 def _whole_is_complete(style: Style, answer: dict[str, Any]) -> bool:
@@ -63,8 +46,7 @@ def _stream_is_complete(stream: bytes) -> bool:
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     ends = {choice["index"]: choice["finish_reason"] for choice in choices if _ended(choice)}
     begun = {choice["index"] for choice in choices}
-    usage = chunks[-1]["choices"] == [] and "usage" in chunks[-1]
-    return bool(begun) and begun == ends.keys() and usage and set(ends.values()) <= set(_ENDS)
+    return bool(begun) and begun == ends.keys() and set(ends.values()) <= set(_ENDS)
 
 
 def _ended(choice: dict[str, Any]) -> bool:

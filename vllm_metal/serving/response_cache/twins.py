@@ -26,20 +26,29 @@ class Twins:
         """The answer that somebody has asked for; it may end with NotKept or Abandoned.
 
         Returns:
-            None: nobody has. The caller asks, and calls `end` whatever happens.
+            None: nobody has. The caller calls `lead`, and asks.
         """
-        found = self._asked.get(key)
-        if found is None:
-            self._asked[key] = asyncio.get_running_loop().create_future()
-        return found
+        return self._asked.get(key)
 
-    def end(self, key: str, outcome: Entry | Exception) -> None:
-        """Gives the outcome to all who wait; nothing where it was given before."""
-        waited_for = self._asked.pop(key, None)
-        if waited_for is None or waited_for.done():
+    def lead(self, key: str) -> Lead:
+        """Has others wait for what the caller asks for, until it says `end`, whatever happens."""
+        self._asked[key] = asyncio.get_running_loop().create_future()
+        return Lead(self._asked, key)
+
+
+class Lead:
+    """The first request of a key."""
+
+    def __init__(self, asked: dict[str, asyncio.Future[Entry]], key: str) -> None:
+        self._asked, self._key, self._future = asked, key, asked[key]
+
+    def end(self, outcome: Entry | Exception) -> None:
+        """Gives the outcome to all who wait; nothing the second time."""
+        if self._future.done():
             return
+        del self._asked[self._key]
         if isinstance(outcome, Entry):
-            waited_for.set_result(outcome)
+            self._future.set_result(outcome)
         else:
-            waited_for.set_exception(outcome)
-            waited_for.exception()  # nobody may be waiting, which is no mistake
+            self._future.set_exception(outcome)
+            self._future.exception()  # nobody may be waiting, which is no mistake

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts every token that the engine computes for a tenant, from what the engine puts out.
+
+Answers would not tell: a client hangs up before the usage, does not ask for it, or gets its answer
+in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_metal.kv_transfer import salts
+from vllm_metal.serving.figures import Figures
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+    from vllm.v1.engine import EngineCoreOutput
+
+#: Requests that were aborted may still have outputs, of the steps that were under way. Nothing says
+#: when the last has come, so of requests that have not ended the newest are remembered: many more
+#: than an engine has at once.
+_REMEMBERED = 65536
+
+
+@dataclass(frozen=True)
+class _Account:
+    """Where a tenant's tokens are counted."""
+
+    prompt: Counter
+    cached: Counter
+    completion: Counter
+
+
+class Meter:
+    """Counts tokens by tenant, whom a request's salt tells. Of one event loop."""
+
+    def __init__(self, figures: Figures, secret: bytes) -> None:
+        """Nothing is counted yet.
+
+        Args:
+            figures: that count.
+            secret: which salts are derived from.
+        """
+        self._figures, self._secret = figures, secret
+        self._by_namespace: dict[str | None, _Account] = {}
+        self._by_tenant: dict[str, _Account] = {}
+        self._open: dict[str, _Account] = {}  # by the engine's ids of requests
+
+    def introduce(self, tenant: str, salt: str) -> None:
+        """Says under which name to count a tenant's tokens, before its request enters the engine.
+
+        Args:
+            tenant: the name.
+            salt: of a request of the tenant's, which the server has made.
+        """
+        if tenant not in self._by_tenant:
+            of = self._figures.tokens.labels
+            self._by_tenant[tenant] = _Account(
+                *(of(tenant=tenant, kind=kind) for kind in ("prompt", "cached", "completion"))
+            )
+            self._by_namespace[salts.namespace(self._secret, salt)] = self._by_tenant[tenant]
+
+    def begin(self, request_id: str, salt: str | None) -> None:
+        """A request enters the engine."""
+        account = self._by_namespace.get(salts.namespace(self._secret, salt))
+        if account is None:
+            return
+        self._open[request_id] = account
+        if len(self._open) > _REMEMBERED:
+            del self._open[next(iter(self._open))]
+
+    def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Counts a step's outputs: tokens of prompts once, when a prompt is computed."""
+        for output in outputs:
+            account = self._open.get(output.request_id)
+            if account is None:
+                continue
+            if (prefill := output.prefill_stats) is not None:
+                account.prompt.inc(prefill.num_prompt_tokens)
+                account.cached.inc(prefill.num_cached_tokens)
+            if output.new_token_ids:
+                account.completion.inc(len(output.new_token_ids))
+            if output.finish_reason is not None:
+                del self._open[output.request_id]
