@@ -295,7 +295,12 @@ FAMILIES: dict[str, Published] = {
         "glm4_moe_lite": _LATENT | _ROUTED,
         "mistral4": _LATENT
         | _ROUTED
-        | _rope(**_YARN, llama_4_scaling_beta=0.1, partial_rotary_factor=8 / 24)
+        | _rope(
+            100.0,
+            **_YARN | {"original_max_position_embeddings": 16},
+            llama_4_scaling_beta=0.1,
+            partial_rotary_factor=8 / 24,
+        )
         | {"head_dim": 24},
         "deepseek_v32": _LATENT
         | _ROUTED
@@ -610,6 +615,6 @@ LEFT_OUT: dict[str, str] = {
 REFUSED: dict[str, tuple[Published, str]] = {
     "olmo": (FAMILIES.pop("olmo"), "package that is not installed"),
     "minimax": (FAMILIES.pop("minimax"), "linear_attn_alpha_factor"),
-    "deepseek_v32": (FAMILIES.pop("deepseek_v32"), "looks at 'keys' of a cache"),
-    "glm_moe_dsa": (FAMILIES.pop("glm_moe_dsa"), "topk_method"),
+    "deepseek_v32": (FAMILIES.pop("deepseek_v32"), "layer_types"),
+    "glm_moe_dsa": (FAMILIES.pop("glm_moe_dsa"), "indexer_types"),
 }

@@ -22,7 +22,11 @@ NO_MODEL = "no model of transformers'"  # its class cannot be built so, or not r
 NOTHING = "without effect"  # in both
 ARRAYS = "refused by its arrays"  # which are not those of a module of such a configuration
 DIFFERENT, UNNAMED = "different", "refused, but not by name"
-ALLOWED = {EQUAL, NAMED, NO_MODEL, NOTHING, ARRAYS}
+OTHERWISE = "transformers' class is not what was published"
+ALLOWED = {EQUAL, NAMED, NO_MODEL, NOTHING, ARRAYS, OTHERWISE}
+#: What ends as `OTHERWISE`. transformers' PhiMoE turns long texts by the factors of short ones;
+#: Microsoft's code, vLLM's and mlx-lm's do not.
+KNOWN = {("phimoe", "rope_parameters.original_max_position_embeddings=8")}
 _OF_ARRAYS = re.compile(
     r"Missing \d+ parameters|Received \d+ parameters not in model|Expected shape"
     r"|divisible by num_heads"
@@ -76,10 +80,20 @@ def outcome(original, change, folder):
     finally:
         shutil.rmtree(folder)
     if found.shape != expected.shape or not np.abs(found - expected).max() <= TOLERANCE:
-        return DIFFERENT, f"by {np.abs(found - expected).max():.2g}"
+        # The reference's own rounding may be as large.
+        exact = of_text(in_float64(model))
+        if found.shape != exact.shape or not np.abs(found - exact).max() <= TOLERANCE:
+            known = (original.name, change.name) in KNOWN
+            return OTHERWISE if known else DIFFERENT, f"by {np.abs(found - exact).max():.2g}"
     same = expected.shape == original.expected.shape
     moved = not same or np.abs(expected - original.expected).max() > TOLERANCE
     return (EQUAL if moved else NOTHING), ""
+
+
+def in_float64(model):
+    """The same model; experts one after another, since torch groups them in 32 bits at most."""
+    model.set_experts_implementation("eager")
+    return model.double()
 
 
 def names(message, change):
@@ -126,5 +140,6 @@ def test_no_change_computes_something_else(name, toys, outcomes, tmp_path):
         if found not in ALLOWED:
             wrong[change.name] = f"{found}: {why}"
     counted = Counter(found for (family, _), found in outcomes.items() if family == name)
+    assert all(outcomes[of, change] == OTHERWISE for of, change in KNOWN if of == name)
     assert counted[EQUAL] + counted[NAMED] >= LEAST, counted
     assert not wrong, "\n".join(f"{change}: {why}" for change, why in wrong.items())

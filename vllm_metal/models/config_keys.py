@@ -8,7 +8,7 @@ tomorrow's files have keys that nobody knows today.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -50,24 +50,6 @@ _NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
 Path = tuple[str, ...]
 
 
-class Asked(Mapping[str, Any]):
-    """A config.json that notes which of its keys it was asked for."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.keys_asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.keys_asked.add(key)
-        return self._config[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._config)
-
-    def __len__(self) -> int:
-        return len(self._config)
-
-
 def unread(config: Config, module: str, read: set[str], used: set[str]) -> dict[Path, Any]:
     """Keys that nobody reads and that may mean something, with what stands there; by path.
 
@@ -82,7 +64,7 @@ def unread(config: Config, module: str, read: set[str], used: set[str]) -> dict[
     known |= _PATCHES.get(module, frozenset())
     found: dict[Path, Any] = {}
     for key, value in config.items():
-        if value is None:
+        if value is None or value == {}:
             continue
         if implied_values.must_follow(config, module, key):
             found[(key,)] = value
@@ -134,12 +116,19 @@ def refuse(found: Mapping[Path, Any], module: str, config: Config) -> None:
     """
     if not found:
         return
-    named = ", ".join(f"{'.'.join(path)} ({_short(value)})" for path, value in found.items())
+    named = ", ".join(_named(path, value, module, config) for path, value in found.items())
     raise ModelLoadError(
         f"config.json has keys that mlx-lm's module {module!r} does not read, and that are not "
         f"known to change nothing: {named}. To serve the model as if they were not there, pass "
         f"--hf-overrides '{json.dumps(_without(list(found), config))}'"
     )
+
+
+def _named(path: Path, value: Any, module: str, config: Config) -> str:
+    """A key, its value, and the keys that the value does not follow from."""
+    of = implied_values.sources(config, module, path[0]) if len(path) == 1 else ()
+    why = f", which does not follow from {', '.join(of)}" if of else ""
+    return f"{'.'.join(path)} ({_short(value)}{why})"
 
 
 def _short(value: Any) -> str:

@@ -5,10 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal.models.rope_parameters import OF_THEIR_OWN, rope
 from vllm_metal.models.weight_files import ModelLoadError
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Numbers up to a bound."""
+
+    bound: float
+
+    def __repr__(self) -> str:
+        return f"at most {self.bound}"
+
 
 #: Modules whose head is the embedding, and modules whose head is an array of its own.
 _TIED = {"tie_word_embeddings": (True,)}
@@ -122,7 +134,15 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "muse_glimmer": {"hidden_activation": ("silu",)},
     "nanochat": _UNTIED | {"attention_bias": (False,)},
     "nemotron": {"hidden_act": ("relu2",), "rope_traditional": (False,)},
-    "nemotron_h": _UNTIED | {"mamba_hidden_act": ("silu",), "use_bias": (False,)},
+    # transformers 5 bounds steps by time_step_min; the published code and mlx-lm do so by
+    # time_step_limit. Published files say 0.001 and no limit.
+    "nemotron_h": _UNTIED
+    | {
+        "mamba_hidden_act": ("silu",),
+        "time_step_limit": ((0.0, math.inf),),
+        "time_step_min": (AtMost(0.001),),
+        "use_bias": (False,),
+    },
     "olmoe": {"clip_qkv": ()},
     "openelm": {"ffn_with_glu": (True,)},
     "phi": _UNTIED | {"qk_layernorm": (False,)},
@@ -140,7 +160,12 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "qkv_bias": (True,),
     },
     "qwen3": {"attention_bias": (False,)},
-    "qwen3_5": {"attention_bias": (False,), "attn_output_gate": (True,), "mlp_only_layers": ([],)},
+    "qwen3_5": {
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "mlp_only_layers": ([],),
+        "norm_topk_prob": (True,),
+    },
     "qwen3_moe": {"attention_bias": (False,)},
     "recurrent_gemma": {
         "attention_bias": (False,),
@@ -207,6 +232,8 @@ def check(config: Mapping[str, Any], module: str) -> None:
 
 def _same(value: Any, other: Any) -> bool:
     """Lists of JSON and tuples are alike."""
+    if isinstance(other, AtMost):
+        return bool(value <= other.bound)
     if isinstance(value, list) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(_same, value, other))
     return bool(value == other)

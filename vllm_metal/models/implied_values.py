@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from vllm_metal.models.rope_parameters import Config
@@ -105,6 +106,24 @@ _WITHOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
+class Asked(Mapping[str, Any]):
+    """A config.json that notes which of its keys it was asked for."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.keys_asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+
 def keys(module: str) -> set[str]:
     """Keys whose value must follow from others."""
     return {*_FOLLOWS.get(module, ())}
@@ -134,13 +153,32 @@ def is_implied(config: Config, module: str, key: str) -> bool:
         return set(config[key]) <= served
     if any(config.get(of) for of in _WITHOUT.get(module, {}).get(key, ())):
         return True
-    follows = _FOLLOWS.get(module, {}).get(key) or _FOLLOWS_EVERYWHERE.get(key)
+    follows = _follows(module, key)
     if follows is None:
         return False
     try:
         return bool(config[key] == follows(config))
     except (KeyError, TypeError):
         return False
+
+
+def sources(config: Config, module: str, key: str) -> tuple[str, ...]:
+    """The keys of a config that a key's value must follow from; none where it follows from none.
+
+    Args:
+        config: of config.json.
+        module: of mlx-lm, that reads it.
+        key: of the config.
+    """
+    asked = Asked(config)
+    if (follows := _follows(module, key)) is not None:
+        with suppress(KeyError, TypeError):
+            follows(asked)
+    return tuple(sorted(asked.keys_asked & config.keys()))
+
+
+def _follows(module: str, key: str) -> Follows | None:
+    return _FOLLOWS.get(module, {}).get(key) or _FOLLOWS_EVERYWHERE.get(key)
 
 
 def has_windows(config: Config, module: str) -> bool:

@@ -118,9 +118,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "mamba2": _OF_STEPS | _names("chunk_size"),
     "minimax": _names("shared_moe_mode"),  # no experts are shared
     "mistral4": _names("topk_method"),  # transformers' class does not read it
-    # transformers 5 bounds steps by time_step_min; the published code, vLLM and mlx-lm by
-    # time_step_limit. The width follows from the heads.
-    "nemotron_h": _OF_STEPS
+    "nemotron_h": _OF_STEPS  # the width follows from the heads
     | _names("chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"),
     "recurrent_gemma": _names("tie_word_embeddings"),  # as gemma3_text
 }

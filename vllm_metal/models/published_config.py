@@ -16,8 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal.models import config_keys, config_refusals
-from vllm_metal.models.rope_parameters import Config, rope, rotated_share, scaling_of
+from vllm_metal.models import config_keys, config_refusals, implied_values
+from vllm_metal.models.rope_parameters import (
+    Config,
+    by_layer_type,
+    rope,
+    rotated_share,
+    scaling_of,
+)
 from vllm_metal.models.weight_files import ModelLoadError
 
 Unread = dict[tuple[str, ...], Any]
@@ -124,13 +130,19 @@ def _layers_of_experts(config: Config) -> list[int] | None:
     return None if sparse is None else [int(each) for each in sparse]
 
 
+def _share_of_whole_layers(config: Config) -> Any:
+    """Where ropes differ by layer type, each says its own share."""
+    return NOTHING if by_layer_type(config.get("rope_parameters") or {}) else None
+
+
 def _head_dim_of_whole_layers(config: Config) -> int | None:
     """transformers 5 says it layer by layer; layers of one kind have one."""
-    changed = config.get("per_layer_config") or {}
+    changed, size = config.get("per_layer_config"), config.get("head_dim")
+    if changed is None:
+        return None
     for index in _whole_layers(config) or ():
-        if (size := (changed.get(str(index)) or {}).get("head_dim")) is not None:
-            return int(size)
-    return None
+        size = (changed.get(str(index)) or {}).get("head_dim", size)
+    return size
 
 
 def _expanded(config: Config) -> int | None:
@@ -245,6 +257,9 @@ ROWS: Sequence[Row] = (
             "swa_v_head_dim": "v_head_dim",
         }.items()
     ),
+    Row("partial_rotary_factor", _share_of_whole_layers, ("laguna",), always=True),
+    # transformers' class bounds these weights while it trains only.
+    Row("altup_coef_clip", _always(NOTHING), ("gemma3n",), always=True),
     Row("attn_config", _attention_of_dbrx, ("dbrx",), always=True),
     Row("linear_attn_config", _delta_attention, ("kimi_linear",)),
     *(
@@ -314,7 +329,7 @@ def _changed(config: Config, module: str, args: type) -> tuple[dict[str, Any], s
             continue
         if row.families and module not in row.families:
             continue
-        asked = config_keys.Asked(config)
+        asked = implied_values.Asked(config)
         value = row.value(asked)
         if value is None:
             continue
@@ -323,6 +338,12 @@ def _changed(config: Config, module: str, args: type) -> tuple[dict[str, Any], s
             used |= asked.keys_asked
         elif config[row.key] == value:  # it says the same by both names
             used |= asked.keys_asked
+    for field in fields:
+        null = field.name not in changed and config.get(field.name, ...) is None
+        if null and field.name in required and "None" not in str(field.type):
+            raise ModelLoadError(
+                f"config.json says null for {field.name}, which mlx-lm's module {module!r} needs"
+            )
     if "rope_scaling" in required and "rope_scaling" not in config:
         changed.setdefault("rope_scaling", None)
     if module in config_refusals.UNSCALED and "rope_scaling" in read:

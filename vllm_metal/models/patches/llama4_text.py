@@ -29,7 +29,7 @@ def llama4_text(module: ModuleType) -> None:
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any) -> None:
             before(self, args)
-            for index in args.moe_layers:
+            for index in set(args.moe_layers) & set(range(len(self.layers))):
                 self.layers[index].feed_forward = MoE(args)
 
         return init

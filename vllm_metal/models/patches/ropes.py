@@ -152,7 +152,7 @@ def _frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array
 
     low = max(pair(scaling.get("beta_fast") or 32), 0)
     high = min(pair(scaling.get("beta_slow") or 1), dims - 1)
-    ramp = (mx.arange(dims // 2, dtype=mx.float32) - low) / max(high - low, 0.001)
+    ramp = (mx.arange(dims // 2, dtype=mx.float32) - low) / ((high - low) or 0.001)
     longer = mx.clip(ramp, 0, 1)
     freqs = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
     return freqs / (longer / scaling["factor"] + 1 - longer)
