@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from cpu import use_cpu
+from models.left_out import LEFT_OUT
 from selection import COLLECTED, LONG_FIRST, TESTS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,3 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keeps what was collected, before a command selects, and deals long files out first."""
     config.stash[COLLECTED] = list(items)
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in LONG_FIRST)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names what no run compares with transformers, after one that compares all the rest."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    if any("models/test_published_config.py" in getattr(each, "nodeid", "") for each in reports):
+        terminalreporter.section("families without a small model of transformers'")
+        for name, reason in LEFT_OUT.items():
+            terminalreporter.write_line(f"{name}: {reason}")

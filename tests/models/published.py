@@ -595,22 +595,6 @@ def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
     return found
 
 
-#: By module of mlx-lm's with a class of transformers', why no small model of it is here.
-LEFT_OUT: dict[str, str] = {
-    "gemma3": "the text model is gemma3_text; vLLM takes the multimodal one, which is refused",
-    "gemma4": "its text model is gemma4_text, which it calls",
-    "kimi_k25": "its text model is deepseek_v3, which it calls",
-    "llama4": "multimodal, refused; its text model is llama4_text",
-    "minimax_m3_vl": "multimodal, refused",
-    "mistral3": "multimodal, refused; its text models are llama and ministral3",
-    "muse_glimmer": "multimodal, refused",
-    "pixtral": "multimodal, refused; its text model is llama",
-    "qwen2_vl": "multimodal, refused",
-    "qwen3_vl": "multimodal, refused",
-    "qwen3_vl_moe": "multimodal, refused",
-    "step3p5": "transformers has its configuration and no class for generation",
-}
-
 #: What transformers has and the engine refuses, with words of the reason.
 REFUSED: dict[str, tuple[Published, str]] = {
     "olmo": (FAMILIES.pop("olmo"), "package that is not installed"),

@@ -579,7 +579,7 @@ CONFIGS: dict[str, Config] = {
                 "chunk_size conv_kernel expand head_dim mamba_head_dim mamba_num_heads "
                 "moe_intermediate_size moe_shared_expert_intermediate_size n_group n_groups "
                 "n_routed_experts n_shared_experts num_experts_per_tok num_logits_to_keep "
-                "routed_scaling_factor ssm_state_size time_step_floor time_step_max time_step_min "
+                "routed_scaling_factor ssm_state_size time_step_floor time_step_max "
                 "topk_group rope_theta"
             )
             | {
@@ -600,6 +600,7 @@ CONFIGS: dict[str, Config] = {
                 "sliding_window": None,
                 "tie_word_embeddings": False,
                 "time_step_limit": [0.0, float("inf")],
+                "time_step_min": 0.001,
                 "use_bias": False,
                 "use_cache": True,
                 "use_conv_bias": True,

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from models.real_configs import CONFIGS, WINDOWS
 
-from vllm_metal.models import config_keys, published_config
+from vllm_metal.models import published_config
 from vllm_metal.models.patches import registry
 from vllm_metal.models.weight_files import ModelLoadError
 
@@ -94,13 +94,6 @@ def pasted(error):
     return json.loads(words[1])
 
 
-def test_a_config_notes_what_it_was_asked_for():
-    asked = config_keys.Asked({"a": 1, "b": 2})
-    assert asked.get("a") == 1
-    assert asked.get("c") is None
-    assert asked.keys_asked == {"a", "c"}
-
-
 def test_a_key_by_both_names_is_read_where_they_agree_only():
     config = CONFIGS["Qwen/Qwen3-30B-A3B"] | {"num_experts": 128, "num_local_experts": 128}
     read(config)
@@ -120,3 +113,22 @@ def test_a_rope_s_base_by_both_names_must_agree_in_modules_that_read_both():
     read(config | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}})
     with pytest.raises(ModelLoadError, match="say which counts"):
         read(config | {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"head_dim": 100}, r"head_dim \(100, which does not follow from hidden_size, num_att"),
+        ({"tomorrows_scale": 0.5}, r"tomorrows_scale \(0\.5\)"),
+    ],
+)
+def test_a_refusal_says_which_keys_a_value_does_not_follow_from(change, named):
+    config = CONFIGS["mistralai/Mixtral-8x7B-v0.1"]
+    with pytest.raises(ModelLoadError, match=named):
+        read(config | change)
+
+
+def test_a_null_that_the_module_needs_is_named():
+    config = CONFIGS["openbmb/MiniCPM3-4B"]
+    with pytest.raises(ModelLoadError, match=r"null for q_lora_rank, which .*'minicpm3' needs"):
+        read(config | {"q_lora_rank": None})

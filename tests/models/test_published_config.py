@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx_lm.models
 import numpy as np
 import pytest
+from models.left_out import LEFT_OUT
 from models.published import (
     FAMILIES,
-    LEFT_OUT,
     REFUSED,
     VOCAB,
     log_probabilities,

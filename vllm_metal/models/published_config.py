@@ -340,7 +340,7 @@ def _changed(config: Config, module: str, args: type) -> tuple[dict[str, Any], s
             used |= asked.keys_asked
     for field in fields:
         null = field.name not in changed and config.get(field.name, ...) is None
-        if null and field.name in required and "None" not in str(field.type):
+        if null and field.name in required and field.type in (int, float):
             raise ModelLoadError(
                 f"config.json says null for {field.name}, which mlx-lm's module {module!r} needs"
             )

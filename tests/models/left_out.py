@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families that are compared with no class of transformers', by module of mlx-lm's."""
+
+#: By module of mlx-lm's with a class of transformers', why no small model of it is here.
+LEFT_OUT: dict[str, str] = {
+    "gemma3": "the text model is gemma3_text; vLLM takes the multimodal one, which is refused",
+    "gemma4": "its text model is gemma4_text, which it calls",
+    "kimi_k25": "its text model is deepseek_v3, which it calls",
+    "llama4": "multimodal, refused; its text model is llama4_text",
+    "minimax_m3_vl": "multimodal, refused",
+    "mistral3": "multimodal, refused; its text models are llama and ministral3",
+    "muse_glimmer": "multimodal, refused",
+    "pixtral": "multimodal, refused; its text model is llama",
+    "qwen2_vl": "multimodal, refused",
+    "qwen3_vl": "multimodal, refused",
+    "qwen3_vl_moe": "multimodal, refused",
+    "step3p5": "transformers has its configuration and no class for generation",
+}
