@@ -16,13 +16,11 @@ import mlx.core as mx
 import mlx_lm.models
 import numpy as np
 import pytest
-import transformers
 from mlx_lm.utils import MODEL_REMAPPING
 from models import doubles, further, page, plain, published
 from models.names import HELPERS, NAMES, NOT_BUILT, PUBLISHED_AS, REAL
 from models.recurrent import config_of
 from models.test_published_config import NOT_READ
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from vllm_metal.attention import seam, soft_caps
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
@@ -88,9 +86,7 @@ def small_model(module: str) -> Any:
     if module in own:
         return code.Model(code.ModelArgs.from_dict(config_of(own[module])))
     family = of_transformers()[module]
-    content = (published._COMMON if family.common else {}) | family.config
-    of_class = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
-    config = of_class(**content).to_dict() | {"model_type": family.model_type}
+    config = published.configuration(family).to_dict() | {"model_type": family.model_type}
     read = published_config.as_read(config, module, code.ModelArgs)
     return code.Model(code.ModelArgs.from_dict(config | read))
 

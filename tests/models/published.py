@@ -539,10 +539,7 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
         seed: of its weights.
         changes: of its configuration.
     """
-    content = (_COMMON if family.common else {}) | family.config | changes
-    # Of transformers' own names: vLLM registers classes of its own for some of them.
-    of_family = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
-    config = of_family(**_declared(of_family, content))
+    config = configuration(family, **changes)
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModelForImageTextToText
@@ -550,6 +547,14 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     draw(model, torch.Generator().manual_seed(seed))
     return model
+
+
+def configuration(family: Published, **changes: Any) -> Any:
+    """transformers' own, of the small model."""
+    content = (_COMMON if family.common else {}) | family.config | changes
+    # Of transformers' own names: vLLM registers classes of its own for some of them.
+    of_family = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
+    return of_family(**_declared(of_family, content))
 
 
 def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from vllm_metal.models.patches.attention import attend, joined, temperatures
 from vllm_metal.models.weight_files import ModelLoadError
 
 
@@ -54,18 +54,10 @@ def _attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> m
     if self.use_qk_norm:
         queries, keys = (mx.fast.rms_norm(heads, None, 1e-6) for heads in (queries, keys))
     if self.attn_temperature_tuning and not self.use_rope:
-        # [B, 1, L, 1], or [1, 1, L, 1]: rows have positions of their own.
-        positions = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(x.shape[1])[:, None]
-        chunks = mx.floor((positions + 1) / self.floor_scale)
-        factors = mx.log(chunks + 1.0) * self.attn_scale + 1.0
+        factors = temperatures(offset, x.shape[1], self.floor_scale, self.attn_scale)
         queries = (queries * factors).astype(queries.dtype)
-    if cache is not None:
-        keys, values = cache.update_and_fetch(keys, values)
-    out = base.scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=self.scale, mask=mask
-    )
-    projected: mx.array = self.o_proj(out.swapaxes(1, 2).flatten(2))
-    return projected
+    out: mx.array = self.o_proj(joined(attend(queries, keys, values, self.scale, cache, mask)))
+    return out
 
 
 def check_context(model: nn.Module, max_model_len: int) -> None:

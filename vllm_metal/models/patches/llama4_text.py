@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.llama4 import MoE
 
+from vllm_metal.models.patches.attention import attend, joined, temperatures
 from vllm_metal.models.patches.patch import replace_method
 
 _JOINED = ".experts.gate_up_proj"
@@ -34,7 +35,7 @@ def llama4_text(module: ModuleType) -> None:
 
         return init
 
-    def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         offset = 0 if cache is None else cache.offset
 
         def heads(rows: mx.array, positioned: bool = True) -> mx.array:
@@ -47,17 +48,14 @@ def llama4_text(module: ModuleType) -> None:
         queries, keys = heads(self.q_proj(x)), heads(self.k_proj(x))
         values = heads(self.v_proj(x), positioned=False)
         if self.args.attn_temperature_tuning and not self.use_rope:
-            queries = (queries * _temperatures(self.args, x.shape[1], offset)).astype(queries.dtype)
-        if cache is not None:
-            keys, values = cache.update_and_fetch(keys, values)
-        mixed = module.scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=self.scale, mask=mask
-        )
-        out: mx.array = self.o_proj(mixed.swapaxes(1, 2).flatten(2))
+            args = self.args
+            factors = temperatures(offset, x.shape[1], args.floor_scale, args.attn_scale)
+            queries = (queries * factors).astype(queries.dtype)
+        out: mx.array = self.o_proj(joined(attend(queries, keys, values, self.scale, cache, mask)))
         return out
 
     replace_method(module.LanguageModel, "__init__", built)
-    module.Attention.__call__ = attend
+    module.Attention.__call__ = call
     module.Model.sanitize = _sanitize
 
 
@@ -93,13 +91,6 @@ def _arguments(base: Any) -> type:
                 )
 
     return ModelArgs
-
-
-def _temperatures(args: Any, length: int, offset: Any) -> mx.array:
-    """[B, 1, L, 1] or [1, L, 1] float32, factors of queries by their places in the text."""
-    places = mx.arange(1, length + 1) + mx.array(offset)[..., None]
-    scales = mx.log1p(mx.floor(places / args.floor_scale)) * args.attn_scale + 1.0
-    return scales[..., None, :, None] if scales.ndim > 1 else scales[None, :, None]
 
 
 def _sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
+from vllm_metal.models.patches.attention import attend, joined
 from vllm_metal.models.patches.patch import replace_method
 
 #: Parts of names, in transformers' files and in mlx-lm's module.
@@ -51,7 +52,7 @@ def nanochat(module: ModuleType) -> None:
 
         return init
 
-    def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         offset = 0 if cache is None else cache.offset
 
         def heads(projection: nn.Module, count: int) -> mx.array:
@@ -65,12 +66,7 @@ def nanochat(module: ModuleType) -> None:
         queries = positioned(heads(self.c_q, self.num_heads))
         keys = positioned(heads(self.c_k, self.num_kv_heads))
         values = heads(self.c_v, self.num_kv_heads)
-        if cache is not None:
-            keys, values = cache.update_and_fetch(keys, values)
-        mixed = module.scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=self.scale, mask=mask
-        )
-        out: mx.array = self.c_proj(mixed.swapaxes(1, 2).flatten(2))
+        out: mx.array = self.c_proj(joined(attend(queries, keys, values, self.scale, cache, mask)))
         return out
 
     def block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -93,7 +89,7 @@ def nanochat(module: ModuleType) -> None:
         return cap * mx.tanh(logits / cap) if cap else logits
 
     replace_method(module.Attention, "__init__", built)
-    module.Attention.__call__ = attend
+    module.Attention.__call__ = call
     module.TransformerBlock.__call__ = block
     module.NanoChatModel.__call__ = forward
     module.Model.__call__ = capped

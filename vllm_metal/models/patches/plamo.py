@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
 from mlx_lm.models.cache import RotatingKVCache
 
+from vllm_metal.models.patches.attention import attend, joined
 from vllm_metal.models.patches.patch import replace_method
 
 
@@ -34,19 +34,11 @@ def plamo(module: ModuleType) -> None:
         offset = 0 if cache is None else cache.offset
         queries = self.rotary_emb(queries, offset=offset)
         keys = self.rotary_emb(keys, offset=offset)
-        if cache is not None:
-            keys, values = cache.update_and_fetch(keys, values)
-        out = base.scaled_dot_product_attention(
-            _reordered(queries, self.k_num_heads),
-            keys,
-            values,
-            cache=cache,
-            scale=self.scale,
-            mask=attention_mask,
-        )
-        out = _reordered(out, self.q_num_heads // self.k_num_heads)
-        projected: mx.array = self.o_proj(out.swapaxes(1, 2).flatten(2))
-        return projected
+        queries = _reordered(queries, self.k_num_heads)
+        mixed = attend(queries, keys, values, self.scale, cache, attention_mask)
+        mixed = _reordered(mixed, self.q_num_heads // self.k_num_heads)
+        out: mx.array = self.o_proj(joined(mixed))
+        return out
 
     module.Attention.__call__ = call
 
@@ -68,13 +60,8 @@ def plamo2(module: ModuleType) -> None:
         offset = 0 if cache is None else cache.offset
         queries = self.rope(_normed(queries, self.q_weight), offset=offset)
         keys = self.rope(_normed(keys, self.k_weight), offset=offset)
-        if cache is not None:
-            keys, values = cache.update_and_fetch(keys, values)
-        out = base.scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=self.scale, mask=mask
-        )
-        projected: mx.array = self.o_proj(out.swapaxes(1, 2).flatten(2))
-        return projected
+        out: mx.array = self.o_proj(joined(attend(queries, keys, values, self.scale, cache, mask)))
+        return out
 
     module.Attention.__call__ = call
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 
+from vllm_metal.models.patches.attention import attend, joined
 from vllm_metal.models.patches.patch import replace_method
 
 
@@ -75,12 +75,8 @@ def baichuan_m1(module: ModuleType) -> None:
         queries = self.rope(queries.swapaxes(1, 2), offset=offset)
         keys = self.rope(mixed["keys"].swapaxes(1, 2), offset=offset)
         values = mixed["values"].swapaxes(1, 2)
-        if of_attention is not None:
-            keys, values = of_attention.update_and_fetch(keys, values)
-        out = base.scaled_dot_product_attention(
-            queries, keys, values, cache=of_attention, scale=self.scale, mask=mask
-        )
-        projected: mx.array = self.o_proj(out.swapaxes(1, 2).flatten(2))
+        out = attend(queries, keys, values, self.scale, of_attention, mask)
+        projected: mx.array = self.o_proj(joined(out))
         return projected
 
     replace_method(module.Attention, "__init__", built)
