@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from models.mutations import INNER, Change, changes, inner
+from models.mutations import INNER, LENGTH, Change, changes, inner
 from models.published import FAMILIES, VOCAB, Published, draw, log_probabilities, make
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 SEED = 1  # of arrays of other shapes
-TOKENS = np.random.default_rng(0).integers(3, VOCAB, 40).tolist()
+TOKENS = np.random.default_rng(0).integers(3, VOCAB, LENGTH).tolist()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+#: Tokens of the text that a change is to be seen in.
+LENGTH = 40
 #: What says which model it is, of what dtype, or in which of Python's types transformers returns
 #: what it computes.
 IDENTITY = frozenset(
@@ -209,8 +211,11 @@ def _beside(key: str, value: Any, config: Mapping[str, Any]) -> Mapping[str, Any
             for name, each in config.items()
             if isinstance(each, list) and len(each) == config[key]
         }
-    if key == "layer_types" and "sliding_attention" in value and not config.get("sliding_window"):
+    types, window = config.get("layer_types") or (), config.get("sliding_window")
+    if key == "layer_types" and "sliding_attention" in value and not 0 < (window or 0) < LENGTH:
         return {"sliding_window": 5, "use_sliding_window": True}
+    if key == "sliding_window" and value and set(types) == {"full_attention"}:
+        return {"layer_types": ["sliding_attention", *types[1:]]}
     return {name: each for name, each in BESIDE.get(key, {}).items() if name in config}
 
 

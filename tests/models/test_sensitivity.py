@@ -97,18 +97,18 @@ OF_FAMILY = {
         "phimoe:rope_parameters.long_* minicpm3:rope_parameters.long_factor "
         "gemma4_text:moe_intermediate_size gemma4_text:num_experts gemma4_text:top_k_experts"
     ),
-    "the class does not read it": _names(
-        "[!p]*:router_jitter_noise gemma:use_bidirectional_attention "
-        "gemma2:use_bidirectional_attention gptj:n_positions "
+    "it counts while the model is trained": _names("[!p]*:router_jitter_noise"),
+    "how the first weights are drawn": _names(
+        "*mamba*:time_step_max *mamba*:time_step_min *mamba*:time_step_floor "
+        "nemotron_h:time_step_max nemotron_h:time_step_floor"
+    ),
+    "the class does not compute with it": _names(
+        "gemma:use_bidirectional_attention gemma2:use_bidirectional_attention gptj:n_positions "
         "gemma3_text:attn_logit_softcapping deepseek_v2:norm_topk_prob gpt_oss:hidden_act "
-        "phimoe:num_experts_per_tok dots1:sliding_window dots1:max_window_layers "
-        "dots1:layer_types nemotron_h:attention_bias nemotron_h:mamba_proj_bias "
-        "nemotron_h:n_shared_experts nemotron_h:sliding_window nemotron_h:time_step_limit "
-        "nemotron_h:time_step_max nemotron_h:time_step_floor "
-        "nemotron_h:tie_word_embeddings kimi_linear:tie_word_embeddings mamba*:time_step_max "
-        "mamba*:time_step_min mamba*:time_step_floor mamba2:time_step_rank "
-        "falcon_mamba:time_step_max falcon_mamba:time_step_min falcon_mamba:time_step_floor "
-        "gpt_bigcode:num_key_value_heads"
+        "phimoe:num_experts_per_tok dots1:max_window_layers nemotron_h:attention_bias "
+        "nemotron_h:mamba_proj_bias nemotron_h:n_shared_experts nemotron_h:sliding_window "
+        "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
+        "kimi_linear:tie_word_embeddings mamba2:time_step_rank gpt_bigcode:num_key_value_heads"
     ),
 }
 #: Patterns of `family:array` that change nothing, with the reason.
