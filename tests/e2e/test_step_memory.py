@@ -36,7 +36,10 @@ LARGE = {
         {"num_heads": heads, "head_dim": 64, "hidden_size": heads * 32, "state_size": size}
         for heads, size in ((8, 64), (16, 128))
     ],
-    "recurrent_gemma": [{"lru_width": 512, "conv1d_width": 8}],
+    "recurrent_gemma": [
+        {"hidden_size": size, "lru_width": size, "num_attention_heads": size // 16}
+        for size in (256, 1024)
+    ],
 }
 #: A family without states.
 PLAIN = Family("llama", "LlamaForCausalLM", {"num_hidden_layers": 4, "head_dim": 64})

@@ -217,7 +217,6 @@ FAMILIES = {
             "use_bias": False,
             "use_conv_bias": True,
             "hybrid_override_pattern": "M-M*-",
-            "time_step_limit": [0.0, 100.0],
         },
     ),
     "olmo_hybrid": Family(
