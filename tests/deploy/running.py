@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from deploy.queries import DEPLOY, groups
+from deploy.queries import DEPLOY, RULES, groups
 from e2e.server import free_port
 
 PROGRAM = shutil.which("prometheus")
+KEY = "metrics-key"  # the file for a key of /metrics
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,25 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
+def prometheus(targets: Sequence[str], folder: Path, key: str = "") -> Iterator[Prometheus]:
     """Runs one until the block ends.
 
     Args:
         targets: host and port of servers to scrape, each second.
         folder: for its files. Alerts wait for a second there, whatever their `for` is.
+        key: for /metrics, in the file that the configuration names; "": as it is shipped.
     """
-    hurried = groups()
-    for group in hurried:
-        group["interval"] = "1s"
-        for rule in group["rules"]:
-            if "for" in rule:
-                rule["for"] = "1s"
-    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": hurried}))
+    for file in RULES:
+        hurried = groups(file)
+        for group in hurried:
+            group["interval"] = "1s"
+            for rule in group["rules"]:
+                if "for" in rule:
+                    rule["for"] = "1s"
+        (folder / file).write_text(yaml.safe_dump({"groups": hurried}))
+    shutil.copy(DEPLOY / "prometheus" / KEY, folder)
+    if key:
+        (folder / KEY).write_text(f"{key}\n")
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
     del config["alerting"]  # nobody listens

@@ -41,5 +41,5 @@ def test_it_scales_by_the_requests_that_wait():
     (trigger,) = OBJECT["spec"]["triggers"]
     assert trigger["type"] == "prometheus"
     assert all(isinstance(value, str) for value in trigger["metadata"].values())
-    assert metrics_of(trigger["metadata"]["query"]) == {"vllm:num_requests_waiting"}
+    assert metrics_of(trigger["metadata"]["query"]) == ["vllm:num_requests_waiting"]
     assert float(trigger["metadata"]["threshold"]) > 0
