@@ -43,3 +43,11 @@ def panel_queries() -> Iterator[tuple[str, str]]:
 def metrics_of(query: str) -> list[str]:
     """Names of metrics in a query, in their order."""
     return re.findall(r"\b(?:vllm:|vllm_spec_|llm_)\w+|\bup\b", query)
+
+
+def write_logging(folder: Path, log: Path) -> Path:
+    """Writes the shipped configuration of logging, for another file of logs; returns its path."""
+    config = json.loads((DEPLOY / "logs" / "logging.json").read_text())
+    config["handlers"]["file"]["filename"] = str(log)
+    (folder / "logging.json").write_text(json.dumps(config))
+    return folder / "logging.json"

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import pytest
-from deploy.queries import panel_queries, rules
+from deploy.queries import panel_queries, rules, write_logging
 from deploy.running import PROGRAM, prometheus
 from e2e.fuzz.models import VOCAB, write_models
 from e2e.server import serve
@@ -97,6 +97,7 @@ def start(folder, keys, failing_file):
         "VLLM_METAL_TEST_FAIL": str(failing_file),
         "VLLM_METAL_SERVING_CONFIG": str(folder / "serving.toml"),
         "VLLM_LOG_STATS_INTERVAL": "1",
+        "VLLM_LOGGING_CONFIG_PATH": str(write_logging(folder, folder / "server.log")),
     }
 
     @contextmanager
@@ -140,6 +141,16 @@ def send(server, key, seed, stop):
                 )
 
 
+def engine_of(server):
+    """Its process."""
+    (engine,) = (
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    )
+    return engine
+
+
 def wait_for(condition, what):
     deadline = time.monotonic() + DEADLINE
     while not condition():
@@ -151,6 +162,11 @@ def test_nothing_fires_before_there_is_traffic(watched):
     wait_for(lambda: watched.values("vllm:num_requests_waiting") == [0.0], watched.alerts)
     time.sleep(3)  # three times what an alert waits here
     assert watched.alerts() == set()
+
+
+def send_one(server, key):
+    with client(server, key) as asking:
+        asking.completions.create(model="tiny", prompt=[3, 4, 5], max_tokens=NUM_TOKENS)
 
 
 def miss(server, key):
@@ -210,7 +226,7 @@ def test_every_panel_finds_something(watched, title, query):
     assert watched.values(query)
 
 
-def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server):
+def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server, folder):
     for of in ("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"):
         assert server.metric(f"vllm:{of}_total") > 0
     assert server.metric("vllm:prefix_cache_queries_total") > 0
@@ -219,8 +235,20 @@ def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server):
     assert server.metric("vllm:tenant_requests_total", tenant="acme", status="200") >= MISSES
     assert any(
         "Prefix cache hit rate: " in line and "Draft acceptance rate: " in line
-        for line in server.log.read_text().splitlines()
+        for line in (folder / "server.log").read_text().splitlines()
     )
+
+
+def test_its_log_may_be_renamed(server, key, folder):
+    """What is logged later stands in a new file: of the server's process, and of the engine's."""
+    log, engine = folder / "server.log", engine_of(server)
+    before = log.rename(folder / "server.log.0")
+    send_one(server, key)
+    wait_for(lambda: log.exists() and "Mean device time" in log.read_text(), log.exists)
+    pids = {
+        pid for pid in (server.process.pid, engine.pid) if f" {pid} INFO " in before.read_text()
+    }
+    assert pids == {server.process.pid, engine.pid}
 
 
 def test_device_time_adds_up_and_tenants_pay_for_it(watched, server):
@@ -243,13 +271,7 @@ def test_device_time_adds_up_and_tenants_pay_for_it(watched, server):
 def test_an_engine_that_is_killed_is_told_and_so_is_a_server_that_is_back(
     watched, server, start, folder
 ):
-    engines = [
-        child
-        for child in psutil.Process(server.process.pid).children(recursive=True)
-        if "EngineCore" in " ".join(child.cmdline())
-    ]
-    assert len(engines) == 1
-    engines[0].send_signal(signal.SIGKILL)
+    engine_of(server).send_signal(signal.SIGKILL)
     assert server.process.wait(DEADLINE) is not None
     wait_for(lambda: ("ServerDown", "firing") in watched.alerts(), watched.alerts)
     assert ("ServerRestarted", "firing") not in watched.alerts()
