@@ -49,6 +49,7 @@ class Double(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.seen: list[tuple[str, str]] = []  # path and key of each request
         self.draining = False  # whether it takes no more requests
+        self.dying = False  # whether it ends amid a request
         self.go_on = threading.Event()
 
     @property
@@ -68,7 +69,9 @@ class _Handler(BaseHTTPRequestHandler):
         fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
         key = self.headers.get("authorization") or self.headers.get("x-api-key") or ""
         self.server.seen.append((self.path, key))
-        if self.server.draining:
+        if self.server.dying:
+            self.close_connection = True
+        elif self.server.draining:
             self._answer(503, {"error": "draining"})
         elif fields.get("stream"):
             self._stream()

@@ -135,7 +135,8 @@ def test_other_routes(proxy, path, status):
     assert proxy.get(path).status_code == status
 
 
-def test_a_key_stays_with_its_server_while_that_takes_requests(tmp_path):
+@pytest.mark.parametrize("trouble", ["draining", "dying"])
+def test_a_key_stays_with_its_server_while_that_takes_requests(tmp_path, trouble):
     with (
         double() as one,
         double() as other,
@@ -147,10 +148,18 @@ def test_a_key_stays_with_its_server_while_that_takes_requests(tmp_path):
         assert len(set(home.values())) == 2
         for key in keys:
             assert ask(proxy, STYLES[0](key)).json()["port"] == home[key]
-        one.draining = True
+        setattr(one, trouble, True)
         for key in keys:
             reply = ask(proxy, STYLES[0](key))
             assert (reply.status_code, reply.json()["port"]) == (200, other.server_address[1])
+
+
+def test_servers_that_all_refuse(tmp_path):
+    """Their own answer is passed on."""
+    with double() as server, nginx([server.address], tmp_path) as url:
+        server.draining = True
+        reply = httpx.post(f"{url}{CHAT}", json={})
+    assert (reply.status_code, reply.json()) == (503, {"error": "draining"})
 
 
 def test_a_server_that_is_away(tmp_path):
