@@ -50,6 +50,7 @@ class Double(ThreadingHTTPServer):
         self.seen: list[tuple[str, str]] = []  # path and key of each request
         self.draining = False  # whether it takes no more requests
         self.dying = False  # whether it ends amid a request
+        self.chunked = True  # how it tells where a stream ends: by chunks, or by hanging up
         self.go_on = threading.Event()
 
     @property
@@ -89,13 +90,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
-        self.send_header("transfer-encoding", "chunked")
+        chunked = self.server.chunked
+        self.send_header(
+            *(("transfer-encoding", "chunked") if chunked else ("connection", "close"))
+        )
         self.end_headers()
         for number, event in enumerate(EVENTS):
             if number == 1:
-                self.server.go_on.wait(60)
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
-        self.wfile.write(b"0\r\n\r\n")
+                self.server.go_on.wait(20)
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event) if chunked else event)
+        if chunked:
+            self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: object) -> None:
         return
