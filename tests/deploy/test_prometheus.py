@@ -55,6 +55,7 @@ secret = "secret"
 path = "answers"
 """
 AT_ONCE, CALLERS = 60, 5
+TOKENS = "vllm:tenant_tokens_total"
 REFUSED = 25  # the alert waits for more than 20
 MISSES = 300  # three times what the alert waits for: some may come before the first scrape
 DEADLINE = 120.0
@@ -266,6 +267,12 @@ def test_device_time_adds_up_and_tenants_pay_for_it(watched, server):
         (paid,) = watched.values(f'llm_tenant_cost_per_hour{{kind="{kind}"}}')
         assert price > 0 and paid > 0
     assert server.metric("vllm:request_duration_seconds_count", outcome="timed_out") > 0
+    found = {kind: server.metric(TOKENS, kind=kind) for kind in ("prompt", "cached", "completion")}
+    # Steps that were under way when a request was aborted are the tenant's, and not in vLLM's sums.
+    answers = server.metric("vllm:generation_tokens_total")
+    assert answers <= found["completion"] <= 1.1 * answers
+    computed = server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+    assert found["prompt"] - found["cached"] == pytest.approx(computed, rel=0.1)
 
 
 def test_an_engine_that_is_killed_is_told_and_so_is_a_server_that_is_back(
