@@ -53,13 +53,16 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(targets: Sequence[str], folder: Path, key: str = "") -> Iterator[Prometheus]:
+def prometheus(
+    targets: Sequence[str], folder: Path, key: str = "", health: str = "up"
+) -> Iterator[Prometheus]:
     """Runs one until the block ends.
 
     Args:
         targets: host and port of servers to scrape, each second.
         folder: for its files. Alerts wait for a second there, whatever their `for` is.
         key: for /metrics, in the file that the configuration names; "": as it is shipped.
+        health: of all targets, which is waited for.
     """
     for file in RULES:
         hurried = groups(file)
@@ -89,18 +92,20 @@ def prometheus(targets: Sequence[str], folder: Path, key: str = "") -> Iterator[
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
             found = Prometheus(f"http://{address}")
-            _wait_until_ready(process, found, folder / "log")
+            _wait_until(health, process, found, folder / "log")
             yield found
         finally:
             process.terminate()
             process.wait(30)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], found: Prometheus, log: Path) -> None:
+def _wait_until(
+    health: str, process: subprocess.Popen[bytes], found: Prometheus, log: Path
+) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if (states := found.up()) and set(states) == {"up"}:
+            if (states := found.up()) and set(states) == {health}:
                 return
         except OSError:  # it does not listen yet
             pass

@@ -170,6 +170,13 @@ def send_one(server, key):
         asking.completions.create(model="tiny", prompt=[3, 4, 5], max_tokens=NUM_TOKENS)
 
 
+def test_a_target_whose_key_is_missing_is_told(server, tmp_path):
+    """As the configuration is shipped, before a key is put in."""
+    with prometheus([server.url.removeprefix("http://")], tmp_path, health="down") as started:
+        wait_for(lambda: ("ServerDown", "firing") in started.alerts(), started.alerts)
+        assert started.values("vllm:num_requests_waiting") == []
+
+
 def miss(server, key):
     """Asks for what the response cache could answer, if it had been asked before."""
     with client(server, key) as asking:
