@@ -12,18 +12,19 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-RULES = DEPLOY / "prometheus" / "rules.yml"
+RULES = ("rules.yml", "costs.yml")
 DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
 
 
-def groups() -> list[dict[str, Any]]:
-    """The groups of rules."""
-    return list(yaml.safe_load(RULES.read_text())["groups"])
+def groups(file: str) -> list[dict[str, Any]]:
+    """The groups of a file of RULES."""
+    return list(yaml.safe_load((DEPLOY / "prometheus" / file).read_text())["groups"])
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
     """All rules that have a key: "record" or "alert"."""
-    return [rule for group in groups() for rule in group["rules"] if kind in rule]
+    all_groups = [group for file in RULES for group in groups(file)]
+    return [rule for group in all_groups for rule in group["rules"] if kind in rule]
 
 
 def dashboard() -> dict[str, Any]:
@@ -39,6 +40,14 @@ def panel_queries() -> Iterator[tuple[str, str]]:
             yield panel["title"], query
 
 
-def metrics_of(query: str) -> set[str]:
-    """Names of metrics in a query."""
-    return set(re.findall(r"\b(?:vllm:|vllm_spec_|llm_)\w+", query))
+def metrics_of(query: str) -> list[str]:
+    """Names of metrics in a query, in their order."""
+    return re.findall(r"\b(?:vllm:|vllm_spec_|llm_)\w+|\bup\b", query)
+
+
+def write_logging(folder: Path, log: Path) -> Path:
+    """Writes the shipped configuration of logging, for another file of logs; returns its path."""
+    config = json.loads((DEPLOY / "logs" / "logging.json").read_text())
+    config["handlers"]["file"]["filename"] = str(log)
+    (folder / "logging.json").write_text(json.dumps(config))
+    return folder / "logging.json"

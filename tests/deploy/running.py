@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from deploy.queries import DEPLOY, groups
+from deploy.queries import DEPLOY, RULES, groups
 from e2e.server import free_port
 
 PROGRAM = shutil.which("prometheus")
+KEY = "metrics-key"  # the file for a key of /metrics
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,28 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
+def prometheus(
+    targets: Sequence[str], folder: Path, key: str = "", health: str = "up"
+) -> Iterator[Prometheus]:
     """Runs one until the block ends.
 
     Args:
         targets: host and port of servers to scrape, each second.
         folder: for its files. Alerts wait for a second there, whatever their `for` is.
+        key: for /metrics, in the file that the configuration names; "": as it is shipped.
+        health: of all targets, which is waited for.
     """
-    hurried = groups()
-    for group in hurried:
-        group["interval"] = "1s"
-        for rule in group["rules"]:
-            if "for" in rule:
-                rule["for"] = "1s"
-    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": hurried}))
+    for file in RULES:
+        hurried = groups(file)
+        for group in hurried:
+            group["interval"] = "1s"
+            for rule in group["rules"]:
+                if "for" in rule:
+                    rule["for"] = "1s"
+        (folder / file).write_text(yaml.safe_dump({"groups": hurried}))
+    shutil.copy(DEPLOY / "prometheus" / KEY, folder)
+    if key:
+        (folder / KEY).write_text(f"{key}\n")
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
     del config["alerting"]  # nobody listens
@@ -83,18 +92,20 @@ def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         try:
             found = Prometheus(f"http://{address}")
-            _wait_until_ready(process, found, folder / "log")
+            _wait_until(health, process, found, folder / "log")
             yield found
         finally:
             process.terminate()
             process.wait(30)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], found: Prometheus, log: Path) -> None:
+def _wait_until(
+    health: str, process: subprocess.Popen[bytes], found: Prometheus, log: Path
+) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if (states := found.up()) and set(states) == {"up"}:
+            if (states := found.up()) and set(states) == {health}:
                 return
         except OSError:  # it does not listen yet
             pass

@@ -41,5 +41,13 @@ def test_it_scales_by_the_requests_that_wait():
     (trigger,) = OBJECT["spec"]["triggers"]
     assert trigger["type"] == "prometheus"
     assert all(isinstance(value, str) for value in trigger["metadata"].values())
-    assert metrics_of(trigger["metadata"]["query"]) == {"vllm:num_requests_waiting"}
+    assert metrics_of(trigger["metadata"]["query"]) == ["vllm:num_requests_waiting"]
     assert float(trigger["metadata"]["threshold"]) > 0
+
+
+def test_replicas_do_not_come_and_go():
+    """What waits to take one away is the HPA; `cooldownPeriod` is for the last one alone."""
+    spec = OBJECT["spec"]
+    assert spec["minReplicaCount"] >= 1 and "cooldownPeriod" not in spec
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] >= 60

@@ -2,23 +2,28 @@
 """A Prometheus on a server: all queries of deploy/ find something, and every alert fires.
 
 The server has tenants and a response cache, drafts that are mostly wrong, prompts that are all
-different, and more requests than it can compute; and one of its steps fails.
+different, and more requests than it can compute in time; somebody has no key, one of its steps
+fails, and in the end its engine is killed.
 """
 
 import json
 import os
+import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
-from deploy.queries import panel_queries, rules
+from deploy.queries import panel_queries, rules, write_logging
 from deploy.running import PROGRAM, prometheus
 from e2e.fuzz.models import VOCAB, write_models
 from e2e.server import serve
-from openai import InternalServerError
+from openai import AuthenticationError, InternalServerError
 
 from vllm_metal.serving import tenants_file
 
@@ -42,14 +47,16 @@ OPTIONS = (
     *("--additional-config", '{"fixed_draft_length": true}'),
 )
 SETTINGS = """
+timeout_s = 8
 [tenants]
 keys = "tenants.json"
 secret = "secret"
-metrics = "open"
 [response_cache]
 path = "answers"
 """
-AT_ONCE, CALLERS = 40, 5
+AT_ONCE, CALLERS = 60, 5
+TOKENS = "vllm:tenant_tokens_total"
+REFUSED = 25  # the alert waits for more than 20
 MISSES = 300  # three times what the alert waits for: some may come before the first scrape
 DEADLINE = 120.0
 
@@ -66,16 +73,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def key(folder):
-    """Of the only tenant."""
+def keys(folder):
+    """Of the only tenant, and of /metrics."""
     (folder / "serving.toml").write_text(SETTINGS)
     (folder / "secret").write_text("a secret of a server in a test")
     (folder / "secret").chmod(0o600)
-    return tenants_file.add(folder / "tenants.json", "acme")[1]
+    file = folder / "tenants.json"
+    tenant = tenants_file.add(file, "acme")[1]
+    return {"acme": tenant, "metrics": tenants_file.add(file, "prom", "metrics")[1]}
 
 
 @pytest.fixture(scope="module")
-def server(folder, key, failing_file):
+def key(keys):
+    return keys["acme"]
+
+
+@pytest.fixture(scope="module")
+def start(folder, keys, failing_file):
+    """Starts the server, on a port or any that is free."""
     write_models(folder)
     first = str(Path(__file__).parent / "failing")
     environment = {
@@ -83,15 +98,28 @@ def server(folder, key, failing_file):
         "VLLM_METAL_TEST_FAIL": str(failing_file),
         "VLLM_METAL_SERVING_CONFIG": str(folder / "serving.toml"),
         "VLLM_LOG_STATS_INTERVAL": "1",
+        "VLLM_LOGGING_CONFIG_PATH": str(write_logging(folder, folder / "server.log")),
     }
-    with serve(str(folder / "full"), OPTIONS, folder / "log", environment=environment) as started:
-        yield started
+
+    @contextmanager
+    def started(log, port=None):
+        with serve(str(folder / "full"), OPTIONS, log, port, environment) as found:
+            yield replace(found, metrics_key=keys["metrics"])
+
+    return started
 
 
 @pytest.fixture(scope="module")
-def watched(server, tmp_path_factory):
+def server(start, folder):
+    with start(folder / "log") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def watched(server, keys, tmp_path_factory):
+    """Up, with a key in the file that the shipped configuration names."""
     targets = [server.url.removeprefix("http://")]
-    with prometheus(targets, tmp_path_factory.mktemp("prometheus")) as started:
+    with prometheus(targets, tmp_path_factory.mktemp("prometheus"), keys["metrics"]) as started:
         yield started
 
 
@@ -114,6 +142,16 @@ def send(server, key, seed, stop):
                 )
 
 
+def engine_of(server):
+    """Its process."""
+    (engine,) = (
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    )
+    return engine
+
+
 def wait_for(condition, what):
     deadline = time.monotonic() + DEADLINE
     while not condition():
@@ -125,6 +163,18 @@ def test_nothing_fires_before_there_is_traffic(watched):
     wait_for(lambda: watched.values("vllm:num_requests_waiting") == [0.0], watched.alerts)
     time.sleep(3)  # three times what an alert waits here
     assert watched.alerts() == set()
+
+
+def send_one(server, key):
+    with client(server, key) as asking:
+        asking.completions.create(model="tiny", prompt=[3, 4, 5], max_tokens=NUM_TOKENS)
+
+
+def test_a_target_whose_key_is_missing_is_told(server, tmp_path):
+    """As the configuration is shipped, before a key is put in."""
+    with prometheus([server.url.removeprefix("http://")], tmp_path, health="down") as started:
+        wait_for(lambda: ("ServerDown", "firing") in started.alerts(), started.alerts)
+        assert started.values("vllm:num_requests_waiting") == []
 
 
 def miss(server, key):
@@ -139,9 +189,19 @@ def miss(server, key):
             )
 
 
+def come_without_a_key(server):
+    with client(server, "of nobody") as asking:
+        for _ in range(REFUSED):
+            with pytest.raises(AuthenticationError):
+                asking.models.list()
+
+
 def test_every_alert_fires(watched, server, key, failing_file):
+    """But those of a server that has ended, which come last."""
     expected = {(rule["alert"], "firing") for rule in rules("alert")}
+    expected -= {("ServerDown", "firing"), ("ServerRestarted", "firing")}
     stop, fired = threading.Event(), set()
+    come_without_a_key(server)
     miss(server, key)
     senders = [
         threading.Thread(target=send, args=(server, key, seed, stop), daemon=True)
@@ -174,7 +234,7 @@ def test_every_panel_finds_something(watched, title, query):
     assert watched.values(query)
 
 
-def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server):
+def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server, folder):
     for of in ("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"):
         assert server.metric(f"vllm:{of}_total") > 0
     assert server.metric("vllm:prefix_cache_queries_total") > 0
@@ -183,5 +243,52 @@ def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server):
     assert server.metric("vllm:tenant_requests_total", tenant="acme", status="200") >= MISSES
     assert any(
         "Prefix cache hit rate: " in line and "Draft acceptance rate: " in line
-        for line in server.log.read_text().splitlines()
+        for line in (folder / "server.log").read_text().splitlines()
     )
+
+
+def test_its_log_may_be_renamed(server, key, folder):
+    """What is logged later stands in a new file: of the server's process, and of the engine's."""
+    log, engine = folder / "server.log", engine_of(server)
+    before = log.rename(folder / "server.log.0")
+    send_one(server, key)
+    wait_for(lambda: log.exists() and "Mean device time" in log.read_text(), log.exists)
+    pids = {
+        pid for pid in (server.process.pid, engine.pid) if f" {pid} INFO " in before.read_text()
+    }
+    assert pids == {server.process.pid, engine.pid}
+
+
+def test_device_time_adds_up_and_tenants_pay_for_it(watched, server):
+    """All requests were a tenant's, so what the device cost is what the tenant cost."""
+    by_kind = {
+        kind: server.metric("vllm:metal_device_seconds_total", kind=kind)
+        for kind in ("prefill", "decode")
+    }
+    assert min(by_kind.values()) > 0
+    assert sum(by_kind.values()) == pytest.approx(
+        server.metric("vllm:metal_step_device_seconds_sum")
+    )
+    for kind in ("prefill", "decode"):
+        (price,) = watched.values(f'llm_cost_per_million_tokens{{kind="{kind}"}}')
+        (paid,) = watched.values(f'llm_tenant_cost_per_hour{{kind="{kind}"}}')
+        assert price > 0 and paid > 0
+    assert server.metric("vllm:request_duration_seconds_count", outcome="timed_out") > 0
+    found = {kind: server.metric(TOKENS, kind=kind) for kind in ("prompt", "cached", "completion")}
+    # Steps that were under way when a request was aborted are the tenant's, and not in vLLM's sums.
+    answers = server.metric("vllm:generation_tokens_total")
+    assert answers <= found["completion"] <= 1.1 * answers
+    computed = server.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
+    assert found["prompt"] - found["cached"] == pytest.approx(computed, rel=0.1)
+
+
+def test_an_engine_that_is_killed_is_told_and_so_is_a_server_that_is_back(
+    watched, server, start, folder
+):
+    engine_of(server).send_signal(signal.SIGKILL)
+    assert server.process.wait(DEADLINE) is not None
+    wait_for(lambda: ("ServerDown", "firing") in watched.alerts(), watched.alerts)
+    assert ("ServerRestarted", "firing") not in watched.alerts()
+    with start(folder / "second log", urlsplit(server.url).port):
+        wait_for(lambda: ("ServerRestarted", "firing") in watched.alerts(), watched.alerts)
+        wait_for(lambda: watched.up() == ["up"], watched.up)

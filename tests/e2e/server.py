@@ -38,6 +38,7 @@ class Server:
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+    metrics_key: str = ""  # that /metrics asks for
 
     def client(self) -> OpenAI:
         """A client that reports every failure at once instead of trying again."""
@@ -54,7 +55,9 @@ class Server:
         Raises:
             KeyError: there is none, so that a misspelt name cannot pass for a zero.
         """
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+        headers = {"Authorization": f"Bearer {self.metrics_key}"}  # of others, it takes any
+        asked = urllib.request.Request(f"{self.url}/metrics", headers=headers)
+        with urllib.request.urlopen(asked, timeout=30) as reply:
             families = text_string_to_metric_families(reply.read().decode())
         values = [
             sample.value

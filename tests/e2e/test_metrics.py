@@ -8,8 +8,10 @@ import time
 import mlx.core as mx
 import pytest
 from e2e.harness import engine, greedy
+from prometheus_client import REGISTRY
 
 from vllm_metal.metrics.stat_logger import logger
+from vllm_metal.metrics.step_rows import StepRows
 
 NUM_TOKENS = 12
 
@@ -23,6 +25,16 @@ def serve(llm, prompts):
 def metrics(llm):
     """By name the figures that are not of single requests."""
     return {metric.name: metric for metric in llm.get_metrics() if "metal" in metric.name}
+
+
+def by_kind():
+    """Device time by what it was for; vLLM's own reading of counters knows whole numbers only."""
+    return {
+        sample.labels["kind"]: sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "vllm:metal_device_seconds_total"
+    }
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
@@ -46,10 +58,50 @@ def test_each_step_has_its_figures(tiny, tiny_text, async_scheduling):
         assert device.count in ((NUM_TOKENS,) if not async_scheduling else (12, 13))
         assert 0 < host.sum < passed
         assert 0 < device.sum < passed
+        kinds = by_kind()
+        assert kinds["prefill"] > 0 and kinds["decode"] > 0
+        assert sum(kinds.values()) == pytest.approx(device.sum)
         memory = found["vllm:metal_device_memory_bytes"].value
         assert mx.get_active_memory() <= memory <= mx.get_peak_memory() + mx.get_cache_memory()
         assert found["vllm:metal_memory_budget_bytes"].value >= memory
         assert found["vllm:metal_failed_steps"].value == 0
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+def test_rows_of_prompts_are_their_tokens(tiny, tiny_text, monkeypatch, async_scheduling, drafts):
+    """In chunks, beside answers and behind a prefix that is cached; all else is answers'."""
+    steps, of = [], StepRows.of
+    monkeypatch.setattr(
+        StepRows, "of", staticmethod(lambda step: steps.append(of(step)) or of(step))
+    )
+    method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1}
+    with engine(
+        tiny,
+        max_model_len=128,
+        async_scheduling=async_scheduling,
+        max_num_batched_tokens=32,
+        max_num_seqs=2,
+        speculative_config=method if drafts else None,
+        additional_config={"fixed_draft_length": bool(drafts)},
+    ) as llm:
+        outputs = serve(llm, [tiny_text[:80], tiny_text[7:60], tiny_text[:80]])
+        drafted = {metric.name: metric for metric in llm.get_metrics()}
+    computed = sum(len(o.prompt_token_ids) - o.num_cached_tokens for o in outputs)
+    total = sum(steps, StepRows())
+    # An answer's first token comes of its prompt's last row.
+    one_each = len(outputs) * (NUM_TOKENS - 1)
+    assert total.prefill == computed
+    if drafts:
+        rejected = (
+            drafted["vllm:spec_decode_num_draft_tokens"].value
+            - drafted["vllm:spec_decode_num_accepted_tokens"].value
+        )
+        assert rejected > 0 and total.decode >= one_each + rejected
+    else:
+        # With async scheduling a row more may be planned before an answer's end is known.
+        assert one_each <= total.decode <= one_each + len(outputs) * async_scheduling
+    assert any(step.prefill and step.decode for step in steps)
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])

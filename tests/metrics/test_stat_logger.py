@@ -68,6 +68,18 @@ def test_metrics(stat_logger):
     assert metric("vllm:metal_step_device_seconds_count") == 1
 
 
+def test_device_time_of_prompts_and_answers_adds_up(stat_logger):
+    for kind in ("prefill", "decode"):
+        assert metric("vllm:metal_device_seconds_total", kind=kind) == 0  # there before the first
+    for seconds in (0.5, 0.125):
+        made = StepFigures(0.25, 0.5, GIB, None, 0, prefill_seconds=seconds)
+        stat_logger.record(stats(made), None)
+    stat_logger.record(stats(figures(device=None)), None)
+    assert metric("vllm:metal_device_seconds_total", kind="prefill") == 0.625
+    assert metric("vllm:metal_device_seconds_total", kind="decode") == 0.375
+    assert metric("vllm:metal_step_device_seconds_sum") == 1
+
+
 def test_failed_steps_are_counted_once(stat_logger):
     assert metric("vllm:metal_failed_steps_total") == 0  # there before the first fails
     for failed in (0, 1, 1, 3):

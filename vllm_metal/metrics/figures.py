@@ -24,6 +24,7 @@ class StepFigures:
     device_memory_bytes: int  # that MLX holds: live arrays, and buffers to use again
     memory_budget_bytes: int | None  # that MLX is held to; None: nobody set a limit
     failed_steps: int  # since the engine started
+    prefill_seconds: float = 0.0  # of device_seconds, what rows of prompts took
 
     def for_scheduler(self) -> ECConnectorOutput:
         """As the part of a step's result that vLLM's scheduler passes on to stat loggers.

@@ -88,6 +88,11 @@ class _Metrics:
             labels,
             buckets=_BUCKETS,
         )
+        self.busy = Counter(
+            "vllm:metal_device_seconds",
+            "Device time of steps, by what its rows were for: prompts (prefill), answers (decode).",
+            (*labels, "kind"),
+        )
         self.failed = Counter(
             "vllm:metal_failed_steps",
             "Steps that failed: their requests ended with an error, and all others started again.",
@@ -105,6 +110,8 @@ class _Engine:
         self._budget = metrics.budget.labels(*labels)
         self._host = metrics.host.labels(*labels)
         self._device = metrics.device.labels(*labels)
+        self._prefill = metrics.busy.labels(*labels, "prefill")
+        self._decode = metrics.busy.labels(*labels, "decode")
         self._failed = metrics.failed.labels(*labels)
         self._prefix_cache = CachingMetrics()  # of as many requests as in vLLM's own line
         self._newest: StepFigures | None = None
@@ -130,6 +137,8 @@ class _Engine:
         if figures.device_seconds is not None:
             self._device_seconds.append(figures.device_seconds)
             self._device.observe(figures.device_seconds)
+            self._prefill.inc(figures.prefill_seconds)
+            self._decode.inc(figures.device_seconds - figures.prefill_seconds)
         self._memory.set(figures.device_memory_bytes)
         if figures.memory_budget_bytes is not None:
             self._budget.set(figures.memory_budget_bytes)

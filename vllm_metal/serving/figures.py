@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal, get_args
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 #: The tenant of requests without a valid key.
 NOBODY = "none"
+#: How a request that generates ends: the engine has answered it, or a store has; its time limit was
+#: over; its client went away; its answer is an error; its answer came, and the engine goes on.
+Outcome = Literal["computed", "hit", "timed_out", "aborted", "error", "background"]
+#: Upper bounds in seconds: from a kept answer to the longest that a whole context takes.
+_BUCKETS = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0),
+    *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0),
+)
 
 
 class Figures:
@@ -45,6 +54,17 @@ class Figures:
         self.timeouts = Counter(
             "vllm:request_timeouts", "Requests that the time limit ended.", registry=registry
         )
+        durations = Histogram(
+            "vllm:request_duration_seconds",
+            "From a request's last byte in to its answer's last byte out, by how it ended.",
+            ("outcome",),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        #: All are there before the first request: a rate sees nothing of a series' first value.
+        self.durations: dict[Outcome, Histogram] = {
+            outcome: durations.labels(outcome=outcome) for outcome in get_args(Outcome)
+        }
 
 
 @functools.cache

@@ -72,6 +72,8 @@ class Tenants:
             self._keys = KeyFile(config.tenants.keys)
             self._parts.secret = config.tenants.read_secret()
             self._parts.meter = Meter(self._parts.figures, self._parts.secret)
+            # There before the first: a rate sees nothing of a series' first value.
+            self._parts.figures.requests.labels(tenant=NOBODY, status="401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             self._parts.cache = ResponseCache(store, self._parts.secret, self._parts.figures)

@@ -13,6 +13,7 @@ from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import body, fields, headers, response_ids
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
+from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.meter import Meter
@@ -88,6 +89,8 @@ class Generation:
     async def run(self, receive: Receive, send: Send) -> None:
         """Answers the client."""
         engine = self._scope["app"].state.engine_client
+        watched = Duration(self._parts.figures, receive, send)
+        receive, send = watched.receive, watched.send
         self._deadline.start(self._id, engine, self._parts.figures.timeouts.inc)
         try:
             found = await self._key()
@@ -98,6 +101,7 @@ class Generation:
                 await self._answer_or_wait(found, receive, send)
         finally:
             self._deadline.end()
+            watched.end(self._deadline.expired.is_set(), self._read.background)
 
     def _keep_apart(self, outgoing: dict[str, Any], tenant: str) -> None:
         """Writes the tenant's salt, and refuses what would reach another's."""

@@ -26,6 +26,7 @@ from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
+from vllm_metal.metrics.step_rows import StepRows
 from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.dense_check import Told
@@ -200,6 +201,7 @@ class MetalWorker(WorkerBase):
         self._wire()
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
+        self._rows = StepRows()  # of the step that was laid out last
 
     def _wire(self) -> None:
         if self._memory is not None and AdditionalConfig.of(self.vllm_config).wire_memory:
@@ -292,12 +294,14 @@ class MetalWorker(WorkerBase):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         with self._clock.laying_out():
             self._pressure.poll()
-            return self.runner.execute_model(scheduler_output)
+            result = self.runner.execute_model(scheduler_output)
+        self._rows = StepRows.of(scheduler_output)
+        return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         with self._clock.handing_over() as step:
             output = self.runner.sample_tokens(grammar_output)
-        return self._meter.measured(output, step)
+        return self._meter.measured(output, step, self._rows)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()

@@ -83,8 +83,8 @@ _WORKER = (
 _STEP = (
     Touched(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        by="batch/requests.py worker/model_runner.py worker/recovery.py worker/rehearsal.py "
-        "vllm_patches/scheduler.py vllm_patches/step_budget.py",
+        by="batch/requests.py metrics/step_rows.py worker/model_runner.py worker/recovery.py "
+        "worker/rehearsal.py vllm_patches/scheduler.py vllm_patches/step_budget.py",
         called="scheduled_new_reqs= scheduled_cached_reqs= num_scheduled_tokens= "
         "total_num_scheduled_tokens= scheduled_spec_decode_tokens= scheduled_encoder_inputs= "
         "finished_req_ids= free_encoder_mm_hashes=",
@@ -111,11 +111,12 @@ _STEP = (
     ),
     Touched(
         "vllm.v1.core.sched.output:CachedRequestData",
-        by="batch/requests.py worker/rehearsal.py",
+        by="batch/requests.py metrics/step_rows.py worker/rehearsal.py",
         called="req_ids= resumed_req_ids= new_token_ids= all_token_ids= new_block_ids= "
         "num_computed_tokens= num_output_tokens=",
         calls={"make_empty": ""},
-        fields="req_ids resumed_req_ids new_block_ids num_computed_tokens all_token_ids",
+        fields="req_ids resumed_req_ids new_block_ids num_computed_tokens all_token_ids "
+        "num_output_tokens",
     ),
     Touched(
         "vllm.v1.core.sched.output:GrammarOutput",

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's device time goes to prompts and answers by rows, and adds up to all of it."""
+
+import pytest
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.step_clock import StepClock
+from vllm_metal.metrics.step_meter import StepMeter
+from vllm_metal.metrics.step_rows import StepRows
+from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.vllm_patches.step_result import StepResult
+
+NOTHING = EMPTY_MODEL_RUNNER_OUTPUT
+TOKENS = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[5]])
+LOST = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[]], pool_lost=True)
+
+
+class Output(AsyncOutput):
+    def __init__(self, result):
+        self.result = result
+
+    def get_output(self):
+        return self.result
+
+
+class Engine:
+    """Steps that take four seconds each, one after the other."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.clock = StepClock(lambda: self.now)
+        self.meter = StepMeter(self.clock, None, lambda: 0)
+
+    def step(self, result, prefill, decode):
+        with self.clock.laying_out(), self.clock.handing_over() as times:
+            self.now += 1
+        output = self.meter.measured(Output(result), times, StepRows(prefill, decode))
+        self.now += 3
+        made = output.get_output()
+        return StepFigures(**made.ec_connector_output.ec_connector_stats.data["vllm_metal"])
+
+
+@pytest.mark.parametrize(("prefill", "decode", "seconds"), [(9, 0, 4), (0, 9, 0), (3, 1, 3)])
+def test_a_steps_time_is_divided_by_rows(prefill, decode, seconds):
+    found = Engine().step(TOKENS, prefill, decode)
+    assert (found.device_seconds, found.prefill_seconds) == (4, seconds)
+
+
+def test_chunks_that_sample_nothing_are_divided_with_the_step_that_ends_them():
+    engine = Engine()
+    assert engine.step(NOTHING, 7, 0).device_seconds is None
+    found = engine.step(TOKENS, 0, 1)
+    assert (found.device_seconds, found.prefill_seconds) == (8, 7)
+    assert engine.step(TOKENS, 0, 1).prefill_seconds == 0  # the chunk was counted
+
+
+def test_rows_that_were_lost_take_no_time():
+    engine = Engine()
+    engine.step(NOTHING, 7, 0)
+    engine.step(LOST, 5, 0)
+    assert engine.step(TOKENS, 0, 1).prefill_seconds == 0
