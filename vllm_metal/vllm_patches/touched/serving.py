@@ -36,6 +36,16 @@ SERVING = (
         calls={"abort": "request_id"},
     ),
     Touched(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        by="vllm_patches/server_end.py",
+        fields="errored",
+        methods={"shutdown": "timeout"},
+    ),
+    Touched(
+        "vllm.entrypoints.launchers.api_server.entry:serve_http",
+        by="vllm_patches/server_end.py",
+    ),
+    Touched(
         "vllm.v1.engine.output_processor:OutputProcessor",
         by="serving/deadline.py",
         fields="external_req_ids",
