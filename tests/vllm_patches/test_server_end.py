@@ -12,6 +12,9 @@ from vllm_patches.unpatched import DeadEngine, serve_until_it_ends
 
 from vllm_metal.vllm_patches.server_end import RETRY_AFTER_S, TurnAway, tell_how_servers_end
 
+NEW = [("GET", "/health"), ("POST", "/v1/completions"), ("POST", "/v1/responses")]
+OLD = [("GET", "/metrics"), ("GET", "/v1/responses/a"), ("POST", "/v1/responses/a/cancel")]
+
 tell_how_servers_end()
 
 
@@ -40,9 +43,8 @@ def test_an_engine_notes_that_it_was_told(died):
 
 def application(stopping):
     app = FastAPI()
-    for path in ("/health", "/metrics", "/v1/models"):
-        app.get(path)(lambda: "served")
-    app.post("/v1/completions")(lambda: "served")
+    for method, path in (*NEW, *OLD):
+        app.api_route(path, methods=[method])(lambda: "served")
     app.add_middleware(TurnAway, is_stopping=lambda: stopping)
     return app
 
@@ -56,10 +58,7 @@ def ask(app, method, path):
     return asyncio.run(asked())
 
 
-ROUTES = [("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/completions")]
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), NEW)
 def test_a_server_that_stops_turns_requests_away(method, path):
     assert ask(application(False), method, path).text == '"served"'
     reply = ask(application(True), method, path)
@@ -68,5 +67,6 @@ def test_a_server_that_stops_turns_requests_away(method, path):
     assert "stopping" in reply.json()["error"]["message"]
 
 
-def test_its_figures_are_told_to_the_end():
-    assert ask(application(True), "GET", "/metrics").text == '"served"'
+@pytest.mark.parametrize(("method", "path"), OLD)
+def test_figures_and_what_was_begun_may_be_asked_for(method, path):
+    assert ask(application(True), method, path).text == '"served"'

@@ -81,16 +81,28 @@ def _turning_requests_away(
     return serve
 
 
+def _is_new_work(scope: Scope) -> bool:
+    """Or whether the server is ready for some (/health)."""
+    if scope["type"] != "http":
+        return False
+    asked: str = scope["path"]
+    posted = scope["method"] == "POST" and not asked.endswith("/cancel")
+    return posted or asked.endswith("/health")
+
+
 class TurnAway:
-    """Answers 503 to all but /metrics while the server stops. It stands before all middlewares."""
+    """Answers 503 to new work and to /health while the server stops.
+
+    It stands before all middlewares. Figures and stored responses may still be asked for, and
+    responses cancelled.
+    """
 
     def __init__(self, app: ASGIApp, is_stopping: Callable[[], bool]) -> None:
         """Takes the application, and what says whether it is stopping."""
         self._app, self._is_stopping = app, is_stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answered = scope["type"] != "http" or scope["path"].endswith("/metrics")
-        if answered or not self._is_stopping():
+        if not (self._is_stopping() and _is_new_work(scope)):
             await self._app(scope, receive, send)
             return
         headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}

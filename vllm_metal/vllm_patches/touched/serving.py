@@ -31,6 +31,11 @@ SERVING = (
     ),
     Touched("vllm.entrypoints.serve.engine.protocol:ErrorResponse", by=_RENDERING),
     Touched(
+        "vllm.utils.argparse_utils:FlexibleArgumentParser",
+        by="serving/start.py",
+        calls={"load_config_file": "file_path"},
+    ),
+    Touched(
         "vllm.v1.engine.async_llm:AsyncLLM",
         by=f"serving/deadline.py {_RENDERING}",
         calls={"abort": "request_id"},
