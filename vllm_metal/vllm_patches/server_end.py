@@ -75,7 +75,9 @@ def _turning_requests_away(
 ) -> Callable[..., Any]:
     def serve(app: Any, *args: Any, **options: Any) -> Awaitable[Awaitable[None]]:
         engine = app.state.engine_client
-        app.add_middleware(TurnAway, is_stopping=lambda: _is_stopping(engine))
+        # vLLM has put the middlewares together already.
+        before = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
         return serve_http(app, *args, **options)
 
     return serve
