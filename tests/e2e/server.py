@@ -2,6 +2,7 @@
 """`vllm serve` as a user starts it: in processes of its own, on a free loopback port."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -99,6 +101,13 @@ def serve(
         server = Server(f"http://127.0.0.1:{port}", log, process)
         _wait_until_healthy(process, server, start_timeout_s)
         yield server
+
+
+def engine_core(server: Server) -> psutil.Process:
+    """The process of the engine, by what its lines in the log begin with."""
+    found = re.search(r"^\(EngineCore\w* pid=(\d+)\)", server.log.read_text(), re.MULTILINE)
+    assert found is not None
+    return psutil.Process(int(found[1]))
 
 
 def refused_start(

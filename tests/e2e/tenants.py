@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 from e2e.server import Server, serve
@@ -66,9 +68,9 @@ class Tenants:
         )
 
 
-def write_settings(folder: Path) -> dict[str, str]:
+def write_settings(folder: Path, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Writes what the server reads, into an empty folder; returns the keys."""
-    (folder / "serving.toml").write_text(_SETTINGS.format(timeout_s=TIMEOUT_S))
+    (folder / "serving.toml").write_text(_SETTINGS.format(timeout_s=timeout_s))
     secret = folder / "secret"
     secret.write_text("a secret of a server in a test")
     secret.chmod(0o600)
@@ -78,7 +80,14 @@ def write_settings(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def serve_tenants(model: str, folder: Path, keys: dict[str, str], log: str) -> Iterator[Tenants]:
+def serve_tenants(
+    model: str,
+    folder: Path,
+    keys: dict[str, str],
+    log: str,
+    more: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Tenants]:
     """Runs a server on what `write_settings` wrote, with a cache on disk and suffix decoding."""
     ours = {
         "prefix_cache_dir": str(folder / "disk"),
@@ -93,13 +102,23 @@ def serve_tenants(model: str, folder: Path, keys: dict[str, str], log: str) -> I
         *("--additional-config", json.dumps(ours)),
         *("--speculative-config", json.dumps(SPECULATION)),
         "--enable-prompt-tokens-details",
+        *more,
     ]
     settings = {
         "VLLM_METAL_SERVING_CONFIG": str(folder / "serving.toml"),
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+        **environment,
     }
     with (
         serve(model, options, folder / log, environment=settings) as server,
         httpx.Client(timeout=120) as client,
     ):
         yield Tenants(server, keys, client)
+
+
+def wait_until_answers_are_kept(running: Tenants) -> None:
+    """The server reads its weights first, in the background."""
+    deadline = time.monotonic() + 60
+    while running.ask("acme", prompt="Once", max_tokens=1).headers["x-cache"] == "BYPASS":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

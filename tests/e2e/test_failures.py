@@ -2,7 +2,6 @@
 """When a process dies, is interrupted, or cannot start: quickly, cleanly, and saying why."""
 
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -16,7 +15,7 @@ import openai
 import psutil
 import pytest
 from e2e.fuzz.models import MAX_LEN, VOCAB, write_models
-from e2e.server import free_port, refused_start, serve, started
+from e2e.server import engine_core, free_port, refused_start, serve, started
 
 OPTIONS = (
     *("--max-model-len", str(MAX_LEN)),
@@ -34,12 +33,6 @@ def wait_for(condition, seconds):
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
         time.sleep(0.05)
     return found
-
-
-def engine_core(server):
-    """The process of the engine, by what its lines in the log begin with."""
-    found = re.search(r"^\(EngineCore\w* pid=(\d+)\)", server.log.read_text(), re.MULTILINE)
-    return psutil.Process(int(found[1]))
 
 
 def group_of(process):
@@ -72,7 +65,7 @@ def test_a_killed_engine_ends_its_streams_and_its_server_and_leaves_the_port(tin
             for _ in stream:
                 pass
         assert time.monotonic() - killed < ENDING_S
-        server.process.wait(ENDING_S)
+        assert server.process.wait(ENDING_S) == 1
         wait_for(lambda: not group_of(server.process), ENDING_S)
         assert "EngineDeadError" in server.log.read_text()
     with serve(tiny, OPTIONS, tmp_path / "second", port) as server, server.client() as client:

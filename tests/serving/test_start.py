@@ -54,6 +54,24 @@ def test_options_that_go_past_it_are_refused(settings, option):
     assert "=k" not in only
 
 
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_options_in_a_file_are_refused(settings, form):
+    path = settings / "options.yaml"
+    path.write_text("port: 8000\napi-key: k\n")
+    (only,) = refused(*form.format(path).split())
+    assert only.startswith("--api-key")
+    path.write_text("port: 8000\n")
+    assert refused(*form.format(path).split()) == []
+
+
+def test_the_middleware_in_a_file_needs_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_METAL_SERVING_CONFIG", raising=False)
+    path = tmp_path / "options.yaml"
+    path.write_text("middleware: [vllm_metal.serving.Tenants]\n")
+    with pytest.raises(ValueError, match="needs VLLM_METAL_SERVING_CONFIG"):
+        start.refusals(1, None, ["vllm", "serve", "--config", str(path)], {})
+
+
 def test_the_disk_cache_needs_the_same_secret(settings):
     other = settings / "other"
     other.write_bytes(b"another secret of 16 bytes")

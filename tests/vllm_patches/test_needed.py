@@ -27,6 +27,7 @@ QUESTIONS = {
     "http_protocol.LimitedHttp",
     "processes.in_users_process",
     "processes.is_engine_process",
+    "server_end.TurnAway",
 }
 
 

@@ -36,6 +36,7 @@ CHANGING = (
     "processes",
     "refusals",
     "scheduler",
+    "server_end",
     "shutdown",
     "speculation",
     "stat_loggers",
@@ -631,6 +632,47 @@ def limits_on_headers(folder):
         return config.http_protocol_class is HttpToolsProtocol and not told, told
 
     return asyncio.run(first_words())
+
+
+class DeadEngine:
+    """What a server asks of an engine that has died by itself."""
+
+    errored, is_running = True, False
+    vllm_config = SimpleNamespace(shutdown_timeout=0)
+
+
+@probe("server_end.tell_how_servers_end", releases=("0.32",))
+def a_servers_end(folder):
+    """A server whose engine has died ends as one that was told to stop."""
+    import asyncio
+
+    try:
+        asyncio.run(serve_until_it_ends(DeadEngine()))
+    except SystemExit as ended:
+        return False, ended.code
+    return True, "no status"
+
+
+async def serve_until_it_ends(engine):
+    """Runs vLLM's HTTP server, which looks at its engine as soon as it has started."""
+    import asyncio
+
+    from fastapi import FastAPI
+    from vllm.entrypoints.launchers import launcher
+    from vllm.entrypoints.launchers.api_server import entry
+
+    app = FastAPI()
+    app.state.engine_client = engine
+
+    async def look():
+        while not getattr(getattr(app.state, "server", None), "started", False):
+            await asyncio.sleep(0.01)
+        launcher.terminate_if_errored(app.state.server, engine)
+
+    looking = asyncio.create_task(look())
+    ending = await entry.serve_http(app, sock=None, host="127.0.0.1", port=0, log_level="error")
+    await looking
+    await ending
 
 
 @probe("shutdown.let_engines_end")

@@ -168,9 +168,10 @@ class MetalPlatform(Platform):
         cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
-            from vllm_metal.vllm_patches import http_protocol
+            from vllm_metal.vllm_patches import http_protocol, server_end
 
             http_protocol.limit_connections()
+            server_end.tell_how_servers_end()
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -92,11 +92,14 @@ class Tenants:
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._begin(scope)
-        try:
-            await self._parts.app(scope, receive, send)
-        finally:
-            if self._parts.cache is not None:
+
+        async def after_closing(message: Message) -> None:
+            # The server's process may end at once when it has this message.
+            if message["type"].startswith("lifespan.shutdown") and self._parts.cache is not None:
                 await self._parts.cache.close()
+            await send(message)
+
+        await self._parts.app(scope, receive, after_closing)
 
     def _begin(self, scope: Scope) -> None:
         """Begins to count tokens, and to find out which model answers: until then none is kept."""

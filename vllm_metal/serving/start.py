@@ -22,9 +22,8 @@ def refusals(
 ) -> dict[str, bool]:
     """Settings that do not go with `VLLM_METAL_SERVING_CONFIG`, and whether each was asked for.
 
-    vLLM's configuration says nothing of a server's front end, so the command line is looked at. One
-    that stands in a file (`--config`) is not seen; what it misses is refused later, by the class
-    itself and by `check_salt`.
+    vLLM's configuration says nothing of a server's front end, so the command line is looked at, and
+    the file that it may name (`--config`).
 
     Args:
         num_api_servers: --api-server-count.
@@ -36,6 +35,7 @@ def refusals(
         ValueError: the file cannot be used, or is needed and not named.
     """
     arguments = sys.argv if arguments is None else arguments
+    arguments = [*arguments, *_of_file(arguments)]
     environment = os.environ if environment is None else environment
     if any(MIDDLEWARE in argument for argument in arguments):
         config.required()
@@ -63,6 +63,20 @@ def refusals(
             and secret_file.read(disk_salt_key, salts.SALT_KEY) != tenants.read_secret()
         ),
     }
+
+
+def _of_file(arguments: Sequence[str]) -> list[str]:
+    """Arguments in the file that `--config` names, as vLLM reads it."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found: list[str] = []
+    for place, argument in enumerate(arguments):
+        option, named, path = argument.partition("=")
+        if option == "--config" and (named or place + 1 < len(arguments)):
+            found += FlexibleArgumentParser().load_config_file(
+                path if named else arguments[place + 1]
+            )
+    return found
 
 
 def check_salt(salt: object) -> None:

@@ -31,9 +31,24 @@ SERVING = (
     ),
     Touched("vllm.entrypoints.serve.engine.protocol:ErrorResponse", by=_RENDERING),
     Touched(
+        "vllm.utils.argparse_utils:FlexibleArgumentParser",
+        by="serving/start.py",
+        calls={"load_config_file": "file_path"},
+    ),
+    Touched(
         "vllm.v1.engine.async_llm:AsyncLLM",
         by=f"serving/deadline.py {_RENDERING}",
         calls={"abort": "request_id"},
+    ),
+    Touched(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        by="vllm_patches/server_end.py",
+        fields="errored",
+        methods={"shutdown": "timeout"},
+    ),
+    Touched(
+        "vllm.entrypoints.launchers.api_server.entry:serve_http",
+        by="vllm_patches/server_end.py",
     ),
     Touched(
         "vllm.v1.engine.output_processor:OutputProcessor",

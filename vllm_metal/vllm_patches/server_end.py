@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server ends: as a failure when its engine has died, and after its requests when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import JSONResponse
+
+from vllm_metal.vllm_patches.replacing import replace
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32",)
+#: Seconds after which clients may ask again: a server starts in 10 to 15 (docs/performance.md).
+RETRY_AFTER_S = 15
+_STOPPING = {
+    "error": {
+        "message": "The server is stopping. Ask again later, or ask another server.",
+        "type": "Service Unavailable",
+        "code": 503,
+    }
+}
+
+
+def tell_how_servers_end() -> None:
+    """Has a server whose engine has died exit with status 1, and one that stops take no requests.
+
+    vLLM's server exits with 0 either way, so whoever runs it takes a crash for an end that was
+    asked for. After SIGTERM it goes on taking requests while the engine computes its last ones
+    (--shutdown-timeout), and aborts them. Call this where uvicorn is loaded.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    replace(AsyncLLM, "shutdown", _remembering_the_stop)
+    replace(entry, "serve_http", _failing_without_an_engine)
+    replace(entry, "serve_http", _turning_requests_away)
+
+
+def _remembering_the_stop(shutdown: Callable[..., None]) -> Callable[..., None]:
+    def shut_down(self: Any, timeout: float | None = None) -> None:
+        self.told_to_stop = not self.errored
+        shutdown(self, timeout=timeout)
+
+    return shut_down
+
+
+def _is_stopping(engine: Any) -> bool:
+    return bool(getattr(engine, "told_to_stop", False))
+
+
+def _failing_without_an_engine(
+    serve_http: Callable[..., Awaitable[Awaitable[None]]],
+) -> Callable[..., Any]:
+    async def serve(app: Any, *args: Any, **options: Any) -> Awaitable[None]:
+        ending = await serve_http(app, *args, **options)
+        engine = app.state.engine_client
+        died = engine is not None and engine.errored and not _is_stopping(engine)
+        return _failed(ending) if died else ending
+
+    return serve
+
+
+async def _failed(ending: Awaitable[None]) -> None:
+    await ending
+    raise SystemExit(1)
+
+
+def _turning_requests_away(
+    serve_http: Callable[..., Awaitable[Awaitable[None]]],
+) -> Callable[..., Any]:
+    def serve(app: Any, *args: Any, **options: Any) -> Awaitable[Awaitable[None]]:
+        engine = app.state.engine_client
+        # vLLM has put the middlewares together already.
+        before = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
+        return serve_http(app, *args, **options)
+
+    return serve
+
+
+def _is_new_work(scope: Scope) -> bool:
+    """Or whether the server is ready for some (/health)."""
+    if scope["type"] != "http":
+        return False
+    asked: str = scope["path"]
+    posted = scope["method"] == "POST" and not asked.endswith("/cancel")
+    return posted or asked.endswith("/health")
+
+
+class TurnAway:
+    """Answers 503 to new work and to /health while the server stops.
+
+    It stands before all middlewares. Figures and stored responses may still be asked for, and
+    responses cancelled.
+    """
+
+    def __init__(self, app: ASGIApp, is_stopping: Callable[[], bool]) -> None:
+        """Takes the application, and what says whether it is stopping."""
+        self._app, self._is_stopping = app, is_stopping
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not (self._is_stopping() and _is_new_work(scope)):
+            await self._app(scope, receive, send)
+            return
+        headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
+        await JSONResponse(_STOPPING, 503, headers)(scope, receive, send)
