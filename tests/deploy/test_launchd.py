@@ -55,4 +55,6 @@ def test_paths_are_absolute():
 def test_a_stop_waits_for_the_engine():
     from vllm_metal.vllm_patches.shutdown import STOP_TIMEOUT
 
-    assert SERVICE["ExitTimeOut"] > STOP_TIMEOUT
+    options = SERVICE["ProgramArguments"]
+    drained = int(options[options.index("--shutdown-timeout") + 1])
+    assert SERVICE["ExitTimeOut"] > drained + STOP_TIMEOUT
