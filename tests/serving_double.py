@@ -364,6 +364,11 @@ def app_of(gate):
     return gate._parts.app
 
 
+def identity(gate, key):
+    """What a tenant's salts and ids are derived from, by its key."""
+    return gate._keys.find(key).identity
+
+
 async def render(style, fields):
     """Tokens of a prompt: its bytes. None for what vLLM would refuse."""
     prompt = fields.get("messages", fields.get("prompt"))

@@ -15,6 +15,7 @@ from e2e.models import first_two_layers
 from e2e.tenants import MAX_MODEL_LEN, serve_tenants, write_settings
 
 from vllm_metal.kv_transfer import salts, secret_file
+from vllm_metal.serving import tenants_file
 
 BLOCK_SIZE = 16  # vllm-metal's default
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
@@ -62,6 +63,11 @@ def wait_for(condition, seconds=60):
         time.sleep(0.1)
 
 
+def identities(folder):
+    """What salts are derived from, by tenant."""
+    return {key.tenant: key.identity for key in tenants_file.read(folder / "tenants.json")}
+
+
 def cached(reply):
     return (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
@@ -92,7 +98,8 @@ def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
     assert seen["acme"] == seen["other"]
     assert seen["acme"][1] > seen["acme"][0]
     secret = secret_file.read(folder / "secret", "secret")
-    namespaces = {salts.namespace(secret, salts.derive(secret, name)) for name in seen}
+    who = identities(folder)
+    namespaces = {salts.namespace(secret, salts.derive(secret, who[name])) for name in seen}
     wait_for(lambda: namespaces == {path.name for path in (folder / "disk").rglob("tenant-*")})
     assert not any(
         path.is_file() for x in (folder / "disk").rglob("shared") for path in x.rglob("*")
@@ -243,7 +250,8 @@ SECRET_PROMPT = "Nobody may read of the purple elephant"
 def test_attacks_on_a_real_server(tenants, keys, folder):
     """A forged salt, duplicate keys, keys that are none, header injection, unlisted routes."""
     key, path = keys["acme"], "/v1/chat/completions"
-    salt = salts.derive(secret_file.read(folder / "secret", "secret"), "other")
+    secret = secret_file.read(folder / "secret", "secret")
+    salt = salts.derive(secret, identities(folder)["other"])
     good = {"model": "m", "messages": messages(SECRET_PROMPT), "max_tokens": 1}
     answered = tenants.metric(ANSWERED)
 
@@ -298,7 +306,7 @@ def test_logs_hold_no_key_no_prompt_and_no_salt(tenants, keys, folder):
     log = tenants.server.log.read_text()
     assert "POST /v1/chat/completions" in log  # it is the one that requests are written to
     hidden = [*keys.values(), "purple elephant", "my-own-salt", secret.decode()]
-    hidden += [salts.derive(secret, name) for name in keys]
+    hidden += [salts.derive(secret, who) for who in identities(folder).values()]
     assert [word for word in hidden if word in log] == []
     metrics = tenants.send("GET", "/metrics", keys["metrics"]).text
     assert [word for word in hidden if word in metrics] == []

@@ -89,7 +89,7 @@ def test_a_secret_that_others_may_read_is_named_by_its_own_setting(folder):
 
 def test_a_password_is_not_for_other_users_and_not_for_logs(folder):
     pytest.importorskip("redis", reason="the extra `redis` is not installed")
-    text = '[response_cache]\nredis = "redis://:s3cr3t@127.0.0.1/0"'
+    text = '[response_cache]\nsecret = "secret"\nredis = "redis://:s3cr3t@127.0.0.1/0"'
     with pytest.raises(ValueError, match="chmod 600") as error:
         config.read(write(folder, text, 0o644))
     assert "s3cr3t" not in str(error.value)

@@ -31,7 +31,7 @@ def test_keys_are_found_until_they_are_removed(tmp_path):
     keys = KeyFile(path, lambda: now[0])
     assert keys.find(secret) == first and keys.find(second).purpose == "metrics"
     assert keys.find("vm-unknown") is None and keys.find(first.sha256) is None
-    assert [key.id for key in tenants_file.remove(path, first.id)] == [first.id]
+    assert [key.id for key in tenants_file.remove(path, first.id).keys] == [first.id]
     now[0] = 1.0
     assert keys.find(secret) is None and keys.find(second) is not None
     tenants_file.remove(path, "acme")
