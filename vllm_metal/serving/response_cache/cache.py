@@ -104,7 +104,7 @@ class _Access:
 
     def failed(self, error: StoreError, now: float) -> None:
         if self._ask_at is None:
-            logger.warning(f"The response cache {self._complaint}", error)
+            logger.warning(self._complaint, error)
         self._ask_at = now + _LEAVE_ALONE_S
 
     def worked(self) -> None:
