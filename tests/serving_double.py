@@ -364,6 +364,11 @@ def app_of(gate):
     return gate._parts.app
 
 
+def identity(gate, key):
+    """What a tenant's salts and ids are derived from, by its key."""
+    return gate._keys.find(key).identity
+
+
 async def render(style, fields):
     """Tokens of a prompt: its bytes. None for what vLLM would refuse."""
     prompt = fields.get("messages", fields.get("prompt"))
@@ -385,9 +390,10 @@ def make(
     max_answer_bytes=10**6,
     max_body_bytes=10**5,
     open_metrics=False,
+    response_cache=None,
 ):
     """What stands before the double, and keys by tenant."""
-    keys, of_tenants, of_cache = {}, None, None
+    keys, of_tenants, of_cache = {}, None, response_cache
     if tenants:
         file = folder / "tenants.json"
         for name in tenants:
@@ -396,7 +402,7 @@ def make(
         (folder / "secret").write_bytes(SECRET)
         (folder / "secret").chmod(0o600)
         of_tenants = TenantsConfig(file, folder / "secret", open_metrics)
-    if cache:
+    if cache and of_cache is None:
         of_cache = ResponseCacheConfig(folder / "answers", max_answer_bytes=max_answer_bytes)
     config = ServingConfig(of_tenants, of_cache, timeout_s, max_body_bytes)
     figures = Figures(CollectorRegistry())

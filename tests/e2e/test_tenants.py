@@ -19,7 +19,9 @@ from e2e.tenants import (
     write_settings,
 )
 
+from vllm_metal.commands.cli import main
 from vllm_metal.kv_transfer import salts, secret_file
+from vllm_metal.serving import tenants_file
 
 BLOCK_SIZE = 16  # vllm-metal's default
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
@@ -59,6 +61,11 @@ def wait_for(condition, seconds=60):
         time.sleep(0.1)
 
 
+def identities(folder):
+    """What salts are derived from, by tenant."""
+    return {key.tenant: key.identity for key in tenants_file.read(folder / "tenants.json")}
+
+
 def cached(reply):
     return (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
@@ -89,7 +96,8 @@ def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
     assert seen["acme"] == seen["other"]
     assert seen["acme"][1] > seen["acme"][0]
     secret = secret_file.read(folder / "secret", "secret")
-    namespaces = {salts.namespace(secret, salts.derive(secret, name)) for name in seen}
+    who = identities(folder)
+    namespaces = {salts.namespace(secret, salts.derive(secret, who[name])) for name in seen}
     wait_for(lambda: namespaces == {path.name for path in (folder / "disk").rglob("tenant-*")})
     assert not any(
         path.is_file() for x in (folder / "disk").rglob("shared") for path in x.rglob("*")
@@ -240,7 +248,8 @@ SECRET_PROMPT = "Nobody may read of the purple elephant"
 def test_attacks_on_a_real_server(tenants, keys, folder):
     """A forged salt, duplicate keys, keys that are none, header injection, unlisted routes."""
     key, path = keys["acme"], "/v1/chat/completions"
-    salt = salts.derive(secret_file.read(folder / "secret", "secret"), "other")
+    secret = secret_file.read(folder / "secret", "secret")
+    salt = salts.derive(secret, identities(folder)["other"])
     good = {"model": "m", "messages": messages(SECRET_PROMPT), "max_tokens": 1}
     answered = tenants.metric(ANSWERED)
 
@@ -295,7 +304,7 @@ def test_logs_hold_no_key_no_prompt_and_no_salt(tenants, keys, folder):
     log = tenants.server.log.read_text()
     assert "POST /v1/chat/completions" in log  # it is the one that requests are written to
     hidden = [*keys.values(), "purple elephant", "my-own-salt", secret.decode()]
-    hidden += [salts.derive(secret, name) for name in keys]
+    hidden += [salts.derive(secret, who) for who in identities(folder).values()]
     assert [word for word in hidden if word in log] == []
     metrics = tenants.send("GET", "/metrics", keys["metrics"]).text
     assert [word for word in hidden if word in metrics] == []
@@ -315,6 +324,75 @@ def test_a_tenants_requests_and_tokens_are_counted(tenants):
     after = [new - old for new, old in zip(now(), before, strict=True)]
     blocks = (usage["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert after == [2 * usage["prompt_tokens"], blocks, 2 * usage["completion_tokens"], 2]
+
+
+@pytest.fixture
+def command(folder, monkeypatch, capsys):
+    """Runs `vllm-metal` with the server's settings; returns what it prints."""
+    monkeypatch.setenv("VLLM_METAL_SERVING_CONFIG", str(folder / "serving.toml"))
+
+    def run(*arguments):
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_what_is_purged_or_removed_is_not_answered_from(tenants, folder, command):
+    fields = {"prompt": "Purged. " + TEXT, "max_tokens": 4}
+
+    def marks():
+        return [tenants.ask(name, **fields).headers["x-cache"] for name in ("acme", "other")]
+
+    assert marks() == ["MISS", "MISS"] and marks() == ["HIT", "HIT"]
+    before = tenants.metric("vllm:response_cache_bytes")
+    assert command("answers", "purge", "--tenant", "acme").startswith("removed ")
+    assert marks() == ["MISS", "HIT"]
+    command("answers", "purge")
+    assert 0 < tenants.metric("vllm:response_cache_bytes") < before
+    assert marks() == ["MISS", "MISS"] and marks() == ["HIT", "HIT"]
+    for path in (folder / "answers").iterdir():
+        path.unlink()
+    assert marks() == ["MISS", "MISS"] and marks() == ["HIT", "HIT"]
+
+
+def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folder, command):
+    """Neither answers, nor K/V in memory or on disk, nor stored responses."""
+    fields = {"prompt": "A guest. " + TEXT * 8, "max_tokens": 4}
+    stored = {"input": "Hello", "max_output_tokens": 4}
+    secret, disk = secret_file.read(folder / "secret", "secret"), folder / "disk"
+
+    def add():
+        tenants.keys["guest"] = command("tenants", "add", "guest").strip()
+        wait_for(lambda: tenants.send("GET", "/v1/models", tenants.keys["guest"]).is_success)
+        who = salts.derive(secret, identities(folder)["guest"])
+        return salts.namespace(secret, who)
+
+    def files(namespace):
+        found = [path for each in disk.rglob(namespace) for path in each.rglob("*")]
+        return sum(path.is_file() for path in found)
+
+    first = add()
+    earlier = tenants.ask("guest", "/v1/responses", **stored).json()["id"]
+    for _ in range(2):
+        reply = tenants.fresh("guest", **fields)
+    assert cached(reply) > 0
+    assert [tenants.ask("guest", **fields).headers["x-cache"] for _ in "ab"] == ["MISS", "HIT"]
+    wait_for(lambda: files(first) > cached(reply) // BLOCK_SIZE)  # with the stored response's
+    printed = command("tenants", "rm", "guest", "--prefix-cache", disk)
+    assert "removed 1 kept answers" in printed and "blocks of K/V" in printed
+    assert files(first) == 0
+    wait_for(lambda: tenants.ask("guest", **fields).status_code == 401)
+    read = tenants.metric("vllm:prefix_cache_disk_read_bytes_total")
+    assert add() != first
+    again = tenants.ask("guest", **fields)
+    assert again.headers["x-cache"] == "MISS" and cached(again) == 0
+    path = f"/v1/responses/{earlier}"
+    assert tenants.send("GET", path, tenants.keys["guest"]).status_code == 404
+    follow = tenants.ask("guest", "/v1/responses", **stored, previous_response_id=earlier)
+    assert follow.status_code == 404
+    assert tenants.metric("vllm:prefix_cache_disk_read_bytes_total") == read
 
 
 @pytest.mark.more

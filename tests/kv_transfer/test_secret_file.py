@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets in files: which are taken, and what is said of the others."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from vllm_metal.kv_transfer import secret_file
@@ -41,3 +43,15 @@ def test_one_that_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ValueError, match=r"^the setting: .* cannot be read \("):
             secret_file.read(path, "the setting")
+
+
+def test_one_secret_is_made_however_many_ask_for_it(tmp_path):
+    path = tmp_path / "new" / "secret"
+    with ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(lambda _: secret_file.read_or_make(path, "the setting"), range(20)))
+    assert len(set(found)) == 1 and len(found[0]) == 64
+    assert [made.name for made in path.parent.iterdir()] == ["secret"]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert secret_file.read_or_make(write(tmp_path / "mine", KEY), "the setting") == KEY
+    with pytest.raises(ValueError, match="a secret needs 16"):
+        secret_file.read_or_make(write(tmp_path / "short", b"short"), "the setting")

@@ -67,6 +67,8 @@ def test_each_part_stands_alone(folder):
         ("[response_cache]\nttl_s = 5", "either 'path', a folder, or 'redis'"),
         ('[response_cache]\npath = "a"\nredis = "redis://h"', "either 'path'"),
         ('[response_cache]\nredis = "http://h"', "redis://127.0.0.1"),
+        ('[response_cache]\npath = "a"\nsecret = "no"', "secret: .*no cannot be read"),
+        (TENANTS + '[response_cache]\npath = "a"\nsecret = "secret"', "leave it out"),
         ('[response_cache]\nredis = "redis://h:abc"', "redis://127.0.0.1"),
         ('[response_cache]\nredis = "redis://h:99999"', "redis://127.0.0.1"),
         ('[response_cache]\npath = ""', "'path' must be a path"),
@@ -89,12 +91,26 @@ def test_a_secret_that_others_may_read_is_named_by_its_own_setting(folder):
 
 def test_a_password_is_not_for_other_users_and_not_for_logs(folder):
     pytest.importorskip("redis", reason="the extra `redis` is not installed")
-    text = '[response_cache]\nredis = "redis://:s3cr3t@127.0.0.1/0"'
+    text = '[response_cache]\nsecret = "secret"\nredis = "redis://:s3cr3t@127.0.0.1/0"'
     with pytest.raises(ValueError, match="chmod 600") as error:
         config.read(write(folder, text, 0o644))
     assert "s3cr3t" not in str(error.value)
     found = config.read(write(folder, text))
     assert "s3cr3t" in found.response_cache.redis and "s3cr3t" not in repr(found)
+
+
+def test_answers_in_redis_are_sealed(folder):
+    pytest.importorskip("redis", reason="the extra `redis` is not installed")
+    text = '[response_cache]\nredis = "redis://h"\n'
+    with pytest.raises(ValueError, match=r"'redis' without \[tenants\] needs a") as error:
+        config.read(write(folder, text))
+    assert "VLLM_METAL_SERVING_CONFIG" in str(error.value)
+    found = config.read(write(folder, text + 'secret = "secret"')).response_cache
+    assert found.secret == folder / "secret"
+    assert config.read(write(folder, TENANTS + text)).response_cache.secret is None
+    (folder / "secret").chmod(0o644)
+    with pytest.raises(ValueError, match=r"\[response_cache\] secret: .*chmod 600"):
+        config.read(write(folder, text + 'secret = "secret"'))
 
 
 def test_the_variable_names_the_file(folder, monkeypatch):

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from serving_double import SECRET, App, ask, counted, make, ready
+from serving_double import SECRET, App, ask, counted, identity, make, ready
 
 from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import tenants_file
@@ -157,8 +157,8 @@ def test_vllm_gets_the_tenants_salt(made, app):
         run(ask(gate, fields=CHAT, key=keys[name]))
         run(ask(gate, fields=CHAT | {"cache_salt": "mine"}, key=keys[name]))
         plain, mine = (fields["cache_salt"] for _, _, fields in app.seen[-2:])
-        assert plain == salts.derive(SECRET, name)
-        assert mine == salts.derive(SECRET, name, "mine")
+        assert plain == salts.derive(SECRET, identity(gate, keys[name]))
+        assert mine == salts.derive(SECRET, identity(gate, keys[name]), "mine")
     assert len({fields["cache_salt"] for _, _, fields in app.seen}) == 4
 
 
@@ -170,7 +170,7 @@ def test_a_forged_salt_is_refused(made, app, path, salt):
     salt = salts.derive(b"a guess of the secret", "other") if salt == "FORGED" else salt
     salt = {} if salt is type(None) else salt
     refused(gate, app, 400, path, CHAT | {"cache_salt": salt}, keys["acme"])
-    real = salts.derive(SECRET, "other")
+    real = salts.derive(SECRET, identity(gate, keys["other"]))
     refused(gate, app, 400, path, CHAT | {"cache_salt": real}, keys["acme"])
 
 
@@ -249,7 +249,7 @@ def test_vllm_gets_what_was_looked_at_and_nothing_else(made, app):
     assert got.keys() == {"content-length", "content-type", "host", "x-request-id", "x-session-id"}
     assert len(got["x-request-id"]) == 32 and keys["acme"] not in json.dumps([got, body])
     expected = {key: value for key, value in fields.items() if key != "request_id"}
-    assert body == expected | {"cache_salt": salts.derive(SECRET, "acme")}
+    assert body == expected | {"cache_salt": salts.derive(SECRET, identity(gate, keys["acme"]))}
 
 
 def test_routes_that_never_reach_the_engine_get_no_salt(made, app):

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from serving_double import App, ask, counted, make
+from serving_double import App, ask, counted, identity, make
 
 from vllm_metal.kv_transfer import salts
 
@@ -77,7 +77,8 @@ def test_steps_of_many_requests_that_come_end_and_are_aborted_in_any_order(tmp_p
     running = []
     for number in range(2000):
         tenant = rng.choice(("acme", "other"))
-        salt = salts.derive(gate._parts.secret, tenant, rng.choice(("", "a", "b")))
+        who, mine = identity(gate, keys[tenant]), rng.choice(("", "a", "b"))
+        salt = salts.derive(gate._parts.secret, who, mine)
         running.append((tenant, app.engine.begin(f"chatcmpl-{number}", salt)[0]))
         for _ in range(rng.randrange(3)):
             tenant, request = rng.choice(running)

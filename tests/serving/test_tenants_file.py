@@ -31,7 +31,7 @@ def test_keys_are_found_until_they_are_removed(tmp_path):
     keys = KeyFile(path, lambda: now[0])
     assert keys.find(secret) == first and keys.find(second).purpose == "metrics"
     assert keys.find("vm-unknown") is None and keys.find(first.sha256) is None
-    assert [key.id for key in tenants_file.remove(path, first.id)] == [first.id]
+    assert [key.id for key in tenants_file.remove(path, first.id).keys] == [first.id]
     now[0] = 1.0
     assert keys.find(secret) is None and keys.find(second) is not None
     tenants_file.remove(path, "acme")
@@ -113,3 +113,56 @@ def test_two_commands_at_once_lose_nothing(tmp_path):
         thread.join()
     assert len(tenants_file.read(path)) == 20
     assert os.listdir(tmp_path) == ["tenants.json"]
+
+
+def test_a_tenant_is_another_one_when_it_is_added_again(tmp_path):
+    path = tmp_path / "tenants.json"
+    first, _ = tenants_file.add(path, "acme")
+    tenants_file.add(path, "acme", "metrics")
+    second, _ = tenants_file.add(path, "acme")
+    other, _ = tenants_file.add(path, "other")
+    assert second.identity == first.identity != other.identity
+    assert first.identity.startswith("acme@") and first.generation != other.generation
+    assert tenants_file.remove(path, first.id).ended == []
+    removed = tenants_file.remove(path, second.id)
+    assert removed.keys == removed.ended == [second]  # a key of /metrics alone is no tenant's
+    again, _ = tenants_file.add(path, "acme")
+    assert again.identity not in (first.identity, "acme")
+    removed = tenants_file.remove(path, "acme")
+    assert len(removed.keys) == 2 and removed.ended == [again]
+
+
+def test_a_file_of_an_older_version_keeps_its_tenants(tmp_path):
+    """What they have was derived from their names alone, and stays theirs."""
+    path = tmp_path / "tenants.json"
+    _, secret = tenants_file.add(path, "acme")
+    content = json.loads(path.read_text())
+    del content["keys"][0]["generation"]
+    path.write_text(json.dumps(content))
+    assert KeyFile(path).find(secret).identity == "acme"
+    assert tenants_file.add(path, "acme")[0].identity == "acme"
+    tenants_file.remove(path, "acme")
+    assert tenants_file.add(path, "acme")[0].identity != "acme"
+
+
+def test_of_a_file_that_others_can_write_removals_count_and_nothing_else(tmp_path, caplog_vllm):
+    """As an editor leaves it, in the place of the one that the command wrote."""
+    path, now = tmp_path / "tenants.json", [0.0]
+    secrets = {name: tenants_file.add(path, name)[1] for name in ("gone", "stays", "moved")}
+    keys = KeyFile(path, lambda: now[0])
+    added = tenants_file.add(path, "added")[1]
+    content = json.loads(path.read_text())
+    content["keys"] = [key for key in content["keys"] if key["tenant"] != "gone"]
+    for key in content["keys"]:
+        if key["tenant"] == "moved":
+            key["tenant"] = "stays"  # which would open another tenant's data
+    path.write_text(json.dumps(content))
+    path.chmod(0o644)
+    for now[0] in range(1, 6):
+        assert keys.find(secrets["stays"]).tenant == "stays"
+        assert [keys.find(x) for x in (secrets["gone"], secrets["moved"], added)] == [None] * 3
+    warnings = [r.getMessage() for r in caplog_vllm.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and "chmod 600" in warnings[0] and "0644" in warnings[0]
+    path.chmod(0o600)
+    now[0] = 6.0
+    assert keys.find(added).tenant == "added" and keys.find(secrets["gone"]) is None

@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
     _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
+    _add_answers(commands.add_parser("answers", help="remove answers that a server has kept"))
     return parser
 
 
@@ -260,8 +261,16 @@ def _add_tenants(parser: argparse.ArgumentParser) -> None:
     new = actions.add_parser("add", help="print a new key")
     new.add_argument("name", metavar="NAME", help="of the tenant; it may have several keys")
     new.add_argument("--metrics", action="store_true", help="a key for /metrics and nothing else")
-    removal = actions.add_parser("rm", help="remove a key, or all of a tenant")
+    removal = actions.add_parser(
+        "rm", help="remove a key, or all of a tenant; with the last one, what was the tenant's own"
+    )
     removal.add_argument("which", metavar="NAME|ID")
+    removal.add_argument(
+        "--prefix-cache",
+        type=Path,
+        metavar="DIR",
+        help="remove the tenant's K/V from this folder, which prefix_cache_dir names",
+    )
     listing = actions.add_parser("list", help="ids, ages and names; not the keys")
     for action in (new, removal, listing):
         action.add_argument(
@@ -271,6 +280,17 @@ def _add_tenants(parser: argparse.ArgumentParser) -> None:
             help="default: the one that VLLM_METAL_SERVING_CONFIG names",
         )
     parser.set_defaults(run=_tenants)
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Remove kept answers from the store that VLLM_METAL_SERVING_CONFIG names. Servers that use "
+        "it do not give them any more."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    purge = actions.add_parser("purge", help="remove all answers, or those of a tenant")
+    purge.add_argument("--tenant", metavar="NAME", help="of this one")
+    parser.set_defaults(run=_answers)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -327,6 +347,12 @@ def _cache(args: argparse.Namespace) -> int:
 
 def _tenants(args: argparse.Namespace) -> int:
     from vllm_metal.commands.tenants import command
+
+    return command.ACTIONS[args.action](args)
+
+
+def _answers(args: argparse.Namespace) -> int:
+    from vllm_metal.commands.answers import command
 
     return command.ACTIONS[args.action](args)
 

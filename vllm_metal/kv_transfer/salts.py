@@ -25,7 +25,7 @@ def derive(key: bytes, tenant: str, client_salt: str = "") -> str:
     """The `cache_salt` that a server's middleware writes into a request.
 
     `vm1-<tenant>-<client>-<mac>`, each 32 hex digits of an HMAC-SHA256 (RFC 2104) under the key:
-    of the tenant's name, of the client's salt within that tenant, and of the two before it. So two
+    of the tenant, of the client's salt within that tenant, and of the two before it. So two
     salts of one tenant's clients never share blocks, though they are kept in one folder; and nobody
     without the key can make a salt that `namespace` accepts.
 

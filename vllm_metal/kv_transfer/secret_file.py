@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 #: Bytes that a secret must have; 128 bits where they are random. RFC 2104, section 3, advises 32.
@@ -40,3 +43,25 @@ def read(path: Path, setting: str) -> bytes:
             f"`openssl rand -hex 32 > {path}`"
         )
     return secret
+
+
+def read_or_make(path: Path, setting: str) -> bytes:
+    """The same; where there is no file, one is made, with 256 random bits, for its owner alone.
+
+    Raises:
+        ValueError: as `read`.
+        OSError: the file cannot be made.
+    """
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        try:
+            with open(handle, "w") as file:
+                file.write(f"{secrets.token_hex(32)}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # of another process that makes it at the same time
+                os.link(name, path)
+        finally:
+            os.unlink(name)
+    return read(path, setting)

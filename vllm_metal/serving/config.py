@@ -61,6 +61,7 @@ class ResponseCacheConfig:
     ttl_s: float = DEFAULT_TTL_S
     max_bytes: int = DEFAULT_CACHE_BYTES
     max_answer_bytes: int = DEFAULT_ANSWER_BYTES  # longer answers are not kept
+    secret: Path | None = None  # that seals answers where there are no tenants; None: of `path`
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def read(path: Path) -> ServingConfig:
     found = values.read(given, readers, where)
     if not found.keys() & {"tenants", "response_cache", "timeout_s"}:
         raise ValueError(f"{where} asks for nothing; write for example\n{_EXAMPLE}")
+    _check_seal(found.get("tenants"), found.get("response_cache"), where)
     return ServingConfig(
         tenants=found.get("tenants"),
         response_cache=found.get("response_cache"),
@@ -169,6 +171,7 @@ def _response_cache(given: Mapping[str, Any], file: Path, where: str) -> Respons
     readers: dict[str, values.Reader] = {
         "path": _path_below(file.expanduser().absolute().parent),
         "redis": _redis,
+        "secret": _path_below(file.expanduser().absolute().parent),
         "ttl_s": _seconds,
         "bytes": values.size,
         "max_answer_bytes": values.size,
@@ -187,7 +190,27 @@ def _response_cache(given: Mapping[str, Any], file: Path, where: str) -> Respons
         ttl_s=found.get("ttl_s", DEFAULT_TTL_S),
         max_bytes=found.get("bytes", DEFAULT_CACHE_BYTES),
         max_answer_bytes=found.get("max_answer_bytes", DEFAULT_ANSWER_BYTES),
+        secret=found.get("secret"),
     )
+
+
+def _check_seal(
+    tenants: TenantsConfig | None, cache: ResponseCacheConfig | None, where: str
+) -> None:
+    """Nobody who can write into a store may be able to make answers."""
+    if cache is None:
+        return
+    section = f"{where} [response_cache]"
+    if tenants is not None and cache.secret is not None:
+        raise ValueError(f"{section} has a 'secret', but that of [tenants] is used: leave it out")
+    if cache.secret is not None:
+        secret_file.read(cache.secret, f"{section} secret")
+    elif cache.redis is not None and tenants is None:
+        raise ValueError(
+            f"{section}: 'redis' without [tenants] needs a 'secret', a file that all its servers "
+            'share, or else who writes to Redis makes answers: write secret = "secret" and run '
+            "`openssl rand -hex 32 > secret; chmod 600 secret` in the folder of the settings"
+        )
 
 
 def _path_below(folder: Path) -> values.Reader:

@@ -19,8 +19,10 @@ from vllm_metal.serving.figures import NOBODY, Figures
 from vllm_metal.serving.generation import Asked, Generation, Parts
 from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.refusal import App, Disconnected, Message, Receive, Refusal, Scope, Send
-from vllm_metal.serving.response_cache.cache import ResponseCache, open_store
+from vllm_metal.serving.response_cache import seal
+from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
+from vllm_metal.serving.response_cache.stores import open_store
 from vllm_metal.serving.routes import Found
 from vllm_metal.serving.tenants_file import Key, KeyFile
 from vllm_metal.vllm_patches.engine_outputs import watch
@@ -76,7 +78,8 @@ class Tenants:
             self._parts.figures.requests.labels(tenant=NOBODY, status="401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
-            self._parts.cache = ResponseCache(store, self._parts.secret, self._parts.figures)
+            secret = self._parts.secret or seal.secret_of(config.response_cache)
+            self._parts.cache = ResponseCache(store, secret, self._parts.figures)
         self._begun = False
         self._learning: asyncio.Task[None] | None = None
 
@@ -112,9 +115,8 @@ class Tenants:
             self._learning = asyncio.create_task(self._learn_model(state))
 
     async def _learn_model(self, state: Any) -> None:
-        cache, config = self._parts.cache, self._config.response_cache
-        assert cache is not None and config is not None
-        await cache.count_bytes()
+        config = self._config.response_cache
+        assert config is not None
         try:
             if self._model is None:
                 from vllm_metal.serving.response_cache import rendering
@@ -144,6 +146,8 @@ class Tenants:
         self._begin(scope)
         root = scope.get("root_path", "")
         found = routes.find(scope["method"], scope["path"].removeprefix(root))
+        if found is not None and found.route.asks == "metrics" and self._parts.cache is not None:
+            await self._parts.cache.count_bytes()
         started = False
 
         async def watched(message: Message) -> None:
@@ -196,7 +200,7 @@ class Tenants:
         """A tenant's request of a listed route."""
         route, app = found.route, self._parts.app
         if found.response_id is not None and not response_ids.belongs(
-            self._parts.secret, key.tenant, found.response_id
+            self._parts.secret, key.identity, found.response_id
         ):
             raise Refusal(404, "There is no response with this id.")
         if not route.body:
@@ -210,7 +214,7 @@ class Tenants:
             scope["headers"] = headers.with_body(passed, len(written))
             await app(scope, _with_body(written, receive), send)
         else:
-            await self._generate(found, key.tenant, scope, receive, send)
+            await self._generate(found, key, scope, receive, send)
 
     async def _open(self, found: Found | None, scope: Scope, receive: Receive, send: Send) -> None:
         """A request where there are no tenants: only those that generate are looked into."""
@@ -220,15 +224,15 @@ class Tenants:
             await self._generate(found, None, dict(scope), receive, send)
 
     async def _generate(
-        self, found: Found, tenant: str | None, scope: Scope, receive: Receive, send: Send
+        self, found: Found, key: Key | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         self._refuse_second_key(scope)
         fresh = headers.wants_fresh(scope["headers"])
         fields = await self._fields(scope, receive)
-        if tenant is not None:
+        if key is not None:
             scope["headers"] = headers.passed_on(scope["headers"])
         assert found.route.style is not None
-        asked = Asked(found.route.style, tenant, fields, fresh)
+        asked = Asked(found.route.style, key, fields, fresh)
         await Generation(self._parts, asked, scope).run(receive, send)
 
     async def _fields(self, scope: Scope, receive: Receive) -> dict[str, Any]:

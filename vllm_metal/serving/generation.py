@@ -24,6 +24,7 @@ from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.twins import Abandoned, Lead, NotKept
 from vllm_metal.serving.routes import Style
+from vllm_metal.serving.tenants_file import Key
 
 #: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
@@ -55,9 +56,19 @@ class Asked:
     """Who asks for what."""
 
     style: Style
-    tenant: str | None  # None: there are no tenants
+    key: Key | None  # None: there are no tenants
     fields: dict[str, Any]  # of the body, as the client sent them
     fresh: bool  # whether the client does not want a kept answer
+
+    @property
+    def owner(self) -> str:
+        """Whose the kept answers are; "" where there are no tenants."""
+        return "" if self.key is None else self.key.tenant
+
+    @property
+    def identity(self) -> str:
+        """What tells a tenant from all others that there ever were; "" where there are none."""
+        return "" if self.key is None else self.key.identity
 
 
 class Generation:
@@ -79,8 +90,8 @@ class Generation:
         self._read = fields.read(asked.style, asked.fields)
         self._deadline = Deadline(parts.config.timeout_s, parts.sleep)
         outgoing = dict(asked.fields)
-        if asked.tenant is not None:
-            self._keep_apart(outgoing, asked.tenant)
+        if asked.key is not None:
+            self._keep_apart(outgoing, asked.key)
         outgoing.pop("request_id", None)
         if asked.style == "responses":
             outgoing["request_id"] = self._response_id()
@@ -103,7 +114,7 @@ class Generation:
             self._deadline.end()
             watched.end(self._deadline.expired.is_set(), self._read.background)
 
-    def _keep_apart(self, outgoing: dict[str, Any], tenant: str) -> None:
+    def _keep_apart(self, outgoing: dict[str, Any], key: Key) -> None:
         """Writes the tenant's salt, and refuses what would reach another's."""
         secret = self._parts.secret
         more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
@@ -112,20 +123,19 @@ class Generation:
                 raise Refusal(400, f"{name!r} is not for tenants.")
         earlier = outgoing.get("previous_response_id")
         if earlier is not None and not (
-            isinstance(earlier, str) and response_ids.belongs(secret, tenant, earlier)
+            isinstance(earlier, str) and response_ids.belongs(secret, key.identity, earlier)
         ):
             raise Refusal(404, "There is no response with the id in 'previous_response_id'.")
-        salt = salts.derive(secret, tenant, client_salt(outgoing))
+        salt = salts.derive(secret, key.identity, client_salt(outgoing))
         outgoing["cache_salt"] = salt
         if self._parts.meter is not None:
-            self._parts.meter.introduce(tenant, salt)
+            self._parts.meter.introduce(key, salt)
 
     def _response_id(self) -> str:
         """What vLLM names a response, and what the deadline finds it by."""
-        tenant = self._asked.tenant
-        if tenant is None:
+        if self._asked.key is None:
             return f"resp_{self._id}"
-        made = response_ids.make(self._parts.secret, tenant)
+        made = response_ids.make(self._parts.secret, self._asked.identity)
         self._id = made.removeprefix("resp_")
         return made
 
@@ -138,7 +148,7 @@ class Generation:
             return None
         render = parts.render(self._scope["app"].state)
         return await key.of_request(
-            asked.style, asked.fields, self._read, asked.tenant or "", parts.model, render
+            asked.style, asked.fields, self._read, asked.identity, parts.model, render
         )
 
     async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
@@ -156,7 +166,7 @@ class Generation:
         lead = cache.twins.lead(found)
         outcome: Entry | Exception = Abandoned()
         try:
-            kept = await cache.get(found)
+            kept = await cache.get(found, self._asked.owner)
             if kept is None:
                 exchange = await self._ask(receive, send, "miss", lead)
                 outcome = await self._kept(found, exchange)
@@ -249,7 +259,7 @@ class Generation:
         if not await asyncio.to_thread(replay.complete, self._asked.style, entry):
             return NotKept()
         assert self._parts.cache is not None
-        await self._parts.cache.keep(found, entry)
+        await self._parts.cache.keep(found, entry, self._asked.owner)
         return entry
 
 

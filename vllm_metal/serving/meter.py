@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_metal.kv_transfer import salts
 from vllm_metal.serving.figures import Figures
+from vllm_metal.serving.tenants_file import Key
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -45,22 +46,22 @@ class Meter:
         """
         self._figures, self._secret = figures, secret
         self._by_namespace: dict[str | None, _Account] = {}
-        self._by_tenant: dict[str, _Account] = {}
+        self._introduced: set[str] = set()
         self._open: dict[str, _Account] = {}  # by the engine's ids of requests
 
-    def introduce(self, tenant: str, salt: str) -> None:
+    def introduce(self, key: Key, salt: str) -> None:
         """Says under which name to count a tenant's tokens, before its request enters the engine.
 
         Args:
-            tenant: the name.
+            key: of the tenant.
             salt: of a request of the tenant's, which the server has made.
         """
-        if tenant not in self._by_tenant:
+        if key.identity not in self._introduced:
+            self._introduced.add(key.identity)
             of = self._figures.tokens.labels
-            self._by_tenant[tenant] = _Account(
-                *(of(tenant=tenant, kind=kind) for kind in ("prompt", "cached", "completion"))
+            self._by_namespace[salts.namespace(self._secret, salt)] = _Account(
+                *(of(tenant=key.tenant, kind=kind) for kind in ("prompt", "cached", "completion"))
             )
-            self._by_namespace[salts.namespace(self._secret, salt)] = self._by_tenant[tenant]
 
     def begin(self, request_id: str, salt: str | None) -> None:
         """A request enters the engine."""

@@ -2,7 +2,7 @@
 """Ids of stored responses, which say whose they are.
 
 vLLM keeps responses of all clients in one dictionary, by ids that a client may choose. Here the
-server chooses them: 128 random bits, and an HMAC (RFC 2104) of these and of the tenant's name. So
+server chooses them: 128 random bits, and an HMAC (RFC 2104) of these and of the tenant. So
 nothing has to be remembered, and nobody can write an id that is another's.
 """
 
@@ -15,7 +15,7 @@ _DIGITS = 32  # hex digits of each half
 
 
 def make(secret: bytes, tenant: str) -> str:
-    """An id for a new response of a tenant."""
+    """An id for a new response of a tenant, whose identity is given."""
     nonce = secrets.token_hex(_DIGITS // 2)
     return f"resp_{nonce}{_mac(secret, tenant, nonce)}"
 

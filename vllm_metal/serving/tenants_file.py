@@ -26,6 +26,7 @@ Purpose = Literal["tenant", "metrics"]
 #: Tenants' names stand in labels of metrics, in logs and in JSON.
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_GENERATION = re.compile(r"(?:[0-9a-f]{16})?")
 _ID_DIGITS = 8
 _VERSION = 1
 _LOOK_AGAIN_S = 1.0  # a removed key is refused so soon, and a `stat` a second costs nothing
@@ -40,6 +41,20 @@ class Key:
     purpose: Purpose  # "metrics": for /metrics alone
     sha256: str  # of the key, in hex
     made: str  # UTC, as 2026-01-31T12:00:00Z
+    generation: str = ""  # 16 hex digits, drawn when the tenant was added; "": by an older version
+
+    @property
+    def identity(self) -> str:
+        """What a tenant's data are told by: one that is added again gets nothing of the old one."""
+        return f"{self.tenant}@{self.generation}" if self.generation else self.tenant
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What was removed from a file."""
+
+    keys: list[Key]
+    ended: list[Key]  # a key of each tenant that has none any more
 
 
 def read(path: Path) -> list[Key]:
@@ -49,6 +64,18 @@ def read(path: Path) -> list[Key]:
         ValueError: it cannot be read, others than its owner may read or write it, or it is not what
             `vllm-metal tenants` writes.
     """
+    mode, keys = _load(path)
+    if mode & 0o077:
+        raise ValueError(f"{_named(path, mode)}: run `chmod 600 {path}`")
+    return keys
+
+
+def _named(path: Path, mode: int) -> str:
+    return f"the file of tenants' keys {path} has the mode {mode:04o}, which lets other users at it"
+
+
+def _load(path: Path) -> tuple[int, list[Key]]:
+    """A file's mode and its keys."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -58,12 +85,7 @@ def read(path: Path) -> list[Key]:
             f"the file of tenants' keys {path} cannot be read ({error.strerror or error}): make it "
             f"by `vllm-metal tenants add NAME --keys {path}`"
         ) from error
-    if mode & 0o077:
-        raise ValueError(
-            f"the file of tenants' keys {path} has the mode {mode:04o}, which lets other users at "
-            f"it: run `chmod 600 {path}`"
-        )
-    return _parse(content, path)
+    return mode, _parse(content, path)
 
 
 def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]:
@@ -73,20 +95,31 @@ def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]
         ValueError: the name is not one, or the file cannot be read.
         OSError: the file cannot be written.
     """
-    if NAME.fullmatch(tenant) is None:
-        raise ValueError(
-            f"{tenant!r} is no tenant's name: write up to 63 of a-z, 0-9, '.', '_' and '-'"
-        )
+    check_name(tenant)
     secret = f"vm-{secrets.token_urlsafe(32)}"
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    key = Key(secrets.token_hex(_ID_DIGITS // 2), tenant, purpose, digest(secret), made)
     with _locked(path):
-        _write(path, [*(read(path) if path.exists() else []), key])
+        keys = read(path) if path.exists() else []
+        key = Key(
+            secrets.token_hex(_ID_DIGITS // 2),
+            tenant,
+            purpose,
+            digest(secret),
+            made,
+            _generation(keys, tenant) if purpose == "tenant" else "",
+        )
+        _write(path, [*keys, key])
     return key, secret
 
 
-def remove(path: Path, which: str) -> list[Key]:
-    """Removes the key of an id, or all keys of a tenant; returns what was removed.
+def _generation(keys: Sequence[Key], tenant: str) -> str:
+    """That of the tenant's other keys; a new one for a new tenant."""
+    others = (key.generation for key in keys if (key.tenant, key.purpose) == (tenant, "tenant"))
+    return next(others, secrets.token_hex(8))
+
+
+def remove(path: Path, which: str) -> Removal:
+    """Removes the key of an id, or all keys of a tenant.
 
     Raises:
         ValueError: there is none, or the file cannot be read.
@@ -97,8 +130,22 @@ def remove(path: Path, which: str) -> list[Key]:
         gone = [key for key in keys if which in (key.id, key.tenant)]
         if not gone:
             raise ValueError(f"{path} has no key with the id {which!r}, and no tenant of this name")
-        _write(path, [key for key in keys if key not in gone])
-    return gone
+        left = [key for key in keys if key not in gone]
+        _write(path, left)
+    living = {key.identity for key in left if key.purpose == "tenant"}
+    ended = {key.identity: key for key in gone if key.purpose == "tenant"}
+    return Removal(gone, [key for identity, key in ended.items() if identity not in living])
+
+
+def check_name(tenant: str) -> None:
+    """
+    Raises:
+        ValueError: no tenant can have this name.
+    """
+    if NAME.fullmatch(tenant) is None:
+        raise ValueError(
+            f"{tenant!r} is no tenant's name: write up to 63 of a-z, 0-9, '.', '_' and '-'"
+        )
 
 
 def digest(secret: str) -> str:
@@ -109,7 +156,8 @@ def digest(secret: str) -> str:
 class KeyFile:
     """The keys of a file as it is now: it is read again when it changes.
 
-    A file that cannot be read any more leaves the keys as they were, with one warning.
+    A file that cannot be read any more leaves the keys as they were; of one that other users may
+    read or write, removals count and nothing is added. Either is said once.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,12 +185,18 @@ class KeyFile:
             return
         self._seen = state
         try:
-            self._keys = _by_digest(read(self._path))
+            mode, found = _load(self._path)
         except ValueError as error:
-            # Imported here so that the command, which never comes here, answers at once.
-            from vllm.logger import init_logger
-
-            init_logger(__name__).warning("%s. The keys stay as they were before.", error)
+            _warn(f"{error}. The keys stay as they were before.")
+            return
+        keys = _by_digest(found)
+        if mode & 0o077:
+            _warn(
+                f"{_named(self._path, mode)}. Keys that are gone from it are refused, and new ones "
+                f"are not taken until you run `chmod 600 {self._path}`."
+            )
+            keys = {known: key for known, key in self._keys.items() if keys.get(known) == key}
+        self._keys = keys
 
     def _state(self) -> tuple[int, ...]:
         try:
@@ -150,6 +204,13 @@ class KeyFile:
         except OSError:
             return ()
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode
+
+
+def _warn(text: str) -> None:
+    # Imported here so that the command, which never comes here, answers at once.
+    from vllm.logger import init_logger
+
+    init_logger(__name__).warning("%s", text)
 
 
 def _by_digest(keys: Sequence[Key]) -> dict[str, Key]:
@@ -167,7 +228,8 @@ def _parse(content: bytes, path: Path) -> list[Key]:
     for key in keys:
         named = isinstance(key.tenant, str) and NAME.fullmatch(key.tenant)
         hashed = isinstance(key.sha256, str) and _DIGEST.fullmatch(key.sha256)
-        if not named or not hashed or key.purpose not in ("tenant", "metrics"):
+        known = isinstance(key.generation, str) and _GENERATION.fullmatch(key.generation)
+        if not named or not hashed or not known or key.purpose not in ("tenant", "metrics"):
             raise ValueError(f"{path} is no file of `vllm-metal tenants add`: see key {key.id!r}")
     return keys
 

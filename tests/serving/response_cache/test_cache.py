@@ -61,6 +61,7 @@ def test_a_repeat_is_answered_without_the_engine(tmp_path, path, stream):
             1,
             0,
         ]
+        await ask(gate, "/metrics", key=keys["metrics"], method="GET")
         assert counted(gate, "kept_bytes") > 0
 
     play(tmp_path, scenario)

@@ -21,7 +21,10 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    cache = ResponseCacheConfig(None, f"redis://127.0.0.1:{port}/0")
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of a test")
+    secret.chmod(0o600)
+    cache = ResponseCacheConfig(None, f"redis://127.0.0.1:{port}/0", secret=secret)
     marks = {"before": [], "while": [], "after": []}
 
     async def some(gate, when, count):
@@ -49,7 +52,9 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
             await asyncio.sleep(0.02)
         await under_load
         await some(gate, "while", 100)
-        gate._parts.cache._ask_at = 0.0  # as if the second had gone by in which it is left alone
+        # As if the second had gone by in which it is left alone.
+        for access in (gate._parts.cache._reading, gate._parts.cache._writing):
+            access._ask_at = access._ask_at and 0.0
         with redis_server(port, tmp_path):
             await some(gate, "after", 200)
         await gate._parts.cache.close()
@@ -59,4 +64,4 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
     assert marks["after"].count("HIT") > 150
     assert marks["while"][-100:].count("MISS") > 0
     warnings = [r for r in caplog_vllm.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
+    assert 1 <= len(warnings) <= 2 and len({r.msg for r in warnings}) == len(warnings)

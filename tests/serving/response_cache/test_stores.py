@@ -297,18 +297,71 @@ def test_the_file_is_hardly_larger_than_its_bytes(tmp_path, length):
 
 def test_an_owner_may_be_purged_and_all_may(make):
     async def scenario(store):
-        for number in range(6):
-            await store.put(key(number), b"x" * 1000, ("a", "b", "")[number % 3])
-        assert await store.purge("a") == 2 and await store.purge("c") == 0
-        assert [await store.get(key(n)) is None for n in range(6)] == [True, False, False] * 2
-        before = await store.num_bytes()
-        assert await store.purge() == 4
-        assert [await store.get(key(n)) for n in range(6)] == [None] * 6
-        assert await store.num_bytes() <= before
+        whose = ["a", "a.b", ""] * 1000
+
+        async def gone():
+            return [await store.get(key(n), whose[n]) is None for n in range(0, 3000, 37)]
+
+        for number, owner in enumerate(whose):
+            await store.put(key(number), b"x" * 1000, owner)
+        full = await store.num_bytes()
+        assert await store.purge("a") == 1000 and await store.purge("b") == 0
+        assert await gone() == [whose[n] == "a" for n in range(0, 3000, 37)]
+        assert 0.6 * full < await store.num_bytes() < 0.75 * full
+        assert await store.purge() == 2000
+        assert all(await gone()) and await store.num_bytes() in (0, EMPTY)
         await store.put(key(1), b"again", "a")
-        assert await store.get(key(1)) == b"again"
+        assert await store.get(key(1), "a") == b"again"
+        assert await store.get(key(1), "b") is None
+
+    play(make, scenario, max_bytes=10**8)
+
+
+def test_another_process_may_purge_what_a_server_uses(make):
+    """Here another store, as the command has one; answers come in meanwhile."""
+
+    async def scenario(store):
+        other = make(10**6, 1000.0)
+        for number in range(100):
+            await store.put(key(number), b"x" * 1000, "a")
+        coming = [store.put(key(n), b"x" * 1000, "b") for n in range(100, 200)]
+        removed, *_ = await asyncio.gather(other.purge("a"), *coming)
+        assert removed == 100
+        assert [await store.get(key(n), "a") for n in range(100)] == [None] * 100
+        assert [await store.get(key(n), "b") for n in range(100, 200)] == [b"x" * 1000] * 100
+        assert await store.num_bytes() == await other.num_bytes() < 200_000
+        await other.close()
 
     play(make, scenario)
+
+
+def test_a_purge_makes_no_file(tmp_path):
+    async def scenario(store):
+        assert await store.purge() == 0
+
+    play(lambda *given: SqliteStore(tmp_path / "answers", *given), scenario)
+    assert not (tmp_path / "answers").exists()
+
+
+@pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
+def test_what_redis_has_in_no_index_is_purged_too(redis_url):
+    import redis
+
+    other = redis.from_url(redis_url)
+    other.flushall()
+    other.set("somebody else's", "value")
+
+    async def scenario(store):
+        for number in range(6):
+            await store.put(key(number), b"one", "ab"[number % 2])
+        other.delete("{vllm-metal}:answers-index")
+        assert await store.purge("a") == 3
+        assert [await store.get(key(n), "ab"[n % 2]) for n in range(6)] == [None, b"one"] * 3
+        assert await store.purge() == 3 and await store.num_bytes() == 0
+
+    play(lambda *given: RedisStore(redis_url, *given), scenario)
+    assert set(other.keys()) == {b"{vllm-metal}:answers-total", b"somebody else's"}
+    other.close()
 
 
 def test_the_file_is_its_owners(tmp_path):
@@ -395,7 +448,11 @@ def test_hundreds_at_once_wait_for_a_connection(redis_url):
 PLANTED = {
     "a word for the total": lambda redis: redis.set("{vllm-metal}:answers-total", "abc"),
     "a total below zero": lambda redis: redis.set("{vllm-metal}:answers-total", -5),
-    "a total beyond all": lambda redis: redis.set("{vllm-metal}:answers-total", 10**15),
+    "a total beyond all": lambda redis: redis.set("{vllm-metal}:answers-total", 10**14),
+    "a total of too many digits": lambda redis: redis.set("{vllm-metal}:answers-total", 10**30),
+    "a size of too many digits": lambda redis: redis.zadd(
+        "{vllm-metal}:answers-index", {f"{key(1)}:{10**30}:": 1}
+    ),
     "a list for the total": lambda redis: other_list(redis, "{vllm-metal}:answers-total"),
     "a list for the index": lambda redis: other_list(redis, "{vllm-metal}:answers-index"),
     "a list for an answer": lambda redis: other_list(redis, "{vllm-metal}:answers:" + key(1)),

@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from vllm_metal.commands.tenants import removal
 from vllm_metal.serving import config, tenants_file
 
 
@@ -21,10 +22,12 @@ def add(args: argparse.Namespace) -> int:
 
 
 def rm(args: argparse.Namespace) -> int:
-    """Removes a key, or all of a tenant's."""
-    for key in tenants_file.remove(_file(args), args.which):
+    """Removes a key, or all of a tenant's; with the last one, what was the tenant's own."""
+    path = _file(args)
+    removed = tenants_file.remove(path, args.which)
+    for key in removed.keys:
         print(f"{key.id}  {key.tenant}: removed")
-    return 0
+    return removal.remove(removed.ended, path, args.prefix_cache)
 
 
 def list_keys(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from vllm.logger import init_logger
 
-from vllm_metal.serving.config import ResponseCacheConfig
 from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.store import Store, StoreError
@@ -19,18 +18,6 @@ logger = init_logger(__name__)
 
 _LEAVE_ALONE_S = 1.0  # a store that failed is not asked for so long, so that requests do not wait
 _T = TypeVar("_T")
-
-
-def open_store(config: ResponseCacheConfig) -> Store:
-    """The store that a configuration names."""
-    if config.redis is not None:  # the package may not be installed where none is named
-        from vllm_metal.serving.response_cache.redis_store import RedisStore
-
-        return RedisStore(config.redis, config.max_bytes, config.ttl_s)
-    from vllm_metal.serving.response_cache.sqlite_store import SqliteStore
-
-    assert config.path is not None  # one of the two is given
-    return SqliteStore(config.path, config.max_bytes, config.ttl_s)
 
 
 class ResponseCache:
@@ -47,30 +34,41 @@ class ResponseCache:
 
         Args:
             store: where they are.
-            secret: that binds an answer to its key; b"" where there are no tenants, which leaves a
-                checksum.
+            secret: that binds an answer to its key.
             figures: that count.
             clock: seconds.
         """
         self._store, self._secret, self._figures = store, secret, figures
+        # A full disk and a full Redis server still say what they have.
+        self._reading = _Access(
+            "The response cache cannot be used (%s): every request is a miss until it can."
+        )
+        self._writing = _Access(
+            "The response cache takes no answers (%s): new ones are not kept until it does."
+        )
         self._clock = clock
-        self._failed = False
-        self._ask_at = 0.0
         self.twins = Twins()
 
-    async def get(self, key: str) -> Entry | None:
-        """The answer of a key; None: there is none, or nobody can say."""
-        sealed = await self._asked(lambda: self._store.get(key))
+    async def get(self, key: str, owner: str = "") -> Entry | None:
+        """The answer of a key; None: there is none, or nobody can say.
+
+        Args:
+            key: of a request.
+            owner: the tenant's name; "" where there are no tenants.
+        """
+        sealed = await self._asked(self._reading, lambda: self._store.get(key, owner))
         return None if sealed is None else Entry.unseal(sealed, self._secret, key)
 
-    async def keep(self, key: str, entry: Entry) -> None:
-        """Keeps a complete answer."""
-        await self._asked(lambda: self._store.put(key, entry.seal(self._secret, key)))
-        await self.count_bytes()
+    async def keep(self, key: str, entry: Entry, owner: str = "") -> None:
+        """Keeps a complete answer; arguments as those of `get`."""
+        if self._reading.is_left_alone(self._clock()):
+            return
+        sealed = entry.seal(self._secret, key)
+        await self._asked(self._writing, lambda: self._store.put(key, sealed, owner))
 
     async def count_bytes(self) -> None:
-        """Brings the metric up to date."""
-        total = await self._asked(self._store.num_bytes)
+        """Brings the metric up to date, which other servers and commands change, too."""
+        total = await self._asked(self._reading, self._store.num_bytes)
         if total is not None:
             self._figures.kept_bytes.set(total)
 
@@ -82,20 +80,34 @@ class ResponseCache:
         """Ends the store."""
         await self._store.close()
 
-    async def _asked(self, question: Callable[[], Awaitable[_T]]) -> _T | None:
-        if self._failed and self._clock() < self._ask_at:
+    async def _asked(self, access: _Access, question: Callable[[], Awaitable[_T]]) -> _T | None:
+        if access.is_left_alone(self._clock()):
             return None
         try:
             found = await question()
         except StoreError as error:
-            if not self._failed:
-                logger.warning(
-                    "The response cache cannot be used (%s): every request is a miss until it can.",
-                    error,
-                )
-            self._failed, self._ask_at = True, self._clock() + _LEAVE_ALONE_S
+            access.failed(error, self._clock())
             return None
-        if self._failed:
-            logger.info("The response cache can be used again.")
-        self._failed = False
+        access.worked()
         return found
+
+
+class _Access:
+    """One way to use a store, and whether it works."""
+
+    def __init__(self, complaint: str) -> None:
+        self._complaint = complaint
+        self._ask_at: float | None = None  # None: it works
+
+    def is_left_alone(self, now: float) -> bool:
+        return self._ask_at is not None and now < self._ask_at
+
+    def failed(self, error: StoreError, now: float) -> None:
+        if self._ask_at is None:
+            logger.warning(self._complaint, error)
+        self._ask_at = now + _LEAVE_ALONE_S
+
+    def worked(self) -> None:
+        if self._ask_at is not None:
+            logger.info("The response cache can be used again.")
+        self._ask_at = None

@@ -34,7 +34,7 @@ async def of_request(
         fields: of the body, as the client sent them.
         read: what vLLM reads in them. The answer's form is part of it, as vLLM may say the same
             otherwise in the other form.
-        tenant: who asks; "" where there are no tenants.
+        tenant: the identity of who asks; "" where there are no tenants.
         model: the fingerprint of model and server.
         render: makes tokens of the prompt. Templates may have more in them than the body, such as
             the date, so that the body alone does not tell.

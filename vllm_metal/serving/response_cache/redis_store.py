@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from vllm_metal.serving.response_cache.store import StoreError
@@ -16,8 +16,10 @@ _WAIT_S = 0.25  # a slow answer is no better than none
 _CONNECT_S = 1.0  # once for many answers, of a loop that a herd keeps busy
 #: Connections at most; who finds none free waits for one.
 _CONNECTIONS, _QUEUE_S = 16, 5.0
-#: Of both scripts. KEYS: the index, the total. The index has every key with its size and its owner,
-#: by the time of its end. What somebody else has put in the place of either is removed.
+_BATCH = 1000  # values that a command removes at once; other requests wait for milliseconds
+#: Of both scripts. KEYS: the index, the total. ARGV[1]: what values' keys begin with. The index has
+#: every key with its size and its owner, by the time of its end. What somebody else has put in the
+#: place of either is removed. Lua counts to 15 digits.
 _COMMON = """
 local function only(name, kind)
     local found = redis.call('TYPE', name).ok
@@ -26,21 +28,23 @@ local function only(name, kind)
     if kind == 'zset' then redis.call('DEL', KEYS[2]) end
 end
 local function read(member)
-    return string.match(member, '^(%x+):(%d+):(%w*)$')
+    local key, size, owner = string.match(member, '^(%x+):(%d+):([^:]*)$')
+    if key and #size <= 15 then return key, size, owner end
 end
-local function forget(members, prefix)
+local function forget(members)
     for _, member in ipairs(members) do
-        local key, size = read(member)
+        local key, size, owner = read(member)
         redis.call('ZREM', KEYS[1], member)
         if key then
-            redis.call('DEL', prefix .. ':' .. key)
+            redis.call('DEL', ARGV[1] .. ':' .. owner .. ':' .. key)
             redis.call('DECRBY', KEYS[2], size)
         end
     end
 end
 only(KEYS[1], 'zset')
 only(KEYS[2], 'string')
-if not string.match(redis.call('GET', KEYS[2]) or '0', '^%d+$') then
+local known = redis.call('GET', KEYS[2]) or '0'
+if not string.match(known, '^%d+$') or #known > 15 then
     local total = 0
     for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
         local _, size = read(member)
@@ -51,44 +55,39 @@ end
 """
 #: Keeps a value, and makes room for it. Redis removes values whose time is over by itself, so they
 #: leave the index first.
-#: KEYS[3]: the value's. ARGV: value, now and end in ms, size, most bytes, what values' keys begin
-#: with, the owner.
+#: KEYS[3]: the value's. ARGV[2] and on: value, now and end in ms, size, most bytes, owner.
 _PUT = (
     _COMMON
     + """
-forget(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ARGV[2]), ARGV[6])
+forget(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ARGV[3], 'LIMIT', 0, 1000))
 only(KEYS[3], 'string')
 local name = string.match(KEYS[3], '(%x+)$')
 local old = name .. ':' .. redis.call('STRLEN', KEYS[3]) .. ':' .. ARGV[7]
-if redis.call('ZSCORE', KEYS[1], old) then forget({old}, ARGV[6]) end
-local excess = redis.call('INCRBY', KEYS[2], ARGV[4]) - tonumber(ARGV[5])
+if redis.call('ZSCORE', KEYS[1], old) then forget({old}) end
+local excess = redis.call('INCRBY', KEYS[2], ARGV[5]) - tonumber(ARGV[6])
 while excess > 0 do
     local first = redis.call('ZRANGE', KEYS[1], 0, 0)
     if #first == 0 then
-        redis.call('SET', KEYS[2], ARGV[4])
+        redis.call('SET', KEYS[2], ARGV[5])
         break
     end
     local _, size = read(first[1])
     excess = excess - tonumber(size or 0)
-    forget(first, ARGV[6])
+    forget(first)
 end
-redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[3] - ARGV[2])
-local added = redis.call('ZADD', KEYS[1], ARGV[3], name .. ':' .. ARGV[4] .. ':' .. ARGV[7])
-if added == 0 then redis.call('DECRBY', KEYS[2], ARGV[4]) end
+redis.call('SET', KEYS[3], ARGV[2], 'PX', ARGV[4] - ARGV[3])
+local added = redis.call('ZADD', KEYS[1], ARGV[4], name .. ':' .. ARGV[5] .. ':' .. ARGV[7])
+if added == 0 then redis.call('DECRBY', KEYS[2], ARGV[5]) end
 """
 )
-#: Removes an owner's values, or all. ARGV: what values' keys begin with, "owner" or "all", and the
-#: owner.
-_PURGE = (
+#: Removes members of the index. ARGV[2] and on: these.
+_FORGET = (
     _COMMON
     + """
 local gone = {}
-for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-    local _, _, owner = read(member)
-    if ARGV[2] == 'all' or owner == ARGV[3] then table.insert(gone, member) end
-end
-forget(gone, ARGV[1])
-return #gone
+for place = 2, #ARGV do table.insert(gone, ARGV[place]) end
+forget(gone)
+if redis.call('ZCARD', KEYS[1]) == 0 then redis.call('SET', KEYS[2], 0) end
 """
 )
 #: The index, and the total.
@@ -132,11 +131,11 @@ class RedisStore:
         )
         self._redis: Any = client.Redis.from_pool(pool)
         self._put = self._redis.register_script(_PUT)
-        self._purge = self._redis.register_script(_PURGE)
+        self._forget = self._redis.register_script(_FORGET)
 
-    async def get(self, key: str) -> bytes | None:
+    async def get(self, key: str, owner: str = "") -> bytes | None:
         try:
-            found = await self._asked(self._redis.get(f"{_PREFIX}:{key}"))
+            found = await self._asked(self._redis.get(f"{_PREFIX}:{owner}:{key}"))
         except _OtherType:
             return None
         return None if found is None else bytes(found)
@@ -147,12 +146,22 @@ class RedisStore:
         now = int(self._clock() * 1000)
         end = now + max(int(self._ttl_s * 1000), 1)
         arguments: list[bytes | int | str]
-        arguments = [value, now, end, len(value), self._max_bytes, _PREFIX, owner]
-        await self._asked(self._put(keys=[*_SHARED, f"{_PREFIX}:{key}"], args=arguments))
+        arguments = [_PREFIX, value, now, end, len(value), self._max_bytes, owner]
+        await self._asked(self._put(keys=[*_SHARED, f"{_PREFIX}:{owner}:{key}"], args=arguments))
 
     async def purge(self, owner: str | None = None) -> int:
-        arguments = [_PREFIX, "all" if owner is None else "owner", owner or ""]
-        return int(await self._asked(self._purge(keys=_SHARED, args=arguments)))
+        """The values first, also those that are in no index, so that no server finds them."""
+        number = 0
+        await self._asked(self._forget(keys=_SHARED, args=[_PREFIX]))
+        whose = "*" if owner is None else owner
+        values = {"match": f"{_PREFIX}:{whose}:*", "count": _BATCH}
+        async for found in self._all(lambda cursor: self._redis.scan(cursor, **values)):
+            number += await self._asked(self._redis.unlink(*found))
+        index = {"match": None if owner is None else f"*:{owner}", "count": _BATCH}
+        async for found in self._all(lambda cursor: self._redis.zscan(_SHARED[0], cursor, **index)):
+            members = [member for member, _ in found]
+            await self._asked(self._forget(keys=_SHARED, args=[_PREFIX, *members]))
+        return number
 
     async def num_bytes(self) -> int:
         try:
@@ -163,6 +172,18 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def _all(
+        self, ask: Callable[[int], Awaitable[tuple[int, list[Any]]]]
+    ) -> AsyncIterator[list[Any]]:
+        """What a cursor of Redis's finds, in parts."""
+        cursor = 0
+        while True:
+            cursor, found = await self._asked(ask(cursor))
+            if found:
+                yield found
+            if cursor == 0:
+                return
 
     async def _asked(self, question: Awaitable[_T]) -> _T:
         try:

@@ -19,11 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from vllm.logger import init_logger
-
 from vllm_metal.serving.response_cache.store import StoreError
-
-logger = init_logger(__name__)
 
 FILE = "answers.sqlite3"
 _BUSY_S = 0.25  # that another server's write may take
@@ -66,8 +62,8 @@ class SqliteStore:
         self._opened: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None  # which file is open
 
-    async def get(self, key: str) -> bytes | None:
-        return await self._in_thread(lambda: self._get(bytes.fromhex(key)))
+    async def get(self, key: str, owner: str = "") -> bytes | None:
+        return await self._in_thread(lambda: self._get(bytes.fromhex(key), owner))
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         await self._in_thread(lambda: self._put(bytes.fromhex(key), value, owner))
@@ -98,10 +94,11 @@ class SqliteStore:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
-    def _get(self, key: bytes) -> bytes | None:
+    def _get(self, key: bytes, owner: str) -> bytes | None:
         now, database = self._clock(), self._database()
         row = database.execute(
-            "SELECT value, used FROM answers WHERE key = ? AND expires > ?", (key, now)
+            "SELECT value, used FROM answers WHERE key = ? AND owner = ? AND expires > ?",
+            (key, owner, now),
         ).fetchone()
         if row is None:
             return None
@@ -129,6 +126,8 @@ class SqliteStore:
             )
 
     def _purge(self, owner: str | None) -> int:
+        if not self._path.exists():  # a command does not make what would then be its user's
+            return 0
         database = self._database()
         with _transaction(database):
             if owner is None:
@@ -209,7 +208,10 @@ class SqliteStore:
         self._close()
         if opened is None or opened != _identity(self._path):
             return
-        logger.warning(
+        # Imported here so that a command, which hardly comes here, answers at once.
+        from vllm.logger import init_logger
+
+        init_logger(__name__).warning(
             "%s is damaged (%s): it is made anew, without its answers", self._path, error
         )
         for suffix in ("", "-wal", "-shm"):

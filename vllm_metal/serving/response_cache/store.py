@@ -13,16 +13,16 @@ class StoreError(Exception):
 class Store(Protocol):
     """Bytes by key, for a time, within a size. Every method but `close` may raise StoreError."""
 
-    async def get(self, key: str) -> bytes | None:
-        """What is kept under a key of hex digits; None: nothing, or its time is over."""
+    async def get(self, key: str, owner: str = "") -> bytes | None:
+        """What is kept for an owner under a key; None: nothing, or its time is over."""
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         """Keeps a value, in the place of an older one; the least recently used ones make room.
 
         Args:
-            key: hex digits.
+            key: hex digits; different ones for different owners.
             value: bytes.
-            owner: whose it is, for `purge`.
+            owner: whose it is, without colons, for `purge`.
         """
 
     async def purge(self, owner: str | None = None) -> int:

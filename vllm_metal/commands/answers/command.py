@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal answers`: removes kept answers, whether or not servers use them."""
+
+from __future__ import annotations
+
+import argparse
+
+from vllm_metal.serving import config, tenants_file
+from vllm_metal.serving.response_cache import stores
+
+
+def purge(args: argparse.Namespace) -> int:
+    """Removes the answers of a tenant, or all."""
+    if args.tenant is not None:
+        tenants_file.check_name(args.tenant)
+    settings = config.of_environment()
+    if settings is None or settings.response_cache is None:
+        raise ValueError(f"name settings that have a [response_cache] by {config.SETTING}")
+    number = stores.purge(settings.response_cache, args.tenant)
+    print(f"removed {number} answers" + (f" of {args.tenant}" if args.tenant else ""))
+    return 0
+
+
+ACTIONS = {"purge": purge}
