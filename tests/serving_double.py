@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 
 from vllm_metal.serving import tenants_file
-from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig, TenantsConfig
+from vllm_metal.serving.config import BodyLimits, ResponseCacheConfig, ServingConfig, TenantsConfig
 from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
 from vllm_metal.vllm_patches.http_protocol import HANG_UP
@@ -383,8 +383,8 @@ def make(
     sleep=asyncio.sleep,
     model=MODEL,
     max_answer_bytes=10**6,
-    max_body_bytes=10**5,
     open_metrics=False,
+    **limits,
 ):
     """What stands before the double, and keys by tenant."""
     keys, of_tenants, of_cache = {}, None, None
@@ -398,7 +398,8 @@ def make(
         of_tenants = TenantsConfig(file, folder / "secret", open_metrics)
     if cache:
         of_cache = ResponseCacheConfig(folder / "answers", max_answer_bytes=max_answer_bytes)
-    config = ServingConfig(of_tenants, of_cache, timeout_s, max_body_bytes)
+    limits = BodyLimits(**{"max_body_bytes": 10**5} | limits)
+    config = ServingConfig(of_tenants, of_cache, timeout_s, limits)
     figures = Figures(CollectorRegistry())
     return Tenants(app, config, figures, sleep, model), keys
 

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only these warnings are dropped; test_needed.py shows that vLLM and torch still word them so."""
+"""Only these messages are changed; test_needed.py shows that vLLM and torch still word them so."""
 
 import logging
 
 import pytest
 
-from vllm_metal.vllm_patches.logs import UNHELPFUL, drop_unhelpful_warnings
+from vllm_metal.vllm_patches.logs import (
+    QUOTING,
+    UNHELPFUL,
+    drop_unhelpful_warnings,
+    leave_out_what_clients_wrote,
+)
 
 
 @pytest.mark.parametrize(("name", "beginning"), UNHELPFUL.items())
@@ -23,3 +28,37 @@ def test_nothing_else_is_dropped(
         logger.removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records]
     assert set(said) == {"another matters", f"it did not begin so: {beginning}"}
+
+
+@pytest.fixture
+def quoting(caplog, monkeypatch):
+    """A logger whose messages quote clients, and what it shows."""
+    leave_out_what_clients_wrote()
+    logger = logging.getLogger("vllm.renderers.chat_utils")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    yield logger, caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_messages_are_logged_without_what_clients_wrote(quoting):
+    (logger, caplog), words = quoting, "the client's words"
+    try:
+        raise KeyError(words)
+    except KeyError:
+        logger.exception("Tool call %r has arguments (%d chars)", words, 7)
+    logger.warning("Tool call %r", {"name": words})
+    logger.warning("Another message of %s", "vLLM's own")
+    assert words not in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "Tool call '(left out)' has arguments (7 chars)"
+    assert said[2] == "Another message of vLLM's own"
+    assert "test_logs.py" in caplog.text and "KeyError: (left out)" in caplog.text
+
+
+def test_a_logger_changes_its_messages_once(quoting):
+    logger, _ = quoting
+    before = len(logger.filters)
+    leave_out_what_clients_wrote()
+    assert len(logger.filters) == before
+    assert all(beginnings and all(beginnings) for beginnings in QUOTING.values())

@@ -76,6 +76,9 @@ class Generation:
         self._parts, self._asked, self._scope = parts, asked, scope
         self._id = secrets.token_hex(16)
         self._read = fields.read(asked.style, asked.fields)
+        most = parts.config.body.max_body_choices
+        if self._read.choices > most:
+            raise Refusal(400, f"The body asks for more than {most} choices (max_body_choices).")
         self._deadline = Deadline(parts.config.timeout_s, parts.sleep)
         outgoing = dict(asked.fields)
         if asked.tenant is not None:
