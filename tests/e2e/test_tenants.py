@@ -12,7 +12,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from e2e.models import first_two_layers
-from e2e.tenants import MAX_MODEL_LEN, serve_tenants, write_settings
+from e2e.tenants import (
+    MAX_MODEL_LEN,
+    serve_tenants,
+    wait_until_answers_are_kept,
+    write_settings,
+)
 
 from vllm_metal.kv_transfer import salts, secret_file
 
@@ -45,14 +50,6 @@ def tenants(model, folder, keys):
     with serve_tenants(model, folder, keys, "log") as running:
         wait_until_answers_are_kept(running)
         yield running
-
-
-def wait_until_answers_are_kept(running):
-    """The server reads its weights first, in the background."""
-    deadline = time.monotonic() + 60
-    while running.ask("acme", prompt="Once", max_tokens=1).headers["x-cache"] == "BYPASS":
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def wait_for(condition, seconds=60):

@@ -99,6 +99,13 @@ def test_a_request_that_has_nothing_when_its_time_is_up_gets_an_error(tmp_path, 
     assert len(app.engine.aborted) == 1
 
 
+def test_a_request_that_vllm_fails_at_when_its_time_is_up_gets_the_same_error(tmp_path):
+    reply, timeouts = late(tmp_path, App(status=500), 10.1, fields=CHAT)
+    assert (reply.status, timeouts, reply.ended) == (504, 1, True)
+    in_time, _ = late(tmp_path, App(status=500), 1, fields=CHAT)
+    assert in_time.status == 500
+
+
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_hung_up_on(tmp_path, cache, stream):

@@ -156,7 +156,7 @@ class Exchange:
         return {**message, "headers": headers}
 
     async def _pass_on(self, message: Message) -> None:
-        if self._held is not None and self._deadline.came_to_nothing:
+        if self._held is not None and self._came_to_nothing():
             self._let_go = True
             return
         part, more = message.get("body", b""), message.get("more_body", False)
@@ -169,6 +169,11 @@ class Exchange:
             start, self._held = self._held, None
             await self._send_on(start)
         await self._send_on({**message, "body": part})
+
+    def _came_to_nothing(self) -> bool:
+        """Whether vLLM has no answer because the time is up; it fails at some that have no token."""
+        failed = self._status is not None and self._status >= 500
+        return self._deadline.came_to_nothing or (failed and self._deadline.expired.is_set())
 
     def _record(self, part: bytes) -> None:
         self._room -= len(part)
