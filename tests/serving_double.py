@@ -39,11 +39,18 @@ class OutputProcessor:
     def process_outputs(self, outputs):
         for output in outputs:
             if output.finish_reason is not None:
-                self.forget(output.request_id)
+                self._forget(output.request_id)
+        return SimpleNamespace(reqs_to_abort=[])
 
-    def forget(self, request_id):
-        if self.request_states.pop(request_id, None) is not None:
-            self.external_req_ids.pop(request_id.removesuffix("-inner"))
+    def abort_requests(self, request_ids, internal):
+        inner = [request_id if internal else f"{request_id}-inner" for request_id in request_ids]
+        return [request_id for request_id in inner if self._forget(request_id)]
+
+    def _forget(self, request_id):
+        if self.request_states.pop(request_id, None) is None:
+            return False
+        self.external_req_ids.pop(request_id.removesuffix("-inner"))
+        return True
 
 
 class Engine:
@@ -78,8 +85,8 @@ class Engine:
 
     async def abort(self, request_id):
         self.aborted += request_id
+        self.output_processor.abort_requests(request_id, internal=False)
         for name in request_id:
-            self.output_processor.forget(f"{name}-inner")
             self._ended[name].set()
 
 

@@ -74,7 +74,8 @@ def _request(rng: random.Random, tenant: str, number: int) -> Planned:
     path, fields = api(rng, f"Tell of the {MARK} {rng.randrange(40) if _odds(rng, 2) else number}.")
     manner = _manner(rng)
     if manner == "never reads":  # an answer that fills the buffers of both sockets
-        long = {"prompt": MARK * 2000, "max_tokens": 1, "echo": True, "n": 64}  # 2 MB
+        text = MARK + "=" * 60_000  # 64 of them are a token
+        long = {"prompt": text, "max_tokens": 1, "echo": True, "n": 40}
         path, fields = "/v1/completions", {"model": "m", **long}
     elif rng.random() < 0.01:  # longer than the time limit
         name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"

@@ -28,6 +28,7 @@ from vllm_metal.serving.routes import Style
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
 #: They name K/V of other engines, which are not kept apart by tenant.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+_SHORT = 1 << 15  # bytes of an answer that are parsed in less time than another thread takes
 _MEDIA: dict[Form, bytes] = {
     "whole": b"application/json",
     "stream": b"text/event-stream; charset=utf-8",
@@ -177,14 +178,13 @@ class Generation:
             Disconnected: the client has gone.
         """
         gone = asyncio.ensure_future(body.until_gone(receive))
-        late = asyncio.ensure_future(self._deadline.expired.wait())
+        late = self._deadline.expired
         try:
             await asyncio.wait((waiting, gone, late), return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            late.cancel()
         answered = waiting.done() and waiting.exception() is None
-        if self._deadline.expired.is_set() and not answered:
+        if late.done() and not answered:
             raise Refusal(504, "The request took longer than this server allows (timeout_s).")
         if waiting.done():
             return waiting.result()
@@ -242,10 +242,13 @@ class Generation:
         if not exchange.ended:
             return Abandoned()
         entry = exchange.entry()
-        if entry is None or self._deadline.expired.is_set():
+        if entry is None or self._deadline.expired.done():
             return NotKept()
-        # Parsing a long answer takes milliseconds, in which other requests are served.
-        if not await asyncio.to_thread(replay.complete, self._asked.style, entry):
+        if len(entry.content) < _SHORT:
+            complete = replay.complete(self._asked.style, entry)
+        else:  # it takes milliseconds, in which other requests are served
+            complete = await asyncio.to_thread(replay.complete, self._asked.style, entry)
+        if not complete:
             return NotKept()
         assert self._parts.cache is not None
         await self._parts.cache.keep(found, entry)

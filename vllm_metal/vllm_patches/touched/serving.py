@@ -51,6 +51,11 @@ SERVING = (
         },
     ),
     Touched(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        by="vllm_patches/engine_outputs.py",
+        methods={"abort_requests": "request_ids internal"},
+    ),
+    Touched(
         "vllm.v1.engine.output_processor:RequestState",
         by="vllm_patches/streaming_sessions.py",
         fields="streaming_input",
