@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Only these messages are changed; test_needed.py shows that vLLM and torch still word them so."""
 
+import importlib.util
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,16 @@ def test_messages_are_logged_without_what_clients_wrote(quoting):
     assert said[0] == "Tool call '(left out)' has arguments (7 chars)"
     assert said[2] == "Another message of vLLM's own"
     assert "test_logs.py" in caplog.text and "KeyError: (left out)" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "beginnings"), QUOTING.items())
+def test_vllm_has_the_messages_that_are_changed(name, beginnings):
+    """Each logger has its module's name; uvicorn's have none, and are in its protocols."""
+    module = "uvicorn.protocols.http.httptools_impl" if name.startswith("uvicorn") else name
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    text = Path(spec.origin).read_text()
+    assert all(f'"{beginning}' in text for beginning in beginnings)
 
 
 def test_a_logger_changes_its_messages_once(quoting):

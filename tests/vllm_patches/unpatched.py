@@ -860,7 +860,12 @@ def main(folder: str, names: list[str]) -> None:
         for module in CHANGING:
             name = f"vllm_metal.vllm_patches.{module}"
             sys.modules[name] = inert(name)
-    for logger in ("vllm.config.vllm", "torch._library.triton", "vllm.v1.engine.async_llm"):
+    for logger in (
+        "torch._library.triton",
+        "vllm.config.vllm",
+        "vllm.renderers.chat_utils",
+        "vllm.v1.engine.async_llm",
+    ):
         logging.getLogger(logger).addFilter(listen)
     found = {}
     for name in names:

@@ -6,19 +6,24 @@ from __future__ import annotations
 from vllm_metal.vllm_patches.touched.entry import Touched
 
 _RENDERING = "serving/response_cache/rendering.py"
+_REQUESTS = f"{_RENDERING} vllm_patches/first_mistake.py"
 
 SERVING = (
     Touched(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
-        by=_RENDERING,
+        by=_REQUESTS,
     ),
     Touched(
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
-        by=_RENDERING,
+        by=_REQUESTS,
     ),
     Touched(
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest",
-        by=_RENDERING,
+        by=_REQUESTS,
+    ),
+    Touched(
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest",
+        by="vllm_patches/first_mistake.py",
     ),
     Touched(
         "vllm.entrypoints.scale_out.render.serving:ServingRender",
