@@ -18,7 +18,7 @@ Manner = Literal[
 ]  # fmt: skip
 #: In prompts and in names of tools and models: nothing of it may be in a log.
 MARK = "purple elephant"
-CLIENT_SALTS = ("", "my-own-salt")
+CLIENT_SALTS = ("", "my-own-salt", "x", MARK)  # the last two where any text may stand
 _ABORTED = 0.3  # of requests
 _RARE: tuple[Manner, ...] = ("reads slowly", "never reads", "sends slowly", "never ends its body")
 _HANGS_UP: tuple[Manner, ...] = (
