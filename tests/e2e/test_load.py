@@ -2,6 +2,7 @@
 """A real server under clients that misbehave: what is counted, how long it takes, what it keeps."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from e2e.tenants import (
     wait_until_answers_are_kept,
     write_settings,
 )
-from e2e.traffic import CLIENT_SALTS, MARK, Clients, plan
+from e2e.traffic import CLIENT_SALTS, MARK, Clients, Planned, plan
 
 from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.serving.deadline import GRACE_S
@@ -183,6 +184,73 @@ def check(served, folder, number, seed):
     log = served.server.log.read_text()
     assert [word for word in hidden(served.keys, folder) if word in log] == []
     return clients.seen, prints
+
+
+USER = {"role": "user", "content": "a"}
+#: A path, a body, and the setting that its refusal names; None: vLLM refuses it.
+HOSTILE = {
+    "objects": ("chat/completions", '{"a":[' + "{}," * 2_600_000 + "{}]}", "max_body_values"),
+    "messages": ("chat/completions", {"messages": [USER] * 200_000}, "max_body_names"),
+    "fewer messages": ("chat/completions", {"messages": [USER] * 20_000}, "max_body_items"),
+    "nested": ("chat/completions", '{"a":' + "[" * 100 + "]" * 100 + "}", "max_body_depth"),
+    "choices": ("completions", {"prompt": ["a"] * 1000, "n": 100}, "max_body_choices"),
+    "mistakes": ("responses", {"input": [{}] * 9000}, None),
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_would_stop_the_server_is_refused(served, name):
+    route, made, setting = HOSTILE[name]
+    body = made if isinstance(made, str) else json.dumps({"model": "m", **made})
+    headers = {"Content-Type": "application/json"}
+    path = f"/v1/{route}"
+    reply = served.send("POST", path, served.keys["acme"], content=body, headers=headers)
+    assert reply.status_code == 400
+    if (
+        setting is None
+    ):  # vLLM looked no further than the first: it has some 230 things to say of it
+        assert int(reply.json()["error"]["message"].split()[0]) < 1000
+    else:
+        assert setting in reply.json()["error"]["message"]
+
+
+@pytest.mark.more
+def test_a_body_that_never_ends_is_refused(served):
+    body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 1}).encode()
+    one = Planned("acme", "/v1/completions", body, "never ends its body")
+    clients = Clients(served.server.url, served.keys)
+    asyncio.run(clients.run(iter([[one] * 50]), 1))
+    assert {seen.status for seen in clients.seen} == {408}
+
+
+@pytest.mark.more
+def test_the_name_of_a_clients_tool_is_left_out_of_the_log(served):
+    function = {"name": MARK, "arguments": "{"}
+    call = {"id": "x", "type": "function", "function": function}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    reply = served.ask("acme", "/v1/chat/completions", messages=messages, max_tokens=1)
+    log = served.server.log.read_text()
+    assert reply.status_code == 200
+    assert "'(left out)' has arguments that are not valid" in log and MARK not in log
+
+
+@pytest.mark.more
+def test_a_client_that_does_not_read_holds_no_twin_up(served):
+    """Its stream is longer than the buffers of two sockets, and short enough to be kept."""
+    wait_until_answers_are_kept(served)
+    text = "=" * 60_000  # 64 of them are a token
+    fields = {"prompt": text, "max_tokens": 1, "echo": True, "n": 15, "stream": True}
+    body = json.dumps({"model": "m", "temperature": 0} | fields).encode()
+    clients = Clients(served.server.url, served.keys)
+    group = [
+        Planned("acme", "/v1/completions", body, manner) for manner in ("never reads", "reads")
+    ]
+    before = served.metric("vllm:request_timeouts_total")
+    asyncio.run(clients.run(iter([group]), 1))
+    (twin,) = (seen for seen in clients.seen if seen.planned.manner == "reads")
+    assert twin.status == 200 and b"[DONE]" in twin.body and len(twin.body) > 15 * len(text)
+    assert served.metric("vllm:request_timeouts_total") == before
 
 
 @pytest.mark.more
