@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 
 from vllm_metal.serving import tenants_file
-from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig, TenantsConfig
+from vllm_metal.serving.config import BodyLimits, ResponseCacheConfig, ServingConfig, TenantsConfig
 from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
 from vllm_metal.vllm_patches.http_protocol import HANG_UP
@@ -39,11 +39,18 @@ class OutputProcessor:
     def process_outputs(self, outputs):
         for output in outputs:
             if output.finish_reason is not None:
-                self.forget(output.request_id)
+                self._forget(output.request_id)
+        return SimpleNamespace(reqs_to_abort=[])
 
-    def forget(self, request_id):
-        if self.request_states.pop(request_id, None) is not None:
-            self.external_req_ids.pop(request_id.removesuffix("-inner"))
+    def abort_requests(self, request_ids, internal):
+        inner = [request_id if internal else f"{request_id}-inner" for request_id in request_ids]
+        return [request_id for request_id in inner if self._forget(request_id)]
+
+    def _forget(self, request_id):
+        if self.request_states.pop(request_id, None) is None:
+            return False
+        self.external_req_ids.pop(request_id.removesuffix("-inner"))
+        return True
 
 
 class Engine:
@@ -78,8 +85,8 @@ class Engine:
 
     async def abort(self, request_id):
         self.aborted += request_id
+        self.output_processor.abort_requests(request_id, internal=False)
         for name in request_id:
-            self.output_processor.forget(f"{name}-inner")
             self._ended[name].set()
 
 
@@ -388,9 +395,9 @@ def make(
     sleep=asyncio.sleep,
     model=MODEL,
     max_answer_bytes=10**6,
-    max_body_bytes=10**5,
     open_metrics=False,
     response_cache=None,
+    **limits,
 ):
     """What stands before the double, and keys by tenant."""
     keys, of_tenants, of_cache = {}, None, response_cache
@@ -404,7 +411,8 @@ def make(
         of_tenants = TenantsConfig(file, folder / "secret", open_metrics)
     if cache and of_cache is None:
         of_cache = ResponseCacheConfig(folder / "answers", max_answer_bytes=max_answer_bytes)
-    config = ServingConfig(of_tenants, of_cache, timeout_s, max_body_bytes)
+    limits = BodyLimits(**{"max_body_bytes": 10**5} | limits)
+    config = ServingConfig(of_tenants, of_cache, timeout_s, limits)
     figures = Figures(CollectorRegistry())
     return Tenants(app, config, figures, sleep, model), keys
 

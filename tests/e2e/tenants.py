@@ -22,7 +22,6 @@ TIMEOUT_S = 6
 MAX_MODEL_LEN = 32768
 SPECULATION = {"method": "suffix", "num_speculative_tokens": 4}
 _SETTINGS = """
-timeout_s = {timeout_s}
 [tenants]
 keys = "tenants.json"
 secret = "secret"
@@ -68,14 +67,24 @@ class Tenants:
         )
 
 
-def write_settings(folder: Path, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-    """Writes what the server reads, into an empty folder; returns the keys."""
-    (folder / "serving.toml").write_text(_SETTINGS.format(timeout_s=timeout_s))
+def write_settings(
+    folder: Path,
+    names: Sequence[str] = ("acme", "other"),
+    limits: str = f"timeout_s = {TIMEOUT_S}\n",
+) -> dict[str, str]:
+    """Writes what the server reads, into an empty folder; returns the keys.
+
+    Args:
+        folder: for the settings, and all that they name.
+        names: of tenants.
+        limits: the settings' first lines.
+    """
+    (folder / "serving.toml").write_text(limits + _SETTINGS)
     secret = folder / "secret"
     secret.write_text("a secret of a server in a test")
     secret.chmod(0o600)
     file = folder / "tenants.json"
-    keys = {name: tenants_file.add(file, name)[1] for name in ("acme", "other")}
+    keys = {name: tenants_file.add(file, name)[1] for name in names}
     return keys | {"metrics": tenants_file.add(file, "prometheus", "metrics")[1]}
 
 
@@ -88,7 +97,16 @@ def serve_tenants(
     more: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Tenants]:
-    """Runs a server on what `write_settings` wrote, with a cache on disk and suffix decoding."""
+    """Runs a server on what `write_settings` wrote, with a cache on disk and suffix decoding.
+
+    Args:
+        model: its folder.
+        folder: that `write_settings` wrote to.
+        keys: that it returned.
+        log: the name of a file in the folder.
+        more: of the command line.
+        environment: variables to add.
+    """
     ours = {
         "prefix_cache_dir": str(folder / "disk"),
         "prefix_cache_bytes": "200MB",
@@ -117,7 +135,11 @@ def serve_tenants(
 
 
 def wait_until_answers_are_kept(running: Tenants) -> None:
-    """The server reads its weights first, in the background."""
+    """The server reads its weights first, in the background.
+
+    Raises:
+        AssertionError: it did not end in time.
+    """
     deadline = time.monotonic() + 60
     while running.ask("acme", prompt="Once", max_tokens=1).headers["x-cache"] == "BYPASS":
         assert time.monotonic() < deadline

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(folder):
-    return write_settings(folder, timeout_s=600)
+    return write_settings(folder, limits="timeout_s = 600\n")
 
 
 def launchd_starts_again(status):

@@ -28,13 +28,15 @@ TENANTS = '[tenants]\nkeys = "tenants.json"\nsecret = "secret"\n'
 def test_all_of_it(folder):
     path = write(
         folder,
-        'timeout_s = 600\nmax_body_bytes = "2MB"\n'
+        'timeout_s = 600\nmax_body_bytes = "2MB"\nmax_body_s = 5\nmax_body_depth = 7\n'
+        "max_body_values = 8\nmax_body_names = 9\nmax_body_items = 10\nmax_body_choices = 11\n"
         + TENANTS
         + 'metrics = "open"\n[response_cache]\npath = "answers"\nttl_s = 60\nbytes = "5GB"\n'
         'max_answer_bytes = "100kB"\n',
     )
     found = config.read(path)
-    assert (found.timeout_s, found.max_body_bytes) == (600.0, 2_000_000)
+    assert found.timeout_s == 600.0
+    assert found.body == config.BodyLimits(2_000_000, 5.0, 7, 8, 9, 10, 11)
     assert found.tenants.keys == folder / "tenants.json" and found.tenants.open_metrics
     assert found.tenants.read_secret() == b"0123456789abcdef"
     cache = found.response_cache
@@ -44,6 +46,7 @@ def test_all_of_it(folder):
 
 def test_each_part_stands_alone(folder):
     assert config.read(write(folder, "timeout_s = 5")).timeout_s == 5.0
+    assert config.read(write(folder, "timeout_s = 5")).body == config.BodyLimits()
     assert not config.read(write(folder, TENANTS)).tenants.open_metrics
     assert config.read(write(folder, '[response_cache]\npath = "a"')).tenants is None
 
@@ -56,6 +59,10 @@ def test_each_part_stands_alone(folder):
         ("timeout_s = 0", "'timeout_s' must be a number of seconds"),
         ("timeout_s = true", "'timeout_s' must be"),
         ("timeout_s = inf", "'timeout_s' must be"),
+        ("max_body_s = 0", "'max_body_s' must be a number of seconds"),
+        ("max_body_depth = 501", "'max_body_depth' must be at most 500"),
+        ("max_body_values = 0", "'max_body_values' must be a whole number above 0"),
+        ("max_body_items = 1.5", "'max_body_items' must be a whole number"),
         ("timeouts = 5", "did you mean 'timeout_s'"),
         ("timeout_s =", "is not TOML"),
         ("tenants = 5", "write \\[tenants\\]"),

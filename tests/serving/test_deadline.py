@@ -35,6 +35,12 @@ class Clock:
         await settle()
 
 
+async def until(condition):
+    """Threads of the store's have to answer, whatever the clock says."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 async def settle():
     for _ in range(20):
         await asyncio.sleep(0)
@@ -97,6 +103,13 @@ def test_a_request_that_has_nothing_when_its_time_is_up_gets_an_error(tmp_path, 
     reply, timeouts = late(tmp_path, app, 10.1, fields=CHAT | {"stream": stream})
     assert (reply.status, timeouts, reply.ended) == (504, 1, True)
     assert len(app.engine.aborted) == 1
+
+
+def test_a_request_that_vllm_fails_at_when_its_time_is_up_gets_the_same_error(tmp_path):
+    reply, timeouts = late(tmp_path, App(status=500), 10.1, fields=CHAT)
+    assert (reply.status, timeouts, reply.ended) == (504, 1, True)
+    in_time, _ = late(tmp_path, App(status=500), 1, fields=CHAT)
+    assert in_time.status == 500
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -162,6 +175,45 @@ def test_an_aborted_answer_is_not_kept_and_its_twins_end_in_time(tmp_path):
         ended = reply.status == 200 and reply.json()["choices"][0]["finish_reason"]
         assert reply.status == 504 or ended == "abort"
     assert again.x_cache == "MISS"
+
+
+@pytest.mark.parametrize("leader", ["times out", "hangs up", "does not read"])
+def test_a_twin_ends_at_its_own_limit_whatever_becomes_of_the_first(tmp_path, leader):
+    """It asks for itself when the first one's answer is none, and is ended 10 s after it came."""
+
+    async def play():
+        clock, app = Clock(), App(gate=asyncio.Event())
+        reads, gone = asyncio.Event(), asyncio.Event()
+        gate, keys = make(app, tmp_path, timeout_s=10.0, sleep=clock.sleep, max_answer_bytes=200)
+        await ready(gate)
+        fields = CHAT | {"stream": True}
+        slow = {"reads": reads} if leader == "does not read" else {"gone": gone}
+        first = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"], **slow))
+        await until(lambda: app.asked == 1)
+        await clock.pass_by(6)
+        twin = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"]))
+        await settle()  # in which its time begins, and it waits
+        await clock.pass_by(1)
+        if leader == "hangs up":
+            gone.set()
+        elif leader == "does not read":
+            app.gate.set()  # the answer is longer than what is kept, and waits for its client
+        await clock.pass_by(3.1)  # 10.1 s after the first one came
+        if leader == "does not read":
+            await until(twin.done)  # it has its own answer already
+            assert (await twin).ended and not first.done()
+            reads.set()
+            await first
+            return
+        await until(lambda: app.asked == 2)
+        assert not twin.done() and first.done()
+        await clock.pass_by(5.8)
+        assert not twin.done()
+        await clock.pass_by(0.2)  # 10.1 s after the twin came
+        await until(twin.done)
+        assert (await twin).chunks()[-1]["choices"][0]["finish_reason"] == "abort"
+
+    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def test_a_response_in_the_background_is_ended_too(tmp_path):

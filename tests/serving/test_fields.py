@@ -54,6 +54,8 @@ def test_a_field_is_read_as_vllm_reads_it(style, name, value):
         assert ours.background == bool(theirs)
     elif name == "stream_options":
         assert ours.usage == bool(theirs and theirs.include_usage)
+    elif name == "n":
+        assert ours.choices == (theirs or 1)
     elif style == "responses":
         assert not ours.repeatable
     elif name == "temperature":
@@ -68,6 +70,8 @@ def test_each_field_has_vllms_type_and_default(style):
         ours, theirs = fields.Body.model_fields[name], REQUESTS[style].model_fields[name]
         if name == "stream_options":
             assert set(typing.get_args(theirs.annotation)) == {StreamOptions, type(None)}
+        elif name == "n":
+            assert theirs.annotation in (int, ours.annotation)
         else:
             assert ours.annotation == theirs.annotation
         assert ours.default == theirs.default
@@ -87,3 +91,13 @@ def test_what_vllm_refuses_asks_for_nothing():
 def test_fields_that_a_route_does_not_know_say_nothing():
     body = {"seed": 5, "temperature": 1, "stream_options": 3, "stream": "on"}
     assert fields.read("messages", body) == Fields(stream=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1, 2], [3]], 2), ([], 1), (None, 1)],
+)
+def test_choices_are_prompts_times_n(prompt, prompts):
+    body = {"prompt": prompt, "n": 3}
+    assert fields.read("completion", body).choices == 3 * prompts
+    assert fields.read("chat", body).choices == 3

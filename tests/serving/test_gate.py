@@ -209,6 +209,27 @@ def test_a_body_that_is_too_long_is_refused(made, app):
         refused(gate, app, 413, key=keys["acme"], raw=b" " * 200_000, headers=headers)
 
 
+@pytest.mark.parametrize("tenants", [(), ("acme",)])
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [
+        ({"max_body_bytes": 50}, 413),
+        ({"max_body_depth": 2}, 400),
+        ({"max_body_values": 4}, 400),
+        ({"max_body_names": 5}, 400),
+        ({"max_body_items": 1}, 400),
+        ({"max_body_choices": 2}, 400),
+    ],
+)
+def test_bodies_have_limits_with_tenants_and_without(tmp_path, tenants, limits, status):
+    app = App()
+    gate, keys = make(app, tmp_path, tenants=tenants, cache=False, timeout_s=5, **limits)
+    fields = CHAT | {"messages": CHAT["messages"] * 2, "n": "3"}
+    reply = run(ask(gate, fields=fields, key=keys.get("acme")))
+    assert reply.status == status and next(iter(limits)) in reply.json()["error"]["message"]
+    assert app.asked == 0
+
+
 @pytest.mark.parametrize(
     "headers",
     [

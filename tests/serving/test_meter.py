@@ -91,3 +91,18 @@ def test_steps_of_many_requests_that_come_end_and_are_aborted_in_any_order(tmp_p
                 asyncio.run(app.engine.abort([request.external_req_id]))
     for tenant in ("acme", "other"):
         assert tokens(gate, tenant)[2] == expected[tenant]
+
+
+def test_a_request_that_runs_is_counted_whatever_is_aborted_meanwhile(tmp_path):
+    """A client may have many requests aborted, and go on with one."""
+    app = App()
+    gate, keys = make(app, tmp_path, cache=False)
+    asyncio.run(ask(gate, fields=CHAT, key=keys["acme"]))
+    salt = salts.derive(gate._parts.secret, "acme")
+    running, _ = app.engine.begin("chatcmpl-running", salt)
+    for number in range(70_000):
+        aborted, _ = app.engine.begin(f"chatcmpl-{number}", salt)
+        app.engine.output_processor.abort_requests([f"chatcmpl-{number}"], internal=False)
+    app.engine.say(aborted, 1)
+    app.engine.say(running, 2, "stop")
+    assert tokens(gate, "acme")[2] == 3 + 1 + 2

@@ -13,10 +13,11 @@ from vllm_metal.vllm_patches import http_protocol
 from vllm_metal.vllm_patches.http_protocol import HANG_UP, LimitedHttp
 
 MAX_BYTES, MAX_HEADERS = 1 << 16, 20
+LONG = 20 * 10**6  # bytes: more than the buffers of two sockets
 
 
 class App:
-    """Says "ok" to everybody; to /hang-up until the connection ends, and then does that."""
+    """Says "ok" to everybody, and more to /long; to /hang-up until the connection is full."""
 
     def __init__(self):
         self.headers = []
@@ -34,7 +35,8 @@ class App:
                 except TimeoutError:
                     scope["extensions"][HANG_UP]["call"]()
                     return
-        await send({"type": "http.response.body", "body": b"ok"})
+        body = b"y" * LONG if scope["path"] == "/long" else b"ok"
+        await send({"type": "http.response.body", "body": body})
 
 
 @contextlib.contextmanager
@@ -153,6 +155,23 @@ def test_an_application_can_hang_up_on_a_client_that_does_not_read(server):
             while part := connection.recv(1 << 20):
                 last = (last + part)[-16:]
     assert not last.endswith(b"0\r\n\r\n")  # the end of a whole answer
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_client_that_takes_nothing_of_its_answer_is_hung_up_on(monkeypatch, close):
+    """The application has ended long before: it gave all of the answer to the server."""
+    monkeypatch.setattr(http_protocol, "_TAKE_S", 0.2)
+    asked = request(close=close).replace(b"/ ", b"/long ")
+    with running() as (address, _):
+        with socket.create_connection(address, 30) as connection:
+            connection.sendall(asked)
+            threading.Event().wait(1.0)
+            got = 0
+            with contextlib.suppress(ConnectionError):
+                while part := connection.recv(1 << 20):
+                    got += len(part)
+        assert 0 < got < LONG
+        assert len(talk(address, asked.replace(b"host: h", b"connection: close"))) > LONG
 
 
 def test_it_is_what_uvicorn_takes_by_default():

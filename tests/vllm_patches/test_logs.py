@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only these warnings are dropped; test_needed.py shows that vLLM and torch still word them so."""
+"""Only these messages are changed; test_needed.py shows that vLLM and torch still word them so."""
 
+import importlib.util
 import logging
+from pathlib import Path
 
 import pytest
 
-from vllm_metal.vllm_patches.logs import UNHELPFUL, drop_unhelpful_warnings
+from vllm_metal.vllm_patches.logs import (
+    QUOTING,
+    UNHELPFUL,
+    drop_unhelpful_warnings,
+    leave_out_what_clients_wrote,
+)
 
 
 @pytest.mark.parametrize(("name", "beginning"), UNHELPFUL.items())
@@ -23,3 +30,47 @@ def test_nothing_else_is_dropped(
         logger.removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records]
     assert set(said) == {"another matters", f"it did not begin so: {beginning}"}
+
+
+@pytest.fixture
+def quoting(caplog, monkeypatch):
+    """A logger whose messages quote clients, and what it shows."""
+    leave_out_what_clients_wrote()
+    logger = logging.getLogger("vllm.renderers.chat_utils")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    yield logger, caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_messages_are_logged_without_what_clients_wrote(quoting):
+    (logger, caplog), words = quoting, "the client's words"
+    try:
+        raise KeyError(words)
+    except KeyError:
+        logger.exception("Tool call %r has arguments (%d chars)", words, 7)
+    logger.warning("Tool call %r", {"name": words})
+    logger.warning("Another message of %s", "vLLM's own")
+    assert words not in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "Tool call '(left out)' has arguments (7 chars)"
+    assert said[2] == "Another message of vLLM's own"
+    assert "test_logs.py" in caplog.text and "KeyError: (left out)" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "beginnings"), QUOTING.items())
+def test_vllm_has_the_messages_that_are_changed(name, beginnings):
+    """Each logger has its module's name; uvicorn's have none, and are in its protocols."""
+    module = "uvicorn.protocols.http.httptools_impl" if name.startswith("uvicorn") else name
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    text = Path(spec.origin).read_text()
+    assert all(f'"{beginning}' in text for beginning in beginnings)
+
+
+def test_a_logger_changes_its_messages_once(quoting):
+    logger, _ = quoting
+    before = len(logger.filters)
+    leave_out_what_clients_wrote()
+    assert len(logger.filters) == before
+    assert all(beginnings and all(beginnings) for beginnings in QUOTING.values())

@@ -152,6 +152,7 @@ MADE_AT_ONCE = (
     "engine_args.cache_prefixes_of_states",
     "engine_args.fit_the_context",
     "kv_transfer.recompute_by_default",
+    "logs.leave_out_what_clients_wrote",
     "logs.drop_unhelpful_warnings",
     "mlx_models.take_mlx_models",
     "model_info.TextModel",

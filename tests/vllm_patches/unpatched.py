@@ -27,6 +27,7 @@ CHANGING = (
     "engine_args",
     "engine_outputs",
     "environment",
+    "first_mistake",
     "http_protocol",
     "kv_transfer",
     "logs",
@@ -247,6 +248,18 @@ def warnings(folder):
     current_platform.import_ir_kernels()  # as where a worker starts
     missing = [text for text in unhelpful.values() if not any(text in m for m in MESSAGES)]
     return not missing, f"not said: {missing}"
+
+
+@probe("logs.leave_out_what_clients_wrote")
+def quotes(folder):
+    """vLLM logs the name of a tool whose arguments, written by a client, are no JSON."""
+    from vllm.renderers import chat_utils
+
+    before = len(MESSAGES)
+    call = {"type": "function", "function": {"name": "a-secret", "arguments": "{"}}
+    chat_utils._postprocess_messages([{"role": "assistant", "tool_calls": [call]}])
+    logged = MESSAGES[before:]
+    return any("a-secret" in text for text in logged), logged
 
 
 @probe("logs.show_our_messages")
@@ -603,6 +616,21 @@ def tokens_by_request(folder):
     return statistics.num_generation_tokens == 1 and "goes-on" not in told, told
 
 
+@probe("first_mistake.stop_at_the_first_mistake")
+def mistakes(folder):
+    """A request is told of each wrong item of a list, and of each kind that it might be."""
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    found = []
+    for count in (1, 10):
+        try:
+            ResponsesRequest.model_validate({"model": "m", "input": [{}] * count})
+        except ValidationError as error:
+            found.append(error.error_count())
+    return found[1] > found[0] + 5, found
+
+
 @probe("http_protocol.limit_connections")
 def limits_on_headers(folder):
     """uvicorn's protocol for httptools takes longer headers than its configuration says."""
@@ -874,7 +902,12 @@ def main(folder: str, names: list[str]) -> None:
         for module in CHANGING:
             name = f"vllm_metal.vllm_patches.{module}"
             sys.modules[name] = inert(name)
-    for logger in ("vllm.config.vllm", "torch._library.triton", "vllm.v1.engine.async_llm"):
+    for logger in (
+        "torch._library.triton",
+        "vllm.config.vllm",
+        "vllm.renderers.chat_utils",
+        "vllm.v1.engine.async_llm",
+    ):
         logging.getLogger(logger).addFilter(listen)
     found = {}
     for name in names:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 torch_accelerator.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
+logs.leave_out_what_clients_wrote()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
 logs.show_our_messages()
@@ -168,9 +169,10 @@ class MetalPlatform(Platform):
         cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
-            from vllm_metal.vllm_patches import http_protocol, server_end
+            from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
 
             http_protocol.limit_connections()
+            first_mistake.stop_at_the_first_mistake()
             server_end.tell_how_servers_end()
 
     @classmethod

@@ -7,41 +7,53 @@ understand one body differently.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from typing import Any, NoReturn
 
+from vllm_metal.serving.config import BodyLimits
 from vllm_metal.serving.refusal import Disconnected, Receive, Refusal
 
-__all__ = ["MAX_DEPTH", "Disconnected", "parse", "read", "until_gone", "write"]
+__all__ = ["Disconnected", "parse", "read", "until_gone", "write"]
 
-#: Objects and lists within each other; schemas of tools are the deepest that clients send.
-MAX_DEPTH = 64
+#: A string of JSON; one without an end goes to the end of the text, so that no part is read twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
-async def read(receive: Receive, limit: int, length: int | None) -> bytes:
+async def read(receive: Receive, limits: BodyLimits, length: int | None) -> bytes:
     """All of a body.
 
     Args:
         receive: of the connection.
-        limit: most bytes.
+        limits: of bytes, and of the time until the last one.
         length: what the client says it is; None: it does not say.
 
     Raises:
-        Refusal: it is longer.
+        Refusal: it is longer, or takes longer.
         Disconnected: the client went away before the end.
     """
+    if length is not None and length > limits.max_body_bytes:
+        raise _too_long(limits)
+    try:
+        async with asyncio.timeout(limits.max_body_s):
+            return await _read(receive, limits)
+    except TimeoutError:
+        message = f"The body took longer than {limits.max_body_s:g} s to arrive (max_body_s)."
+        raise Refusal(408, message) from None
+
+
+async def _read(receive: Receive, limits: BodyLimits) -> bytes:
     parts: list[bytes] = []
     total, more = 0, True
-    if length is not None and length > limit:
-        raise _too_long(limit)
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Disconnected
         parts.append(message.get("body", b""))
         total += len(parts[-1])
-        if total > limit:
-            raise _too_long(limit)
+        if total > limits.max_body_bytes:
+            raise _too_long(limits)
         more = message.get("more_body", False)
     return b"".join(parts)
 
@@ -56,27 +68,29 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+def parse(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
     """The JSON object in a body.
 
+    Args:
+        raw: the body.
+        limits: of what is in it.
+
     Raises:
-        Refusal: it is not one, has a key twice, is nested too deeply, or has numbers that JSON has
-            not.
+        Refusal: it is not one, has a key twice, has numbers that JSON has not, or is nested too
+            deeply or has too much in it.
     """
+    _check_size(raw, limits)
     try:
-        text = raw.decode()
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
-        deep = raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and _depth(found) > MAX_DEPTH
+        found = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
-        deep = True
+        raise _too_deep(limits) from None
     except Refusal:
         raise
     except ValueError:  # of the encoding, of JSON, or of a number with thousands of digits
         raise Refusal(400, "The body is not JSON in UTF-8.") from None
-    if deep:
-        raise Refusal(400, f"The body nests deeper than {MAX_DEPTH} objects and lists.")
     if not isinstance(found, dict):
         raise Refusal(400, "The body must be a JSON object.")
+    _check_structure(found, limits)
     return found
 
 
@@ -104,18 +118,66 @@ def _no_number(name: str) -> NoReturn:
     raise Refusal(400, "NaN and Infinity are not JSON.")
 
 
-def _depth(value: object) -> int:
-    depth, level = 0, [value]
-    while level and depth <= MAX_DEPTH:
+def _check_size(raw: bytes, limits: BodyLimits) -> None:
+    """Counts the marks that stand for values, before any value is made.
+
+    Raises:
+        Refusal: there are too many.
+    """
+    if _sizes(raw, limits) is not None:
+        # Marks in texts are none, and code is full of them.
+        refused = _sizes(_STRING.sub(b"", raw), limits)
+        if refused is not None:
+            raise refused
+
+
+def _sizes(raw: bytes, limits: BodyLimits) -> Refusal | None:
+    opened = raw.count(b"{") + raw.count(b"[")
+    if opened + raw.count(b",") > limits.max_body_values:
+        return Refusal(
+            400, f"The body has more than {limits.max_body_values} values (max_body_values)."
+        )
+    if opened + raw.count(b":") > limits.max_body_names:
+        return Refusal(
+            400,
+            f"The body has more than {limits.max_body_names} objects, lists and names in objects "
+            "(max_body_names).",
+        )
+    return None
+
+
+def _check_structure(body: dict[str, Any], limits: BodyLimits) -> None:
+    """Goes through the body level by level.
+
+    Raises:
+        Refusal: there are too many levels, or items of lists.
+    """
+    depth, items, level = 0, 0, [body]
+    while level:
         depth += 1
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)  # type: ignore[attr-defined]
-            if isinstance(child, dict | list)
-        ]
-    return depth
+        if depth > limits.max_body_depth:
+            raise _too_deep(limits)
+        below: list[Any] = []
+        for parent in level:
+            if isinstance(parent, dict):
+                below += [child for child in parent.values() if isinstance(child, dict | list)]
+            else:
+                found = [child for child in parent if isinstance(child, dict | list)]
+                items += len(found)
+                below += found
+        if items > limits.max_body_items:
+            raise Refusal(
+                400,
+                f"Lists in the body have more than {limits.max_body_items} objects and lists in "
+                "them (max_body_items).",
+            )
+        level = below
 
 
-def _too_long(limit: int) -> Refusal:
-    return Refusal(413, f"The body is longer than {limit} bytes.")
+def _too_deep(limits: BodyLimits) -> Refusal:
+    depth = limits.max_body_depth
+    return Refusal(400, f"The body nests deeper than {depth} objects and lists (max_body_depth).")
+
+
+def _too_long(limits: BodyLimits) -> Refusal:
+    return Refusal(413, f"The body is longer than {limits.max_body_bytes} bytes (max_body_bytes).")

@@ -22,8 +22,8 @@ from vllm_metal.settings.extras import install_advice
 
 SETTING = "VLLM_METAL_SERVING_CONFIG"
 MIDDLEWARE = "vllm_metal.serving.Tenants"
-#: A prompt of 128k tokens is about 0.5 MB of text, and JSON writes up to 6 bytes for one of them.
-DEFAULT_MAX_BODY_BYTES = 8 * 10**6
+#: Python reads JSON by recursion, and stops at 1,000 calls.
+_DEEPEST = 500
 DEFAULT_TTL_S = 24 * 3600.0
 DEFAULT_CACHE_BYTES = 10**9
 DEFAULT_ANSWER_BYTES = 10**6
@@ -65,13 +65,39 @@ class ResponseCacheConfig:
 
 
 @dataclass(frozen=True)
+class BodyLimits:
+    """What a body may be. Each has the name of its setting, which errors name.
+
+    While one body is read, checked and copied, no other request is served. So there are limits on
+    what that takes; docs/production.md has the measurements.
+    """
+
+    #: A prompt of 128k tokens is about 0.5 MB of text, and JSON writes up to 6 bytes for one of
+    #: them; a million tokens given as ids are 7 MB.
+    max_body_bytes: int = 8 * 10**6
+    #: That all of it may take to arrive, as nginx allows between two parts (client_body_timeout).
+    max_body_s: float = 60.0
+    #: Objects and lists within each other; schemas of tools are the deepest that clients send.
+    max_body_depth: int = 64
+    #: Of any kind. A million tokens given as ids are a million numbers.
+    max_body_values: int = 1_500_000
+    #: Objects, lists and names in objects. 400 tools whose parameters nest are 108,000.
+    max_body_names: int = 200_000
+    #: Objects and lists that are items of lists: messages, parts of their content, tools, prompts.
+    #: vLLM takes up to 80 us to check one (of `input`).
+    max_body_items: int = 10_000
+    #: Answers to compute: prompts times `n`.
+    max_body_choices: int = 1024
+
+
+@dataclass(frozen=True)
 class ServingConfig:
     """The file."""
 
     tenants: TenantsConfig | None
     response_cache: ResponseCacheConfig | None
     timeout_s: float | None  # that a request may take; None: any time
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    body: BodyLimits = BodyLimits()  # of requests' bodies
 
 
 def of_environment() -> ServingConfig | None:
@@ -125,6 +151,12 @@ def read(path: Path) -> ServingConfig:
     readers: dict[str, values.Reader] = {
         "timeout_s": _seconds,
         "max_body_bytes": values.size,
+        "max_body_s": _seconds,
+        "max_body_depth": _count_up_to(_DEEPEST),
+        "max_body_values": _count_up_to(None),
+        "max_body_names": _count_up_to(None),
+        "max_body_items": _count_up_to(None),
+        "max_body_choices": _count_up_to(None),
         "tenants": lambda section: _tenants(section, folder, f"{where} [tenants]"),
         "response_cache": lambda section: _response_cache(section, path, f"{where}"),
     }
@@ -136,7 +168,7 @@ def read(path: Path) -> ServingConfig:
         tenants=found.get("tenants"),
         response_cache=found.get("response_cache"),
         timeout_s=found.get("timeout_s"),
-        max_body_bytes=found.get("max_body_bytes", DEFAULT_MAX_BODY_BYTES),
+        body=BodyLimits(**{name: found[name] for name in found if name.startswith("max_body_")}),
     )
 
 
@@ -226,6 +258,17 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of seconds, not {value!r}")
     return float(value)
+
+
+def _count_up_to(most: int | None) -> values.Reader:
+    def count(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"must be a whole number above 0, not {value!r}")
+        if most is not None and value > most:
+            raise ValueError(f"must be at most {most}, not {value!r}")
+        return value
+
+    return count
 
 
 def _metrics(value: Any) -> bool:

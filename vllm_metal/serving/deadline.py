@@ -42,7 +42,7 @@ class Deadline:
     """The time limit of one request."""
 
     def __init__(self, limit_s: float | None, sleep: Sleep = asyncio.sleep) -> None:
-        """Not running yet.
+        """Not running yet; of the running event loop.
 
         Args:
             limit_s: seconds; None: any time.
@@ -52,10 +52,16 @@ class Deadline:
         self._task: asyncio.Task[None] | None = None
         self._goes_on = False
         self._aborted = self._had_tokens = False
-        #: The time is up, and the engine was told.
-        self.expired = asyncio.Event()
-        #: The request did not end though it was aborted: whoever carries it lets go.
-        self.cut = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        #: Done when the time is up, and the engine was told.
+        self.expired: asyncio.Future[None] = loop.create_future()
+        #: Done when the request did not end though it was aborted: whoever carries it lets go.
+        self.cut: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def limited(self) -> bool:
+        """Whether the time can be up at all."""
+        return self._limit_s is not None
 
     @property
     def came_to_nothing(self) -> bool:
@@ -91,7 +97,7 @@ class Deadline:
         if self._goes_on and not _ids(engine, request_id):
             return  # it ended in time
         on_expiry()
-        self.expired.set()
+        self.expired.set_result(None)
         waited = 0.0
         while waited < GRACE_S:
             if found := _ids(engine, request_id):
@@ -100,7 +106,7 @@ class Deadline:
                 await engine.abort(found)
             await self._sleep(_AGAIN_S)
             waited += _AGAIN_S
-        self.cut.set()
+        self.cut.set_result(None)
 
 
 def _ids(engine: Engine, request_id: str) -> list[str]:

@@ -88,10 +88,12 @@ class Exchange:
 
     async def _until_cut(self, work: Awaitable[None]) -> None:
         """Waits for what sends; hangs up on a client that does not read when it is cut off."""
+        if not self._deadline.limited:
+            await work
+            return
         sending = asyncio.ensure_future(work)
-        cut = asyncio.ensure_future(self._deadline.cut.wait())
         try:
-            await asyncio.wait((sending, cut), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, self._deadline.cut), return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
                 await asyncio.wait((sending,), timeout=_END_S)
             if sending.done():
@@ -101,7 +103,6 @@ class Exchange:
                 await asyncio.sleep(0)  # in which the server learns that the connection has ended
         finally:
             sending.cancel()
-            cut.cancel()
 
     @property
     def ended(self) -> bool:
@@ -123,16 +124,14 @@ class Exchange:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         client = asyncio.ensure_future(receive())
-        cut = asyncio.ensure_future(self._deadline.cut.wait())
         try:
-            await asyncio.wait((client, cut), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((client, self._deadline.cut), return_when=asyncio.FIRST_COMPLETED)
             if client.done():
                 message = client.result()
                 self._left |= message["type"] == "http.disconnect" and not self._complete
                 return message
         finally:
             client.cancel()
-            cut.cancel()
         self._let_go = True
         return {"type": "http.disconnect"}
 
@@ -156,11 +155,11 @@ class Exchange:
         return {**message, "headers": headers}
 
     async def _pass_on(self, message: Message) -> None:
-        if self._held is not None and self._deadline.came_to_nothing:
+        if self._held is not None and self._came_to_nothing():
             self._let_go = True
             return
         part, more = message.get("body", b""), message.get("more_body", False)
-        if self._style == "responses" and self._deadline.expired.is_set():
+        if self._style == "responses" and self._deadline.expired.done():
             part = self._corrected(part)
         if self._room > 0:
             self._record(part)
@@ -169,6 +168,11 @@ class Exchange:
             start, self._held = self._held, None
             await self._send_on(start)
         await self._send_on({**message, "body": part})
+
+    def _came_to_nothing(self) -> bool:
+        """Whether vLLM has no answer because the time is up. At some such requests it fails."""
+        failed = self._status is not None and self._status >= 500
+        return self._deadline.came_to_nothing or (failed and self._deadline.expired.done())
 
     def _record(self, part: bytes) -> None:
         self._room -= len(part)

@@ -34,12 +34,13 @@ class Body(BaseModel):
     temperature: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     background: bool | None = False
+    n: int | None = 1  # of completions: int, so that vLLM refuses none
 
 
 #: What each route reads of it.
 OF_STYLE: dict[Style, tuple[str, ...]] = {
-    "chat": ("stream", "stream_options", "temperature", "seed"),
-    "completion": ("stream", "stream_options", "temperature", "seed"),
+    "chat": ("stream", "stream_options", "temperature", "seed", "n"),
+    "completion": ("stream", "stream_options", "temperature", "seed", "n"),
     "messages": ("stream", "temperature"),
     "responses": ("stream", "temperature", "background"),
 }
@@ -54,6 +55,7 @@ class Fields:
     every_usage: bool = False  # and in each event before
     background: bool = False
     repeatable: bool = False  # whether the engine would say the same again
+    choices: int = 1  # that the engine is to compute
 
 
 def read(style: Style, body: dict[str, Any]) -> Fields:
@@ -79,4 +81,13 @@ def read(style: Style, body: dict[str, Any]) -> Fields:
         every_usage=bool(options and options.continuous_usage_stats),
         background=bool(found.background),
         repeatable=style != "responses" and same_again,
+        choices=(found.n or 1)
+        * _num_prompts(body.get("prompt") if style == "completion" else None),
     )
+
+
+def _num_prompts(prompt: object) -> int:
+    """A list has several, or is one of tokens."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list | dict):
+        return len(prompt)
+    return 1

@@ -238,7 +238,8 @@ class Tenants:
     async def _fields(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         headers.check_json(scope["headers"])
         length = headers.content_length(scope["headers"])
-        return body.parse(await body.read(receive, self._config.max_body_bytes, length))
+        limits = self._config.body
+        return body.parse(await body.read(receive, limits, length), limits)
 
     def _refuse_second_key(self, scope: Scope) -> None:
         """Where vLLM checks keys, too, an answer from the cache would go past it."""

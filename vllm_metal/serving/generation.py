@@ -30,6 +30,7 @@ from vllm_metal.serving.tenants_file import Key
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
 #: They name K/V of other engines, which are not kept apart by tenant.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+_SHORT = 1 << 15  # bytes of an answer that are parsed in less time than another thread takes
 _MEDIA: dict[Form, bytes] = {
     "whole": b"application/json",
     "stream": b"text/event-stream; charset=utf-8",
@@ -88,6 +89,9 @@ class Generation:
         self._parts, self._asked, self._scope = parts, asked, scope
         self._id = secrets.token_hex(16)
         self._read = fields.read(asked.style, asked.fields)
+        most = parts.config.body.max_body_choices
+        if self._read.choices > most:
+            raise Refusal(400, f"The body asks for more than {most} choices (max_body_choices).")
         self._deadline = Deadline(parts.config.timeout_s, parts.sleep)
         outgoing = dict(asked.fields)
         if asked.key is not None:
@@ -112,7 +116,7 @@ class Generation:
                 await self._answer_or_wait(found, receive, send)
         finally:
             self._deadline.end()
-            watched.end(self._deadline.expired.is_set(), self._read.background)
+            watched.end(self._deadline.expired.done(), self._read.background)
 
     def _keep_apart(self, outgoing: dict[str, Any], key: Key) -> None:
         """Writes the tenant's salt, and refuses what would reach another's."""
@@ -188,14 +192,13 @@ class Generation:
             Disconnected: the client has gone.
         """
         gone = asyncio.ensure_future(body.until_gone(receive))
-        late = asyncio.ensure_future(self._deadline.expired.wait())
+        late = self._deadline.expired
         try:
             await asyncio.wait((waiting, gone, late), return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            late.cancel()
         answered = waiting.done() and waiting.exception() is None
-        if self._deadline.expired.is_set() and not answered:
+        if late.done() and not answered:
             raise Refusal(504, "The request took longer than this server allows (timeout_s).")
         if waiting.done():
             return waiting.result()
@@ -253,10 +256,13 @@ class Generation:
         if not exchange.ended:
             return Abandoned()
         entry = exchange.entry()
-        if entry is None or self._deadline.expired.is_set():
+        if entry is None or self._deadline.expired.done():
             return NotKept()
-        # Parsing a long answer takes milliseconds, in which other requests are served.
-        if not await asyncio.to_thread(replay.complete, self._asked.style, entry):
+        if len(entry.content) < _SHORT:
+            complete = replay.complete(self._asked.style, entry)
+        else:  # it takes milliseconds, in which other requests are served
+            complete = await asyncio.to_thread(replay.complete, self._asked.style, entry)
+        if not complete:
             return NotKept()
         assert self._parts.cache is not None
         await self._parts.cache.keep(found, entry, self._asked.owner)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 #: Requests that were aborted may still have outputs, of the steps that were under way. Nothing says
-#: when the last has come, so of requests that have not ended the newest are remembered: many more
-#: than an engine has at once.
-_REMEMBERED = 65536
+#: when the last has come, so the newest are remembered: many more than an engine has at once.
+_ABORTED = 65536
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,9 @@ class Meter:
         self._figures, self._secret = figures, secret
         self._by_namespace: dict[str | None, _Account] = {}
         self._introduced: set[str] = set()
-        self._open: dict[str, _Account] = {}  # by the engine's ids of requests
+        # By the engine's ids of requests.
+        self._running: dict[str, _Account] = {}
+        self._aborted: dict[str, _Account] = {}
 
     def introduce(self, key: Key, salt: str) -> None:
         """Says under which name to count a tenant's tokens, before its request enters the engine.
@@ -66,16 +67,14 @@ class Meter:
     def begin(self, request_id: str, salt: str | None) -> None:
         """A request enters the engine."""
         account = self._by_namespace.get(salts.namespace(self._secret, salt))
-        if account is None:
-            return
-        self._open[request_id] = account
-        if len(self._open) > _REMEMBERED:
-            del self._open[next(iter(self._open))]
+        if account is not None:
+            self._running[request_id] = account
 
     def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Counts a step's outputs: tokens of prompts once, when a prompt is computed."""
         for output in outputs:
-            account = self._open.get(output.request_id)
+            name = output.request_id
+            account = self._running.get(name) or self._aborted.get(name)
             if account is None:
                 continue
             if (prefill := output.prefill_stats) is not None:
@@ -84,4 +83,13 @@ class Meter:
             if output.new_token_ids:
                 account.completion.inc(len(output.new_token_ids))
             if output.finish_reason is not None:
-                del self._open[output.request_id]
+                self._running.pop(name, None)
+                self._aborted.pop(name, None)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """The front end gives requests up: nobody says when they have ended."""
+        for name in request_ids:
+            if (account := self._running.pop(name, None)) is not None:
+                self._aborted[name] = account
+        while len(self._aborted) > _ABORTED:
+            del self._aborted[next(iter(self._aborted))]

@@ -32,16 +32,23 @@ class _Watcher(Protocol):
     def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """A step's outputs, those of requests that were aborted meanwhile among them."""
 
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """The engine is told to abort requests; a few more of their outputs may come.
+
+        Args:
+            request_ids: the engine's own.
+        """
+
 
 def watch(processor: OutputProcessor, watcher: _Watcher) -> None:
     """Has all that goes through one engine client's output processor told to a watcher.
 
     Args:
-        processor: of the client. vLLM calls both methods through it, once a request and once a
-            step, in the event loop.
+        processor: of the client. vLLM calls its methods through it, in the event loop.
         watcher: is told first, because vLLM cuts off tokens after a stop string.
     """
     add_request, process_outputs = processor.add_request, processor.process_outputs
+    abort_requests = processor.abort_requests
 
     def telling_of_the_request(request: Any, *args: Any, **options: Any) -> Any:
         watcher.begin(request.request_id, request.cache_salt)
@@ -49,7 +56,15 @@ def watch(processor: OutputProcessor, watcher: _Watcher) -> None:
 
     def telling_of_the_outputs(outputs: list[EngineCoreOutput], *args: Any, **options: Any) -> Any:
         watcher.take(outputs)
-        return process_outputs(outputs, *args, **options)
+        processed = process_outputs(outputs, *args, **options)
+        watcher.abort(processed.reqs_to_abort)  # they came to a stop string
+        return processed
+
+    def telling_of_the_end(*args: Any, **options: Any) -> list[str]:
+        aborted = abort_requests(*args, **options)
+        watcher.abort(aborted)
+        return aborted
 
     setattr(processor, "add_request", telling_of_the_request)  # noqa: B010 - mypy
     setattr(processor, "process_outputs", telling_of_the_outputs)  # noqa: B010
+    setattr(processor, "abort_requests", telling_of_the_end)  # noqa: B010

@@ -3,8 +3,9 @@
 
 uvicorn parses HTTP by httptools where that is installed, as vLLM does. Its class for that knows
 neither vLLM's limits on headers (--h11-max-incomplete-event-size, --h11-max-header-count) nor a
-time that they may take. httptools joins the pieces of a header in the square of its length: 64 MB,
-without an API key, stopped a server for 9 seconds.
+time that they may take, nor one that a client may take to read its answer. httptools joins the
+pieces of a header in the square of its length: 64 MB, without an API key, stopped a server for 9
+seconds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ HANG_UP = "vllm-metal.hang-up"
 _HEAD_S = 60.0
 #: That a client may go on sending a body after its answer: enough to read the answer.
 _AFTER_ANSWER_S = 5.0
+#: That a client may take nothing of an answer that waits for it, as nginx has it (send_timeout).
+_TAKE_S = 60.0
 _SLICE = 1 << 14  # bytes of headers that the parser gets at a time
 
 
@@ -41,6 +44,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
         self._whole = True  # whether the last request has arrived
         self._timer: asyncio.TimerHandle | None = None
+        self._taking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,7 +52,13 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._within(None)
+        if self._taking is not None:
+            self._taking.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_at_the_rest()
 
     def data_received(self, data: bytes) -> None:
         while self._in_head and data and not self.transport.is_closing():
@@ -86,12 +96,28 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_response_complete()
         if not self._whole:
             self._within(_AFTER_ANSWER_S)
+        if self.transport.get_write_buffer_size():
+            self._look_at_the_rest()
 
     def _within(self, seconds: float | None) -> None:
         """Ends the connection unless this is called again in time; None: nothing is due."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
+
+    def _look_at_the_rest(self) -> None:
+        """Begins to look, from time to time, whether the client takes what waits for it."""
+        if self._taking is None:
+            left = self.transport.get_write_buffer_size()
+            self._taking = self.loop.call_later(_TAKE_S, self._look_again, left)
+
+    def _look_again(self, before: int) -> None:
+        self._taking = None
+        left = self.transport.get_write_buffer_size()
+        if left and left == before:
+            self.transport.abort()  # `close` would wait for the client
+        elif left:
+            self._look_at_the_rest()
 
     def _late(self) -> None:
         if self._in_head and not self._whole:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
@@ -16,6 +17,25 @@ UNHELPFUL = {
     # vLLM declares operators for GPUs of other makers; torch looks for Triton in each.
     "torch._library.triton": "Triton not available",
 }
+
+#: How messages begin that vLLM and uvicorn log with words of a client's, by their logger: names of
+#: models and tools, ids, parts of content, and errors that quote what they found.
+QUOTING = {
+    "uvicorn.error": ("Exception in ASGI application",),
+    "vllm.entrypoints.anthropic.api_router": ("Error in ",),
+    "vllm.entrypoints.openai.chat_completion.protocol": ("System messages should only contain",),
+    "vllm.entrypoints.openai.chat_completion.serving": ("Error",),
+    "vllm.entrypoints.openai.completion.serving": ("Error",),
+    "vllm.entrypoints.openai.responses.serving": ("Error with model",),
+    "vllm.entrypoints.openai.responses.utils": ("Previous assistant message", "Using summary text"),
+    "vllm.entrypoints.scale_out.render.serving": ("Error with model",),
+    "vllm.renderers.chat_utils": ("Tool call", "Skipping multimodal part"),
+    "vllm.renderers.hf": ("Chat template rejected",),
+    "vllm.v1.core.sched.scheduler": ("Encoder cache entry",),
+    "vllm.v1.structured_output": ("Failed to compile grammar",),
+    "vllm.v1.structured_output.backend_guidance": ("LLMatcher error",),
+}
+_LEFT_OUT = "(left out)"
 
 
 class _DropByBeginning(logging.Filter):
@@ -35,6 +55,37 @@ def drop_unhelpful_warnings() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(known, _DropByBeginning) for known in logger.filters):
             logger.addFilter(_DropByBeginning(beginning))
+
+
+class _LeaveOutQuotes(logging.Filter):
+    """Keeps of the records whose message begins with a text what no client wrote."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(self._beginnings):
+            args = record.args if isinstance(record.args, tuple) else (record.args,)
+            if record.args:
+                record.args = tuple(a if isinstance(a, int | float) else _LEFT_OUT for a in args)
+            if record.exc_info:
+                kind, _, place = record.exc_info
+                name = "" if kind is None else kind.__name__
+                record.exc_text = f"{''.join(traceback.format_tb(place))}{name}: {_LEFT_OUT}"
+                record.exc_info = None
+        return True
+
+
+def leave_out_what_clients_wrote() -> None:
+    """Has the messages of QUOTING logged without the words in them, and errors by their type.
+
+    Clients are told the same in full. Numbers and tracebacks are still logged.
+    """
+    for name, beginnings in QUOTING.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _LeaveOutQuotes) for known in logger.filters):
+            logger.addFilter(_LeaveOutQuotes(beginnings))
 
 
 def show_our_messages() -> None:

@@ -6,19 +6,24 @@ from __future__ import annotations
 from vllm_metal.vllm_patches.touched.entry import Touched
 
 _RENDERING = "serving/response_cache/rendering.py"
+_REQUESTS = f"{_RENDERING} vllm_patches/first_mistake.py"
 
 SERVING = (
     Touched(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
-        by=_RENDERING,
+        by=_REQUESTS,
     ),
     Touched(
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
-        by=_RENDERING,
+        by=_REQUESTS,
     ),
     Touched(
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest",
-        by=_RENDERING,
+        by=_REQUESTS,
+    ),
+    Touched(
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest",
+        by="vllm_patches/first_mistake.py",
     ),
     Touched(
         "vllm.entrypoints.scale_out.render.serving:ServingRender",
@@ -64,6 +69,11 @@ SERVING = (
             "weight_version",
             "add_request": "request prompt parent_req request_index queue",
         },
+    ),
+    Touched(
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        by="vllm_patches/engine_outputs.py",
+        methods={"abort_requests": "request_ids internal"},
     ),
     Touched(
         "vllm.v1.engine.output_processor:RequestState",

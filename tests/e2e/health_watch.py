@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long /health takes, asked by a process of its own: `python health_watch.py URL`.
+
+It ends with its standard input, and prints how often it asked, and the worst time in seconds.
+"""
+
+import sys
+import threading
+import time
+import urllib.request
+
+_PAUSE_S = 0.05
+
+
+def main(url: str) -> None:
+    worst, asked = 0.0, 0
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    while not ended.wait(_PAUSE_S):
+        started = time.monotonic()
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as reply:
+            reply.read()
+        worst, asked = max(worst, time.monotonic() - started), asked + 1
+    print(asked, worst)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are wrong are refused as before, and sooner; others are read as before."""
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+from vllm_metal.vllm_patches.first_mistake import stop_at_the_first_mistake
+
+USER = {"role": "user", "content": "Hello"}
+WRONG = [
+    (ResponsesRequest, {"model": "m"}, "input", {}),
+    (ResponsesRequest, {"model": "m", "input": "x"}, "tools", {}),
+    (ChatCompletionRequest, {"model": "m"}, "messages", {}),
+    (ChatCompletionRequest, {"model": "m", "messages": [USER]}, "tools", {}),
+    (CompletionRequest, {"model": "m"}, "prompt", [{}]),
+    (AnthropicMessagesRequest, {"model": "m", "max_tokens": 1}, "messages", {}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def changed():
+    stop_at_the_first_mistake()
+
+
+def mistakes(read, body):
+    with pytest.raises(ValidationError) as refused:
+        read(body)
+    return refused.value.error_count()
+
+
+@pytest.mark.parametrize(("model", "fields", "name", "item"), WRONG)
+def test_many_mistakes_cost_no_more_than_one(model, fields, name, item):
+    """Also for FastAPI, which reads bodies with an adapter of the class."""
+    for read in (model.model_validate, TypeAdapter(model).validate_python):
+        one, many = (mistakes(read, fields | {name: [item] * count}) for count in (1, 1000))
+        assert many == one
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ResponsesRequest, {"model": "m", "input": [USER, {"role": "assistant", "content": "a"}]}),
+        (ChatCompletionRequest, {"model": "m", "messages": [USER] * 3, "stop": ["a", "b"]}),
+        (CompletionRequest, {"model": "m", "prompt": [[1, 2], [3]]}),
+        (AnthropicMessagesRequest, {"model": "m", "max_tokens": 1, "messages": [USER, USER]}),
+    ],
+)
+def test_requests_without_mistakes_are_read_whole(model, body):
+    read = model.model_validate(body).model_dump(exclude_unset=True)
+    lists = [name for name, value in body.items() if isinstance(value, list)]
+    assert {name: len(read[name]) for name in lists} == {name: len(body[name]) for name in lists}
