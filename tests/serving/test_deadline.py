@@ -216,6 +216,25 @@ def test_a_twin_ends_at_its_own_limit_whatever_becomes_of_the_first(tmp_path, le
     asyncio.run(asyncio.wait_for(play(), 60))
 
 
+def test_a_twin_does_not_wait_for_a_first_one_that_cannot_be_ended(tmp_path):
+    async def play():
+        clock, app = Clock(), App(gate=asyncio.Event(), deaf=True)
+        gate, keys = make(app, tmp_path, timeout_s=10.0, sleep=clock.sleep)
+        await ready(gate)
+        first = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
+        await until(lambda: app.asked == 1)
+        await clock.pass_by(1)
+        twin = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
+        await settle()
+        await clock.pass_by(10.1)
+        await until(twin.done)
+        assert (await twin).status == 504 and not first.done()
+        await clock.pass_by(GRACE_S)
+        assert (await first).status == 504 and app.asked == 1
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
 def test_a_response_in_the_background_is_ended_too(tmp_path):
     async def play():
         clock, app = Clock(), App()
