@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peaks of MLX's memory that do not depend on how far it runs ahead."""
 
+import os
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
 import mlx.core as mx
 
 from vllm_metal.memory import planner
+
+_THREADS = Path("/proc/self/task")
 
 
 def least_peak(run=None, prepare=None):
@@ -14,8 +20,30 @@ def least_peak(run=None, prepare=None):
     at different counts, and the least of them is the one that was waited for.
     """
     peaks = []
-    for run_number in range(40):
-        for _ in range(run_number % 10):
-            mx.eval(mx.ones(1) + 1)  # moves the count on
-        peaks.append(planner.peak_of(prepare() if prepare else run))
+    with _on_one_cpu():
+        for run_number in range(40):
+            for _ in range(run_number % 10):
+                mx.eval(mx.ones(1) + 1)  # moves the count on
+            peaks.append(planner.peak_of(prepare() if prepare else run))
     return min(peaks)
+
+
+@contextmanager
+def _on_one_cpu():
+    """On Linux: the thread that hands operations over does not outrun the one that computes."""
+    if not _THREADS.exists():
+        yield
+        return
+    threads = [int(path.name) for path in _THREADS.iterdir()]
+    before = os.sched_getaffinity(0)
+    _allow(threads, {min(before)})
+    try:
+        yield
+    finally:
+        _allow([int(path.name) for path in _THREADS.iterdir()], before)
+
+
+def _allow(threads, processors):
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, processors)

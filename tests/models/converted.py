@@ -13,10 +13,11 @@ import mlx.core as mx
 import numpy as np
 import torch
 from mlx_lm.utils import load_config, quantize_model, save_config, save_model
-from models.patches.test_registry import own_classes, own_model
+from models.patches.test_registry import own_model
 
 from vllm_metal.models import published_config
 from vllm_metal.models.loader import dense_model
+from vllm_metal.models.patches import registry
 
 GROUP = 32
 _ROUNDS = 8  # until rounding changes nothing
@@ -52,7 +53,7 @@ def _inputs_first(model: Any, name: str) -> bool:
 
 #: Modules that cannot read what transformers 5 writes, and were given older files. In folders that
 #: mlx-lm writes, their arrays have the same names, so the mended module writes them.
-OLDER = ("gpt2", "gpt_oss", "jamba", "kimi_linear", "olmo_hybrid")
+OLDER = ("gpt2", "gpt_oss", "jamba", "kimi_linear", "olmo_hybrid", "qwen3_next")
 
 
 def convert(folder: Path, out: Path, module: str, bits_of: Any = None) -> Path:
@@ -66,7 +67,7 @@ def convert(folder: Path, out: Path, module: str, bits_of: Any = None) -> Path:
     """
     config = load_config(folder)
     model: Any = dense_model(folder) if module in OLDER else own_model(folder, module)
-    config |= published_config.as_read(config, module, own_classes(module)[1])
+    config |= published_config.as_read(config, module, registry.classes(dict(config))[1])
     if bits_of is not None:
 
         def predicate(path: str, part: Any) -> Any:

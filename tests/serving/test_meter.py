@@ -6,9 +6,10 @@ import random
 from collections import Counter
 
 import pytest
-from serving_double import App, ask, counted, identity, make
+from serving_double import SECRET, App, ask, counted, identity, make
 
 from vllm_metal.kv_transfer import salts
+from vllm_metal.serving import tenants_file
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 KINDS = ("prompt", "cached", "completion")
@@ -98,7 +99,8 @@ def test_a_request_that_runs_is_counted_whatever_is_aborted_meanwhile(tmp_path):
     app = App()
     gate, keys = make(app, tmp_path, cache=False)
     asyncio.run(ask(gate, fields=CHAT, key=keys["acme"]))
-    salt = salts.derive(gate._parts.secret, "acme")
+    key, *_ = tenants_file.read(tmp_path / "tenants.json")
+    salt = salts.derive(SECRET, key.identity)
     running, _ = app.engine.begin("chatcmpl-running", salt)
     for number in range(70_000):
         aborted, _ = app.engine.begin(f"chatcmpl-{number}", salt)
