@@ -20,6 +20,7 @@ def test_nothing_else_is_dropped(
     name: str, beginning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drop_unhelpful_warnings()
+    caplog.set_level(logging.WARNING, name)  # commands have vLLM say less
     logger = logging.getLogger(name)
     logger.addHandler(caplog.handler)
     try:
@@ -36,6 +37,7 @@ def test_nothing_else_is_dropped(
 def quoting(caplog, monkeypatch):
     """A logger whose messages quote clients, and what it shows."""
     leave_out_what_clients_wrote()
+    caplog.set_level(logging.WARNING, "vllm.renderers.chat_utils")
     logger = logging.getLogger("vllm.renderers.chat_utils")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
