@@ -28,6 +28,7 @@ TEXT = "The river rises in the hills, runs through three towns and a lake, and e
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ANSWERED = "vllm:request_success_total"
 KEPT = "vllm:response_cache_requests_total"
+TOKENS = "vllm:tenant_tokens_total"
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,23 @@ def said(stream):
     return found
 
 
+def test_a_body_is_read_as_vllm_reads_it(tenants):
+    prompt = "Read as it is meant. " + TEXT
+    for seed in (-1, "-1", -1.0):  # none, for vLLM
+        drawn = [tenants.ask("acme", prompt=prompt, seed=seed, temperature=1) for _ in range(2)]
+        assert [reply.headers["x-cache"] for reply in drawn] == ["BYPASS", "BYPASS"]
+    asked = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}
+    kept, again = (tenants.ask("acme", **asked, stream=no) for no in (False, "false"))
+    assert (kept.headers["x-cache"], again.headers["x-cache"]) == ("MISS", "HIT")
+    assert again.json() == kept.json()
+    # A stream is another answer, and its tokens are counted whether or not it tells them.
+    counted = tenants.metric(TOKENS, tenant="acme", kind="completion")
+    untold = {"stream": "true", "stream_options": {"include_usage": "false"}}
+    stream = tenants.ask("acme", **asked, **untold)
+    assert stream.headers["x-cache"] == "MISS" and '"usage":{' not in stream.text
+    assert tenants.metric(TOKENS, tenant="acme", kind="completion") == counted + 6
+
+
 def test_64_twins_make_one_generation(tenants):
     before = tenants.metric(ANSWERED), tenants.metric(KEPT, result="hit")
     fields = {"prompt": "Twins. " + TEXT, "max_tokens": 100, "ignore_eos": True}
@@ -313,7 +331,7 @@ def test_logs_hold_no_key_no_prompt_and_no_salt(tenants, keys, folder):
 def test_a_tenants_requests_and_tokens_are_counted(tenants):
     def now():
         return [
-            tenants.metric("vllm:tenant_tokens_total", tenant="other", kind=kind)
+            tenants.metric(TOKENS, tenant="other", kind=kind)
             for kind in ("prompt", "cached", "completion")
         ] + [tenants.metric("vllm:tenant_requests_total", tenant="other", status="200")]
 
