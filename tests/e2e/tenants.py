@@ -88,6 +88,11 @@ def write_settings(
     return keys | {"metrics": tenants_file.add(file, "prometheus", "metrics")[1]}
 
 
+def identities(folder: Path) -> dict[str, str]:
+    """What salts are derived from, by tenant."""
+    return {key.tenant: key.identity for key in tenants_file.read(folder / "tenants.json")}
+
+
 @contextmanager
 def serve_tenants(
     model: str,

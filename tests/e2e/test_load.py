@@ -17,6 +17,7 @@ from e2e import health_watch, recording_scheduler
 from e2e.models import first_two_layers
 from e2e.tenants import (
     MAX_MODEL_LEN,
+    identities,
     serve_tenants,
     wait_until_answers_are_kept,
     write_settings,
@@ -120,9 +121,11 @@ def generated(folder):
     """The same, as the engine wrote it down."""
     secret = secret_file.read(folder / "secret", "secret")
     found = recording_scheduler.read(folder / "recorded")
-    sums = {}
+    sums, who = {}, identities(folder)
     for name in NAMES:
-        of_tenant = [found.pop(salts.derive(secret, name, salt), (0, 0)) for salt in CLIENT_SALTS]
+        of_tenant = [
+            found.pop(salts.derive(secret, who[name], salt), (0, 0)) for salt in CLIENT_SALTS
+        ]
         sums[name] = tuple(sum(each) for each in zip(*of_tenant, strict=True))
     assert found == {}  # nobody's
     return sums

@@ -14,6 +14,7 @@ import pytest
 from e2e.models import first_two_layers
 from e2e.tenants import (
     MAX_MODEL_LEN,
+    identities,
     serve_tenants,
     wait_until_answers_are_kept,
     write_settings,
@@ -21,7 +22,6 @@ from e2e.tenants import (
 
 from vllm_metal.commands.cli import main
 from vllm_metal.kv_transfer import salts, secret_file
-from vllm_metal.serving import tenants_file
 
 BLOCK_SIZE = 16  # vllm-metal's default
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "
@@ -60,11 +60,6 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
         time.sleep(0.1)
-
-
-def identities(folder):
-    """What salts are derived from, by tenant."""
-    return {key.tenant: key.identity for key in tenants_file.read(folder / "tenants.json")}
 
 
 def cached(reply):
