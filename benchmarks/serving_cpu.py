@@ -196,6 +196,7 @@ def main() -> None:
     table([f"Where it goes ({costs[0].kind}), ms", "past", "through", "added"], rows)
     found = {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "model": Path(args.model or _common.default_model()).name,
         "load": [load, os.getloadavg()[0]],
         "costs": [asdict(each) | {"added": each.added} for each in costs],
         "places": rows,

@@ -75,7 +75,7 @@ def _request(rng: random.Random, tenant: str, number: int) -> Planned:
     manner = _manner(rng)
     if manner == "never reads":  # an answer that fills the buffers of both sockets
         text = MARK + "=" * 60_000  # 64 of them are a token
-        long = {"prompt": text, "max_tokens": 1, "echo": True, "n": 40}
+        long = {"prompt": text, "max_tokens": 1, "echo": True, "n": 40, "seed": 5}
         path, fields = "/v1/completions", {"model": "m", **long}
     elif rng.random() < 0.01:  # longer than the time limit
         name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
