@@ -188,8 +188,8 @@ def test_logs_have_no_key_and_no_prompt(proxy, tmp_path):
 
 
 def test_its_size_is_the_servers():
-    from vllm_metal.serving.config import DEFAULT_MAX_BODY_BYTES
+    from vllm_metal.serving.config import BodyLimits
 
     text = CONFIGURATION.read_text()
-    assert f"client_max_body_size    {round(DEFAULT_MAX_BODY_BYTES / 10**6)}m;" in text
+    assert f"client_max_body_size    {round(BodyLimits().max_body_bytes / 10**6)}m;" in text
     assert json.loads(text.split("return 429 '")[1].split("';")[0])["error"]["code"] == 429

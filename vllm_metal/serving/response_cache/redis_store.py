@@ -12,7 +12,7 @@ from vllm_metal.settings import local_network
 
 #: Braces: in a cluster, all keys have to be in one slot for a script to use them.
 _PREFIX = "{vllm-metal}:answers"
-_WAIT_S = 0.25  # a slow answer is no better than none
+_WAIT_S = 1.0  # for a reply, and for a loop that a herd keeps busy; after it, for no answer
 _CONNECT_S = 1.0  # once for many answers, of a loop that a herd keeps busy
 #: Connections at most; who finds none free waits for one.
 _CONNECTIONS, _QUEUE_S = 16, 5.0
