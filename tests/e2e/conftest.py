@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from e2e.fuzz.models import VOCAB, write_models
 from e2e.models import first_two_layers
+from e2e.tenants import MAX_MODEL_LEN
 
 from vllm_metal.models.embedded import embedded_model_path, gemma3_270m_path
 
@@ -30,6 +31,13 @@ def gemma3() -> str:
 def short(smollm2, tmp_path_factory) -> str:
     """SmolLM2's first two layers."""
     return first_two_layers(smollm2, tmp_path_factory.mktemp("short"))
+
+
+@pytest.fixture(scope="session")
+def long_texts(smollm2, tmp_path_factory) -> str:
+    """The same, for texts so long that they take longer than a time limit."""
+    changes = {"max_position_embeddings": MAX_MODEL_LEN}
+    return first_two_layers(smollm2, tmp_path_factory.mktemp("long-texts"), **changes)
 
 
 @pytest.fixture(scope="session")

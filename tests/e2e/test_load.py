@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 from e2e import health_watch, recording_scheduler
-from e2e.models import first_two_layers
 from e2e.tenants import (
-    MAX_MODEL_LEN,
     identities,
     serve_tenants,
     wait_until_answers_are_kept,
@@ -46,16 +44,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(smollm2, tmp_path_factory, folder):
-    changes = {"max_position_embeddings": MAX_MODEL_LEN}
-    model = first_two_layers(smollm2, tmp_path_factory.mktemp("short"), **changes)
+def served(long_texts, folder):
     keys = write_settings(folder, NAMES, f"timeout_s = {TIMEOUT_S}\nmax_body_s = {BODY_S}\n")
     with (folder / "serving.toml").open("a") as settings:  # whose last section is the cache's
         settings.write(f"max_answer_bytes = {MAX_ANSWER_BYTES}\n")
     options = ["--scheduler-cls", "e2e.recording_scheduler.RecordingScheduler"]
     recorded = {recording_scheduler.FILE: str(folder / "recorded")}
     recorded["PYTHONPATH"] = ":".join(path for path in sys.path if path)
-    with serve_tenants(model, folder, keys, "log", options, recorded) as running:
+    with serve_tenants(long_texts, folder, keys, "log", options, recorded) as running:
         wait_until_answers_are_kept(running)
         for path, fields in (
             ("/v1/completions", {"prompt": ["Once"] * AT_ONCE, "n": 2}),

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.models import first_two_layers
 from e2e.server import engine_core
 from e2e.tenants import (
-    MAX_MODEL_LEN,
     serve_tenants,
     wait_until_answers_are_kept,
     write_settings,
@@ -29,12 +27,6 @@ LONG = 1000  # tokens: some seconds of two layers, far less than the server may 
 OPTIONS = ("--shutdown-timeout", "60")
 
 pytestmark = pytest.mark.more
-
-
-@pytest.fixture(scope="module")
-def model(smollm2, tmp_path_factory):
-    changes = {"max_position_embeddings": MAX_MODEL_LEN}
-    return first_two_layers(smollm2, tmp_path_factory.mktemp("short"), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +66,8 @@ def stream(running, **fields):
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_a_killed_engine_fails_the_service_which_is_started_again(model, folder, keys):
-    with serve_tenants(model, folder, keys, "first", OPTIONS) as running:
+def test_a_killed_engine_fails_the_service_which_is_started_again(long_texts, folder, keys):
+    with serve_tenants(long_texts, folder, keys, "first", OPTIONS) as running:
         wait_until_answers_are_kept(running)
         kept = ask(running)
         assert kept.headers["x-cache"] == "MISS"
@@ -85,7 +77,7 @@ def test_a_killed_engine_fails_the_service_which_is_started_again(model, folder,
         assert any("error" in chunk for chunk in chunks)
         status = running.server.process.wait(ENDING_S)
     assert status == 1 and launchd_starts_again(status)
-    with serve_tenants(model, folder, keys, "second", OPTIONS) as running:
+    with serve_tenants(long_texts, folder, keys, "second", OPTIONS) as running:
         wait_until_answers_are_kept(running)
         again = ask(running)
         assert again.headers["x-cache"] == "HIT" and again.content == kept.content
@@ -115,13 +107,13 @@ def stop_amid_a_stream(running):
     assert running.server.process.wait(ENDING_S) == 0
 
 
-def test_another_version_of_the_sources_has_no_old_answers(model, folder, keys, tmp_path):
+def test_another_version_of_the_sources_has_no_old_answers(long_texts, folder, keys, tmp_path):
     package = tmp_path / "vllm_metal"
     shutil.copytree(Path(vllm_metal.__file__).parent, package)
     with (package / "sample" / "transforms.py").open("a") as file:
         file.write("# Another release.\n")
     changed = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONSAFEPATH": "1"}
-    with serve_tenants(model, folder, keys, "third", OPTIONS, changed) as running:
+    with serve_tenants(long_texts, folder, keys, "third", OPTIONS, changed) as running:
         wait_until_answers_are_kept(running)
         assert ask(running).headers["x-cache"] == "MISS"
         assert ask(running).headers["x-cache"] == "HIT"

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
-from e2e.models import first_two_layers
 from e2e.tenants import (
     MAX_MODEL_LEN,
     identities,
@@ -32,13 +31,6 @@ TOKENS = "vllm:tenant_tokens_total"
 
 
 @pytest.fixture(scope="module")
-def model(smollm2, tmp_path_factory):
-    """SmolLM2's first two layers, for texts so long that they take longer than the time limit."""
-    changes = {"max_position_embeddings": MAX_MODEL_LEN}
-    return first_two_layers(smollm2, tmp_path_factory.mktemp("short"), **changes)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("tenants")
 
@@ -49,8 +41,8 @@ def keys(folder):
 
 
 @pytest.fixture(scope="module")
-def tenants(model, folder, keys):
-    with serve_tenants(model, folder, keys, "log") as running:
+def tenants(long_texts, folder, keys):
+    with serve_tenants(long_texts, folder, keys, "log") as running:
         wait_until_answers_are_kept(running)
         yield running
 
@@ -453,10 +445,10 @@ def text(reply):
 
 
 @pytest.mark.more
-def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(model, tmp_path):
+def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(long_texts, tmp_path):
     """The server dies while it writes; the next one has what was kept, each for its own tenant."""
     keys, prompt = write_settings(tmp_path), "After a kill. " + TEXT * 8
-    with serve_tenants(model, tmp_path, keys, "first") as first:
+    with serve_tenants(long_texts, tmp_path, keys, "first") as first:
         wait_until_answers_are_kept(first)
         kept = first.ask("acme", prompt=prompt, max_tokens=8)
         assert kept.headers["x-cache"] == "MISS"
@@ -467,7 +459,7 @@ def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(model, tmp_p
             while sum(each.done() for each in asked) < 20:
                 time.sleep(0.01)
             os.killpg(first.server.process.pid, signal.SIGKILL)
-    with serve_tenants(model, tmp_path, keys, "second") as second:
+    with serve_tenants(long_texts, tmp_path, keys, "second") as second:
         wait_until_answers_are_kept(second)
         again = second.ask("acme", prompt=prompt, max_tokens=8)
         assert again.headers["x-cache"] == "HIT" and again.text == kept.text

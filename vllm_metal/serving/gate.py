@@ -146,8 +146,6 @@ class Tenants:
         self._begin(scope)
         root = scope.get("root_path", "")
         found = routes.find(scope["method"], scope["path"].removeprefix(root))
-        if found is not None and found.route.asks == "metrics" and self._parts.cache is not None:
-            await self._parts.cache.count_bytes()
         started = False
 
         async def watched(message: Message) -> None:
@@ -163,6 +161,7 @@ class Tenants:
                 await self._open(found, scope, receive, send)
                 return
             if found is not None and self._needs_no_key(found):
+                await self._bring_figures_up_to_date(found)
                 await self._parts.app(_inner(scope, root, found), receive, send)
                 return
             key = self._key_of(scope)
@@ -175,6 +174,11 @@ class Tenants:
                 await refusal.answer(watched if self._keys else send, refused)
         except Disconnected:
             return
+
+    async def _bring_figures_up_to_date(self, found: Found | None) -> None:
+        """Asks the store, for whoever may read /metrics and nobody else."""
+        if found is not None and found.route.asks == "metrics" and self._parts.cache is not None:
+            await self._parts.cache.count_bytes()
 
     def _needs_no_key(self, found: Found) -> bool:
         tenants = self._config.tenants
@@ -204,6 +208,7 @@ class Tenants:
         ):
             raise Refusal(404, "There is no response with this id.")
         if not route.body:
+            await self._bring_figures_up_to_date(found)
             scope["headers"] = headers.passed_on(scope["headers"])
             await app(scope, _without_body(receive), send)
         elif route.style is None:
@@ -219,6 +224,7 @@ class Tenants:
     async def _open(self, found: Found | None, scope: Scope, receive: Receive, send: Send) -> None:
         """A request where there are no tenants: only those that generate are looked into."""
         if found is None or found.route.style is None:
+            await self._bring_figures_up_to_date(found)
             await self._parts.app(scope, receive, send)
         else:
             await self._generate(found, None, dict(scope), receive, send)
