@@ -7,8 +7,8 @@ import secrets
 
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer import secret_file
 from vllm_metal.serving.config import ResponseCacheConfig
+from vllm_metal.settings import secret_file
 
 logger = init_logger(__name__)
 
