@@ -14,7 +14,7 @@ from e2e.harness import counters, engine, free_blocks, greedy, run_out
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from vllm_metal.kv_transfer.config import CONNECTOR
-from vllm_metal.kv_transfer.peering import Peering
+from vllm_metal.kv_transfer.peer.store import Peering
 
 #: What vLLM's proxies send along to the engine that prefills.
 FOR_A_DECODER = {

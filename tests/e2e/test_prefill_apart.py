@@ -22,7 +22,7 @@ from e2e.peers import (
 from vllm_metal.kv_cache.pages import page_rows
 from vllm_metal.kv_transfer.connector import MetalKVConnector
 from vllm_metal.kv_transfer.peer.client import Peer
-from vllm_metal.kv_transfer.peers import Peers
+from vllm_metal.kv_transfer.peer.view import Peers
 
 BLOCK = 16
 HEADS = ("eagle", "eagle3", "mtp", *STATELESS)

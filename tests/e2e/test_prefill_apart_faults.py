@@ -14,7 +14,7 @@ from vllm import TokensPrompt
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.page import Page
-from vllm_metal.kv_transfer.peers import Asked
+from vllm_metal.kv_transfer.peer.view import Asked
 
 PULLED = 96  # tokens of a prompt of 100, in blocks of 16
 

@@ -109,6 +109,14 @@ class Fingerprint:
         ]
 
 
+@dataclass(frozen=True)
+class PoolContent:
+    """What the pages of a pool are."""
+
+    fingerprint: Fingerprint
+    page_bytes: tuple[int, ...]  # of a page, by KV cache group
+
+
 def _without_names(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Models are what their weights and configurations are, wherever they lie."""
     return {

@@ -13,12 +13,12 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import errors, mlx_device
+from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.results import LateOutput, PoolLoss, Step, no_result
-from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput

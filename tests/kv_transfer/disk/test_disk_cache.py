@@ -14,7 +14,7 @@ from kv_transfer.disk.naive import blocks
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 #: Bytes that the file of `naive.block` counts for, and those of a ledger and a manifest.
 ROOM = 8192

@@ -169,14 +169,14 @@ def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, outbox):
 def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, outbox):
     pages = make_pages(3, 100)
     first, _, third = pages
-    outbox.announce(pages)
+    outbox.expect(pages)
     peer = make_peer(make_server().port)
     assert peer.ask(pages, wait_s=0) == set()
     found = []
     asking = threading.Thread(target=lambda: found.append(peer.ask(pages)))
     asking.start()
     fill(outbox, {first: pages[first], third: pages[third]})
-    outbox.settle(pages)
+    outbox.expect_no_more(pages)
     asking.join()
     assert found == [{first, third}]
 
@@ -185,7 +185,7 @@ def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox):
     """Longer than nothing may move on a connection, and no longer than the server's limit."""
     pages = make_pages(2, 100)
     fill(outbox, dict([next(iter(pages.items()))]))
-    outbox.announce(pages)
+    outbox.expect(pages)
     peer = make_peer(make_server().port, timeouts=QUICK)
     assert peer.ask(pages, wait_s=1000) == {next(iter(pages))}
     assert not peer.is_down
@@ -469,7 +469,7 @@ def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, lo
 
 def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
     pages = make_pages(1, 100)
-    outbox.announce(pages)
+    outbox.expect(pages)
     peer = make_peer(make_server().port)
     results = []
     asking = threading.Thread(target=lambda: results.append(peer.ask(pages, wait_s=1000)))
@@ -478,7 +478,7 @@ def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
     peer.close()
     asking.join()
     assert results == [frozenset()]
-    outbox.settle(pages)
+    outbox.expect_no_more(pages)
     fill(outbox, pages)
     assert peer.ask(pages) == set()
     assert not peer.fetch(list(pages), views(blank(pages.values())), lambda: True)

@@ -200,21 +200,21 @@ def test_a_client_that_is_killed_holds_nothing(make_server, outbox, start_engine
 
 
 def test_who_waits_hears_of_it(make_server, outbox):
-    outbox.announce([b"key"])
+    outbox.expect([b"key"])
     link = introduced(make_server().port)
     link.send(Ask([b"key"], 60_000))
     assert isinstance(decode(link.receive(100), Found, Waiting), Waiting)
-    outbox.settle([b"key"])
+    outbox.expect_no_more([b"key"])
     while isinstance(answer := decode(link.receive(100), Found, Waiting), Waiting):
         pass
     assert answer.bitmap == b"\0"
-    outbox.announce([b"key"])
+    outbox.expect([b"key"])
     link.send(Ask([b"key"], 60_000))
     link.sock.close()
 
 
 def test_closing_ends_connections_in_any_state(make_server, outbox):
-    outbox.announce([b"key"])
+    outbox.expect([b"key"])
     fill(outbox, pages := make_pages(12, 1 << 20))
     server = make_server(timeouts=Timeouts(waiting_sign=0.05))
     links = [connect(server.port), *(introduced(server.port) for _ in range(3))]

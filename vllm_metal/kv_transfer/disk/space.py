@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from enum import Enum
 from pathlib import Path
 
 from vllm_metal.kv_transfer.disk import eviction, layout
@@ -23,7 +24,6 @@ from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Balance, Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import Found, FoundBlock, scan
 from vllm_metal.kv_transfer.disk.stats import Counters
-from vllm_metal.kv_transfer.disk.written import Written
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,16 @@ _ADVICE = {
     errno.EACCES: _READ_ONLY,
     errno.EPERM: _READ_ONLY,
 }
+
+
+class Written(Enum):
+    """How a write ended."""
+
+    STORED = "stored"
+    PRESENT = "present"  # the disk has it already
+    OVER_BUDGET = "over_budget"  # the day's writes are used up
+    NO_ROOM = "no_room"  # larger than the limit, or nothing is left to evict
+    FAILED = "failed"  # the disk is full or read-only, or failed; writes pause for a minute
 
 
 def is_passing(error: OSError) -> bool:

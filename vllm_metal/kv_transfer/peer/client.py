@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.connections import Closed, Connections, NotReached, Unavailable
+from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
 from vllm_metal.kv_transfer.peer.limits import (
     CONNECTIONS_OF_A_PEER,
@@ -41,7 +42,6 @@ from vllm_metal.kv_transfer.peer.messages import (
     flags,
 )
 from vllm_metal.kv_transfer.peer.page import Checksum
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
 
 logger = init_logger(__name__)
@@ -133,6 +133,11 @@ class Peer:
         """Whether it could not be reached a moment ago, and is not tried."""
         with self._lock:
             return self._down_until is not None and self._clock() < self._down_until
+
+    def avoid(self) -> None:
+        """Counts as down from now on, for as long as a peer that could not be reached."""
+        with self._lock:
+            self._down_until = self._clock() + self._timeouts.down
 
     def ask(self, keys: Iterable[bytes], wait_s: float | None = None) -> frozenset[bytes]:
         """Which pages the peer has; blocks.

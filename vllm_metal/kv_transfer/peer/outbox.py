@@ -67,26 +67,26 @@ class Outbox:
         self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
         self._bytes = 0  # of all pages, and of those that are being copied
         self._leased_bytes = 0
-        self._announced: Counter[bytes] = Counter()
+        self._expected: Counter[bytes] = Counter()
         self._generation = 0
         self._counts: Counter[str] = Counter()
 
     # -- pages that are being made
 
-    def announce(self, keys: Iterable[bytes]) -> None:
-        """Pages are being made; who asks for them waits. Each call is paid by one `settle`."""
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Pages are being made; who asks for them waits. Each call is paid by `expect_no_more`."""
         with self._changed:
             for key in keys:
-                self._announced[key] += 1
+                self._expected[key] += 1
 
-    def settle(self, keys: Iterable[bytes]) -> None:
-        """Announced pages are there, or will not come."""
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        """Pages that were expected are there, or will not come."""
         with self._changed:
             for key in keys:
-                if self._announced[key] <= 1:
-                    del self._announced[key]
+                if self._expected[key] <= 1:
+                    del self._expected[key]
                 else:
-                    self._announced[key] -= 1
+                    self._expected[key] -= 1
             self._changed.notify_all()
 
     def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
@@ -98,17 +98,17 @@ class Outbox:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while (left := deadline - time.monotonic()) > 0 and self._any_announced(keys):
+            while (left := deadline - time.monotonic()) > 0 and self._any_expected(keys):
                 self._changed.wait(left)
             return [key for key in keys if key in self._unleased or key in self._leased]
 
-    def any_announced(self, keys: Iterable[bytes]) -> bool:
+    def any_expected(self, keys: Iterable[bytes]) -> bool:
         """Whether one of the pages is being made."""
         with self._changed:
-            return self._any_announced(keys)
+            return self._any_expected(keys)
 
-    def _any_announced(self, keys: Iterable[bytes]) -> bool:
-        return bool(self._announced) and any(key in self._announced for key in keys)
+    def _any_expected(self, keys: Iterable[bytes]) -> bool:
+        return bool(self._expected) and any(key in self._expected for key in keys)
 
     # -- pages that are there
 
@@ -189,12 +189,12 @@ class Outbox:
                 self._copying.pop(key, None)
 
     def clear(self) -> None:
-        """Removes all pages and leases; what was announced will not come."""
+        """Removes all pages and leases; what was expected will not come."""
         with self._changed:
             for key in [*self._unleased, *self._leased]:
                 self._remove(key)
             self._copying.clear()
-            self._announced.clear()
+            self._expected.clear()
             self._generation += 1
             self._changed.notify_all()
 

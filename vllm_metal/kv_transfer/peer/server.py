@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address, is_loopback_ip
+from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
@@ -36,7 +37,6 @@ from vllm_metal.kv_transfer.peer.messages import (
     decode,
 )
 from vllm_metal.kv_transfer.peer.outbox import Outbox
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
 
 logger = init_logger(__name__)
@@ -206,7 +206,7 @@ class PageServer:
         while True:
             left = deadline - time.monotonic()
             there = self._outbox.await_pages(ask.keys, min(left, self._timeouts.waiting_sign))
-            if left <= 0 or self._closed.is_set() or not self._outbox.any_announced(ask.keys):
+            if left <= 0 or self._closed.is_set() or not self._outbox.any_expected(ask.keys):
                 break
             link.send(Waiting())
         self._outbox.lease(session, there, self._timeouts.lease)

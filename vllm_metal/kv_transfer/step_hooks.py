@@ -3,13 +3,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
-    from vllm_metal.worker.model_runner import ModelRunner
+    from vllm_metal.models.paged_layers import PagedLayers
+
+
+class HookedRunner(Protocol):
+    """What hooks need of the runner on a pool."""
+
+    @property
+    def layers(self) -> PagedLayers:
+        """The layers on the pool."""
+
+    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+        """Writes what is missing of drafts' K/V, by request id up to so many tokens."""
+
+    def join_step(self, arrays: Sequence[mx.array]) -> None:
+        """Has the device compute arrays along with the step that is being built."""
 
 
 class StepHooks:
@@ -20,7 +36,7 @@ class StepHooks:
     an array does that cannot be computed: blocks that leave the pool wait for the device.
     """
 
-    def pool_made(self, runner: ModelRunner) -> None:
+    def pool_made(self, runner: HookedRunner) -> None:
         """There is a pool, and it is empty.
 
         Args:

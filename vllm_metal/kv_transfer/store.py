@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store of pages is: classes for its two sides, and the row that `registry.py` has of it.
+
+The worker has a `Store`, which keeps pages; vLLM's scheduler, perhaps in another process, a `View`,
+which knows what is there. Each is made from the settings. What one side has to tell the other
+travels with a step, pickled if need be: see `messages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+if TYPE_CHECKING:
+    import numpy as np
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.settings import values
+
+
+class Shelf:
+    """A namespace's pages in a store, of the weights that were loaded when it was taken.
+
+    Methods are for any thread and never raise. All may block but `wants` and `withdraw`, which the
+    engine's thread calls.
+    """
+
+    def wants(self, key: bytes) -> bool:
+        """Whether a page is missing, and would be kept now."""
+        return False
+
+    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
+        """Keeps a page; whether it was kept.
+
+        Args:
+            key: 1 to 64 bytes, a hash.
+            row: [bytes of the page] uint8; it does not change meanwhile.
+            used_at: when its text came, seconds since the epoch.
+            depth: number of blocks before it in its text. Those behind are of no use without it.
+        """
+        return False
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hint: Any,
+        wanted: Callable[[], bool],
+    ) -> set[int]:
+        """Fills rows; returns the indices of those that it could fill.
+
+        Args:
+            keys: of pages.
+            rows: [bytes of the page] uint8 each; undefined where not filled.
+            hint: what `Lookup.hint` gave for the load; None: nothing.
+            wanted: asked now and then; reading ends where it is false.
+        """
+        return set()
+
+    def touch(self, keys: Sequence[bytes], used_at: float) -> None:
+        """Marks the pages of a text, from its first block on, as used."""
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Serves pages to nobody from now on; returns at once. `discard` follows."""
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Removes pages."""
+
+
+class Store:
+    """The worker's side of a store; all methods are the engine thread's, and return soon."""
+
+    #: What the scheduler's side must know beside the settings; can be pickled.
+    handshake: Any = None
+
+    def use(self, content: PoolContent) -> None:
+        """From now on pages are of this content: there is a pool, or other weights were loaded."""
+
+    def shelf(self, namespace: str | None) -> Shelf | None:
+        """Where pages of a namespace go from now on; None: they are not kept.
+
+        Args:
+            namespace: see `salts.namespace`; None: the text is not to be kept on any disk.
+        """
+        raise NotImplementedError
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Pages are about to be written; each call is paid by one `expect_no_more`."""
+
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        """Pages that were expected are there, or will not come."""
+
+    def news(self) -> Any | None:
+        """What the view has to hear, since the last call; can be pickled. None: nothing."""
+        return None
+
+    def figures(self) -> Any | None:
+        """Figures, a dataclass with a field for each of the row's metrics; None: none are new."""
+        return None
+
+    def close(self) -> None:
+        """Ends the threads. Called after the last read and write."""
+
+
+class Lookup:
+    """What a store has of one request's pages: an answer, which may still be coming."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there, or it is time to go on without."""
+        return True
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a page is there, as far as is known."""
+        return False
+
+    def hint(self, keys: Sequence[bytes]) -> Any | None:
+        """What goes to the worker with a load of these pages; can be pickled."""
+        return None
+
+    def release(self, failed: bool) -> Lookup | None:
+        """The pages are not needed any more; may be called again.
+
+        Args:
+            failed: their load did.
+
+        Returns:
+            What counts as the store's answer from now on; None: if the request starts again, the
+            store is asked again.
+        """
+        return self
+
+
+class View:
+    """The scheduler's side of a store; all methods are the scheduler thread's, and return soon."""
+
+    #: What vLLM counts hits of this store as.
+    source = CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def use(self, content: PoolContent) -> None:
+        """The worker's pages are others now."""
+
+    def look_up(
+        self,
+        namespace: str | None,
+        keys: Callable[[], Sequence[bytes]],
+        params: Mapping[str, Any] | None,
+    ) -> Lookup:
+        """Asks what is there for a request.
+
+        Args:
+            namespace: see `Store.shelf`.
+            keys: gives those of the pages that the request could begin with.
+            params: the request's `kv_transfer_params`.
+        """
+        raise NotImplementedError
+
+    def wants(self, namespace: str | None, key: bytes) -> bool:
+        """Whether a page is worth offering to the worker, which knows best."""
+        return True
+
+    def hear(self, news: Any) -> None:
+        """Takes what `Store.news` gave."""
+
+    def params_for_others(self, req_id: str) -> dict[str, Any] | None:
+        """What a proxy hands to an engine that goes on with a request; None: nothing."""
+        return None
+
+    def close(self) -> None:
+        """Ends the threads."""
+
+
+class StoreConfig(Protocol):
+    """The settings of a store that the user asked for."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the worker's that it takes at most, beside the pool."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether others wait for pages, which leave the pool as soon as can be then."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON values, defaults filled in."""
+
+    def open(self, engine_id: str) -> Store:
+        """The worker's side.
+
+        Raises:
+            ValueError, OSError: the settings cannot be honoured.
+        """
+
+    def view(self, engine_id: str, content: PoolContent, handshake: Any) -> View:
+        """The scheduler's side.
+
+        Args:
+            engine_id: of this run of the engine.
+            content: what pages the worker has.
+            handshake: the store's.
+        """
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure in /metrics."""
+
+    name: str
+    field: str  # of what `Store.figures` gives
+    text: str  # for people
+    counts: bool = False  # whether it only grows: a counter, in place of a gauge
+
+    @property
+    def metadata(self) -> OffloadingMetricMetadata:
+        """The metric as vLLM defines it."""
+        kind = OffloadingCounterMetadata if self.counts else OffloadingGaugeMetadata
+        return kind(self.text)
+
+    def add_to(self, stats: OffloadingConnectorStats, now: Any, before: Any | None) -> None:
+        """Adds a gauge as it is, and a counter by what it has grown.
+
+        Args:
+            stats: of the step.
+            now, before: what `Store.figures` gave, and gave before; None: nothing was told yet.
+        """
+        value = getattr(now, self.field)
+        if not self.counts:
+            stats.set_gauge(self.name, value)
+        elif more := value - (0 if before is None else getattr(before, self.field)):
+            stats.increase_counter(self.name, more)
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """A kind of store: a row of the registry."""
+
+    name: str
+    asked_by: str  # the settings that ask for it, for messages
+    asking: Sequence[str]  # the same, as keys: any one will do
+    readers: Mapping[str, values.Reader]  # of its keys in kv_connector_extra_config
+    short: Mapping[str, str]  # its keys of --additional-config, and the keys that they stand for
+    of: Callable[[Mapping[str, Any]], StoreConfig]  # makes the settings, of values that were read
+    #: Checks the values against each other and the machine, or raises ValueError. The others are
+    #: kv_role, the option's name, and what else the user could ask for, None where he has.
+    check: Callable[[Mapping[str, Any], str, str, str | None], None]
+    metrics: Sequence[Metric]
+
+    def is_asked_for(self, given: Mapping[str, Any]) -> bool:
+        """Whether values that were read ask for it."""
+        return any(given.get(key) for key in self.asking)
