@@ -133,10 +133,10 @@ _STEP = (
     Touched("vllm.v1.outputs:EMPTY_MODEL_RUNNER_OUTPUT", by="worker/recovery.py"),
     Touched(
         "vllm.v1.outputs:KVConnectorOutput",
-        by="vllm_patches/async_output.py worker/recovery.py worker/step_hooks.py "
-        "worker/transfer_hooks.py kv_transfer/connector.py metrics/step_meter.py",
-        fields="failed_recving",
-        called="finished_recving= failed_recving= kv_connector_worker_meta=",
+        by="vllm_patches/async_output.py worker/recovery.py kv_transfer/step_hooks.py "
+        "kv_transfer/transfer_hooks.py kv_transfer/connector.py metrics/step_meter.py",
+        fields="failed_recving kv_connector_worker_meta",
+        called="finished_recving= failed_recving= kv_connector_stats= kv_connector_worker_meta=",
     ),
     Touched(
         "vllm.v1.outputs:AsyncModelRunnerOutput",

@@ -28,7 +28,7 @@ _CONNECTOR = (
             "reset_cache": "",
         },
     ),
-    Touched(f"{_CONNECTORS}.base:KVConnectorHandshakeMetadata", by="kv_transfer/page_store.py"),
+    Touched(f"{_CONNECTORS}.base:KVConnectorHandshakeMetadata", by="kv_transfer/messages.py"),
     Touched(f"{_CONNECTORS}.base:KVConnectorMetadata", by="kv_transfer/connector.py"),
     Touched(
         f"{GPU_WORKER}:Worker",
@@ -66,19 +66,19 @@ _CONNECTOR = (
     ),
     Touched(
         f"{_OFFLOADING}.common:OffloadingWorkerMetadata",
-        by="worker/transfer_hooks.py",
+        by="kv_transfer/transfer_hooks.py",
         called="",
         fields="transfer_stats completed_jobs",
         calls={"mark_completed": "job_id"},
     ),
     Touched(
         f"{_OFFLOADING}.common:TransferJob",
-        by="worker/transfer_hooks.py",
+        by="kv_transfer/transfer_hooks.py",
         fields="req_id src_spec dst_spec",
     ),
     Touched(
         f"{_OFFLOADING}.metrics:OffloadingConnectorStats",
-        by="kv_transfer/metrics.py kv_transfer/manager.py",
+        by="kv_transfer/store.py kv_transfer/manager.py",
         called="",
         calls={
             "set_gauge": "gauge_name gauge_value",
@@ -93,7 +93,7 @@ _OFFLOAD = "vllm.v1.kv_offload"
 _MANAGER = (
     Touched(
         f"{_OFFLOAD}.base:OffloadingManager",
-        by="kv_transfer/manager.py kv_transfer/spec.py",
+        by="kv_transfer/manager.py kv_transfer/manager.py",
         methods={
             "lookup": "key req_context",
             "get_load_source": "key req_context",
@@ -108,7 +108,7 @@ _MANAGER = (
     ),
     Touched(
         f"{_OFFLOAD}.base:OffloadingSpec",
-        by="kv_transfer/spec.py",
+        by="kv_transfer/manager.py",
         methods={
             "build_metric_definitions": "extra_config",
             "get_manager": "",
@@ -134,7 +134,9 @@ _MANAGER = (
     ),
     Touched(f"{_OFFLOAD}.base:LookupResult", by="kv_transfer/manager.py", fields="HIT MISS"),
     Touched(f"{_OFFLOAD}.base:LoadStoreSpec", by="kv_transfer/messages.py"),
-    Touched(f"{_OFFLOAD}.base:GPULoadStoreSpec", by="worker/transfer_hooks.py", fields="block_ids"),
+    Touched(
+        f"{_OFFLOAD}.base:GPULoadStoreSpec", by="kv_transfer/transfer_hooks.py", fields="block_ids"
+    ),
     Touched(
         f"{_OFFLOAD}.base:OffloadKey",
         by="kv_transfer/connector.py kv_transfer/manager.py kv_transfer/stores.py "
@@ -150,17 +152,17 @@ _MANAGER = (
         by="kv_transfer/connector.py",
         called="block_hash group_idx",
     ),
-    Touched(f"{_OFFLOAD}.base:CanonicalKVCaches", by="kv_transfer/spec.py"),
-    Touched(f"{_OFFLOAD}.base:OffloadingWorker", by="kv_transfer/spec.py"),
-    Touched(f"{_OFFLOAD}.base:OffloadingMetricMetadata", by="kv_transfer/metrics.py"),
+    Touched(f"{_OFFLOAD}.base:CanonicalKVCaches", by="kv_transfer/manager.py"),
+    Touched(f"{_OFFLOAD}.base:OffloadingWorker", by="kv_transfer/manager.py"),
+    Touched(f"{_OFFLOAD}.base:OffloadingMetricMetadata", by="kv_transfer/store.py"),
     Touched(
         f"{_OFFLOAD}.base:OffloadingGaugeMetadata",
-        by="kv_transfer/metrics.py",
+        by="kv_transfer/store.py",
         called="documentation",
     ),
     Touched(
         f"{_OFFLOAD}.base:OffloadingCounterMetadata",
-        by="kv_transfer/metrics.py",
+        by="kv_transfer/store.py",
         called="documentation",
     ),
     Touched(
