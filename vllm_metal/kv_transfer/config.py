@@ -58,8 +58,8 @@ _READERS: dict[str, values.Reader] = {
     "block_size": _tokens,
     "spec_name": _text(SPEC),
 }
-for _kind in STORES:
-    _READERS |= _kind.readers
+for _store in STORES:
+    _READERS |= _store.readers
 
 
 @dataclass(frozen=True)

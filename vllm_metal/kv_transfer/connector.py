@@ -139,6 +139,7 @@ class MetalKVConnector(OffloadingConnector):
             frozenset(self._cancelled),
             discards,
             uses,
+            self._manager.asks_content,
         )
         self._void, self._cancelled = set(), set()
         return metadata
@@ -176,9 +177,11 @@ class MetalKVConnector(OffloadingConnector):
         """Leaves the stores alone: vLLM resets all caches when an engine goes to sleep, too.
 
         What is there stays right. It is found by the hash of the text, among pages of all that K/V
-        depend on. Jobs go on and are reported; vLLM's own reset forgets them, and may not
-        be called twice while one of them goes on.
+        depend on; the worker is asked what that is, for an engine may wake up with other weights.
+        Jobs go on and are reported; vLLM's own reset forgets them, and may not be called twice
+        while one of them goes on.
         """
+        self._manager.asks_content = True
         return True
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:

@@ -60,6 +60,8 @@ class PageManager(OffloadingManager):
         self._views: Mapping[str, View] = {}  # by store, until the worker has said what is there
         self._salts: dict[str, str | None] = {}  # by request id, of requests about to be announced
         self._writing: set[OffloadKey] = set()
+        #: Whether the worker must say what its pages are before stores are asked for any.
+        self.asks_content = False
         self._discards: dict[int, Discard] = {}  # by number; the pages may still be there
         self._num_discards = 0
         self._untold_discards: list[Discard] = []
@@ -101,6 +103,8 @@ class PageManager(OffloadingManager):
             req_context: the request's.
         """
         request = _of(req_context)
+        if self.asks_content and self._views:
+            return False
         for name, view in self._views.items():
             if name not in request.lookups:
                 params = req_context.kv_transfer_params
@@ -196,6 +200,7 @@ class PageManager(OffloadingManager):
     def hear(self, news: TransferNews) -> None:
         """Takes what the worker tells."""
         if news.content is not None:
+            self.asks_content = False
             for view in self._views.values():
                 view.use(news.content)
         for name, told in news.stores.items():

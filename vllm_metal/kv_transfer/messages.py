@@ -61,13 +61,15 @@ class TransferMetadata(OffloadingConnectorMetadata):
     cancelled_loads: frozenset[str] = frozenset()
     discards: list[Discard] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
+    #: Whether the scheduler's side must know what pages are: other weights may have been loaded.
+    asks_content: bool = False
 
 
 @dataclass
 class TransferNews(OffloadingWorkerMetadata):
     """Jobs that ended since the step before, and what else the scheduler's side must know."""
 
-    content: PoolContent | None = None  # what pages are now; None: as before
+    content: PoolContent | None = None  # what pages are now; None: not asked, and as before
     discarded: list[int] = field(default_factory=list)  # numbers of discards that are done
     stores: dict[str, Any] = field(default_factory=dict)  # news by store
 

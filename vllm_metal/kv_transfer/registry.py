@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
 
-from vllm_metal.kv_transfer.disk.config import DISK
-from vllm_metal.kv_transfer.peer.config import PEERS
-from vllm_metal.kv_transfer.store import StoreKind
+from vllm_metal.kv_transfer.disk.config import DiskConfig
+from vllm_metal.kv_transfer.peer.config import PeerConfig
+from vllm_metal.kv_transfer.store import StoreConfig
 
 #: A store that others wait for stands behind those that nobody does: see `page_store.Shelves`.
-STORES: tuple[StoreKind, ...] = (DISK, PEERS)
+STORES: tuple[type[StoreConfig], ...] = (DiskConfig, PeerConfig)
 BY_NAME = {kind.name: kind for kind in STORES}
 
 #: Counts pages that no store got. Its name is older than the other stores.

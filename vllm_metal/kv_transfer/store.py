@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store of pages is: classes for its two sides, and the row that `registry.py` has of it.
+"""What a store of pages is: classes for its two sides, and for its settings.
 
 The worker has a `Store`, which keeps pages; vLLM's scheduler, perhaps in another process, a `View`,
 which knows what is there. Each is made from the settings. What one side has to tell the other
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -178,37 +179,6 @@ class View:
         """Ends the threads."""
 
 
-class StoreConfig(Protocol):
-    """The settings of a store that the user asked for."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of the worker's that it takes at most, beside the pool."""
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether others wait for pages, which leave the pool as soon as can be then."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The settings as JSON values, defaults filled in."""
-
-    def open(self, engine_id: str) -> Store:
-        """The worker's side.
-
-        Raises:
-            ValueError, OSError: the settings cannot be honoured.
-        """
-
-    def view(self, engine_id: str, content: PoolContent, handshake: Any) -> View:
-        """The scheduler's side.
-
-        Args:
-            engine_id: of this run of the engine.
-            content: what pages the worker has.
-            handshake: the store's.
-        """
-
-
 @dataclass(frozen=True)
 class Metric:
     """A figure in /metrics."""
@@ -231,28 +201,77 @@ class Metric:
             stats: of the step.
             now, before: what `Store.figures` gave, and gave before; None: nothing was told yet.
         """
-        value = getattr(now, self.field)
+        read = attrgetter(self.field)
+        value = read(now)
         if not self.counts:
             stats.set_gauge(self.name, value)
-        elif more := value - (0 if before is None else getattr(before, self.field)):
+        elif more := value - (0 if before is None else read(before)):
             stats.increase_counter(self.name, more)
 
 
-@dataclass(frozen=True)
-class StoreKind:
-    """A kind of store: a row of the registry."""
+class StoreConfig:
+    """The settings of a store that the user asked for; `registry.py` lists the subclasses."""
 
-    name: str
-    asked_by: str  # the settings that ask for it, for messages
-    asking: Sequence[str]  # the same, as keys: any one will do
-    readers: Mapping[str, values.Reader]  # of its keys in kv_connector_extra_config
-    short: Mapping[str, str]  # its keys of --additional-config, and the keys that they stand for
-    of: Callable[[Mapping[str, Any]], StoreConfig]  # makes the settings, of values that were read
-    #: Checks the values against each other and the machine, or raises ValueError. The others are
-    #: kv_role, the option's name, and what else the user could ask for, None where he has.
-    check: Callable[[Mapping[str, Any], str, str, str | None], None]
-    metrics: Sequence[Metric]
+    name: ClassVar[str]
+    asked_by: ClassVar[str]  # the settings that ask for it, for messages
+    asking: ClassVar[Sequence[str]]  # the same, as keys: any one will do
+    readers: ClassVar[Mapping[str, values.Reader]]  # of its keys in kv_connector_extra_config
+    #: Its keys of --additional-config, and the keys that they stand for.
+    short: ClassVar[Mapping[str, str]] = {}
+    metrics: ClassVar[Sequence[Metric]] = ()
 
-    def is_asked_for(self, given: Mapping[str, Any]) -> bool:
+    @classmethod
+    def is_asked_for(cls, given: Mapping[str, Any]) -> bool:
         """Whether values that were read ask for it."""
-        return any(given.get(key) for key in self.asking)
+        return any(given.get(key) for key in cls.asking)
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
+        """Checks values that were read against each other and the machine.
+
+        Args:
+            given: by key.
+            role: kv_role.
+            where: the option's name, for messages.
+            instead: what else the user could ask for; None: he has.
+
+        Raises:
+            ValueError: they cannot be honoured; the message names the setting.
+        """
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> StoreConfig:
+        """Returns the settings in values that were read, defaults filled in."""
+        return cls()
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the settings as JSON values, which `of` reads again."""
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the worker's that it takes at most, beside the pool."""
+        return 0
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether others wait for pages, which leave the pool as soon as can be then."""
+        return False
+
+    def open(self, engine_id: str) -> Store:
+        """Makes the worker's side.
+
+        Raises:
+            ValueError, OSError: the settings cannot be honoured.
+        """
+        raise NotImplementedError
+
+    def view(self, engine_id: str, content: PoolContent, handshake: Any) -> View:
+        """Makes the scheduler's side.
+
+        Args:
+            engine_id: of this run of the engine.
+            content: what pages the worker has.
+            handshake: the store's.
+        """
+        raise NotImplementedError

@@ -141,6 +141,8 @@ class TransferHooks(StepHooks):
             self.store.discard(discard)
         for use in metadata.uses:
             self.store.touch(use)
+        if metadata.asks_content:
+            self._untold_content = self.store.content
         for job_id, job in metadata.store_jobs.items():
             assert isinstance(job.dst_spec, PageKeys)
             self._expected[job_id] = job.dst_spec.keys

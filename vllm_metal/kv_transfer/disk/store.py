@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -111,11 +112,15 @@ class DiskStore(Store):
 class DiskLookup(Lookup):
     """What a folder has now; it is looked at for each page, and need not be asked before."""
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Callable[[], Listing]) -> None:
+        """
+        Args:
+            listing: of the folder, at any time: other weights may have been loaded.
+        """
         self._listing = listing
 
     def contains(self, key: bytes) -> bool:
-        return self._listing.contains(key)
+        return self._listing().contains(key)
 
 
 class DiskView(View):
@@ -131,11 +136,12 @@ class DiskView(View):
         """
         self._root = root
         self._closed = threading.Event()
-        self.use(content)
-
-    def use(self, content: PoolContent) -> None:
         self._fingerprint = content.fingerprint.digest
         self._listings: dict[str, Listing] = {}  # by namespace
+
+    def use(self, content: PoolContent) -> None:
+        if content.fingerprint.digest != self._fingerprint:
+            self._fingerprint, self._listings = content.fingerprint.digest, {}
 
     def look_up(
         self,
@@ -143,7 +149,7 @@ class DiskView(View):
         keys: Callable[[], Sequence[bytes]],
         params: Mapping[str, Any] | None,
     ) -> Lookup:
-        return Lookup() if namespace is None else DiskLookup(self._listing(namespace))
+        return Lookup() if namespace is None else DiskLookup(partial(self._listing, namespace))
 
     def wants(self, namespace: str | None, key: bytes) -> bool:
         return namespace is not None and not self._listing(namespace).contains(key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -19,7 +20,7 @@ from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.store import PeerStore
 from vllm_metal.kv_transfer.peer.view import PeerView
-from vllm_metal.kv_transfer.store import Metric, StoreKind
+from vllm_metal.kv_transfer.store import Metric, StoreConfig
 from vllm_metal.settings import secret_file, values
 
 logger = init_logger(__name__)
@@ -27,101 +28,16 @@ logger = init_logger(__name__)
 #: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
 #: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).
 _DEFAULT_SHARE, _DEFAULT_MOST = 16, 4 << 30
-
-
-@dataclass(frozen=True)
-class PeerConfig:
-    """Who asks this engine, and whom it asks."""
-
-    listen: Address | None  # where peers ask for pages; None: nobody may
-    peers: tuple[Address, ...]  # whom to ask for pages
-    secret: Path | None  # file of what all of them share; None: they are on this machine
-    memory_bytes: int  # of the outbox: pages that peers may ask for
-
-    @property
-    def is_waited_for(self) -> bool:
-        """See `StoreConfig`."""
-        return self.listen is not None
-
-    @staticmethod
-    def of(given: Mapping[str, Any]) -> PeerConfig:
-        """Returns the settings in values that were read, defaults filled in."""
-        most = given.get("outbox_bytes")
-        if most is None:
-            most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
-        listen, peers = given.get("listen"), tuple(given.get("peers", ()))
-        return PeerConfig(listen, peers, given.get("secret"), most if listen is not None else 0)
-
-    def read_secret(self) -> bytes:
-        """Reads the secret; empty where there is none.
-
-        Raises:
-            ValueError: its file cannot be used.
-        """
-        return b"" if self.secret is None else secret_file.read(self.secret, "secret")
-
-    def as_json(self) -> dict[str, Any]:
-        """See `StoreConfig`."""
-        found: dict[str, Any] = {}
-        if self.peers:
-            found["peers"] = [str(peer) for peer in self.peers]
-        if self.listen is not None:
-            found |= {"listen": str(self.listen), "outbox_bytes": self.memory_bytes}
-        if self.secret is not None:
-            found["secret"] = str(self.secret)
-        return found
-
-    def open(self, engine_id: str) -> PeerStore:
-        """See `StoreConfig`."""
-        if self.listen is not None:
-            most = self.memory_bytes / 1e9
-            logger.info(
-                "Other engines may ask for K/V at %s, of %.3g GB at most", self.listen, most
-            )
-        if self.peers:
-            logger.info("K/V are asked of %s", ", ".join(map(str, self.peers)))
-        secret = self.read_secret()
-        return PeerStore(engine_id, self.listen, self.peers, secret, self.memory_bytes)
-
-    def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
-        """See `StoreConfig`."""
-        return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
-
-
-def _check(given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
-    """Raises ValueError where a key is missing or of no use, or the secret is not as it must be."""
-    needed, useless = {
-        "kv_producer": ("listen", "peers"),
-        "kv_consumer": ("peers", "listen"),
-        "kv_both": (None, None),
-    }[role]
-    if needed is not None and instead is not None and not given.get(needed):
-        meaning = {
-            "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
-            "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
-        }[needed]
-        raise ValueError(f"kv_role {role!r} needs {where} {needed!r}, {meaning}; or {instead}")
-    if useless is not None and given.get(useless):
-        raise ValueError(
-            f"kv_role {role!r} has no use for {where} {useless!r}: leave it out, or choose kv_both"
-        )
-    if "outbox_bytes" in given and "listen" not in given:
-        raise ValueError(f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask")
-    if not PEERS.is_asked_for(given):
-        if "secret" in given:
-            raise ValueError(f"{where} 'secret' needs 'listen' or 'peers', whom it is shared with")
-        return
-    config = PeerConfig.of(given)
-    listens = () if config.listen is None else (config.listen,)
-    elsewhere = [str(each) for each in (*listens, *config.peers) if not each.is_loopback]
-    if elsewhere and config.secret is None:
-        raise ValueError(
-            f"{where} names {', '.join(elsewhere)}, beyond this machine: whoever reaches that port "
-            "could read prompts out of K/V, or plant K/V that change answers. Give 'secret', a "
-            "file with the same content on all machines: `openssl rand -hex 32 > FILE && chmod "
-            "600 FILE`"
-        )
-    config.read_secret()
+#: By kv_role a key that is needed, and one that is of no use.
+_OF_ROLE: Mapping[str, tuple[str | None, str | None]] = {
+    "kv_producer": ("listen", "peers"),
+    "kv_consumer": ("peers", "listen"),
+    "kv_both": (None, None),
+}
+_MEANINGS = {
+    "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
+    "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
+}
 
 
 def _address(value: Any) -> Address:
@@ -149,21 +65,23 @@ def _addresses(value: Any) -> tuple[Address, ...]:
     return tuple(found)
 
 
-PEERS = StoreKind(
-    name="peers",
-    asked_by="'listen' and 'peers', the addresses of engines that hand each other K/V",
-    asking=("listen", "peers"),
-    readers={
-        "listen": _address,
-        "peers": _addresses,
-        "secret": values.path,
-        "outbox_bytes": values.size,
-    },
-    short={},
-    of=PeerConfig.of,
-    check=_check,
-    metrics=(
-        Metric("vllm:kv_outbox_bytes", "outbox_bytes", "Bytes of pages that peers may ask for."),
+@dataclass(frozen=True)
+class PeerConfig(StoreConfig):
+    """Who asks this engine, and whom it asks."""
+
+    name = "peers"
+    asked_by = "'listen' and 'peers', the addresses of engines that hand each other K/V"
+    asking = ("listen", "peers")
+    readers = MappingProxyType(
+        {
+            "listen": _address,
+            "peers": _addresses,
+            "secret": values.path,
+            "outbox_bytes": values.size,
+        }
+    )
+    metrics = (
+        Metric("vllm:kv_outbox_bytes", "outbox.bytes", "Bytes of pages that peers may ask for."),
         Metric(
             "vllm:kv_outbox_limit_bytes",
             "outbox_limit_bytes",
@@ -175,17 +93,20 @@ PEERS = StoreKind(
             "Bytes of those that peers still wait for.",
         ),
         Metric(
-            "vllm:kv_outbox_refused", "num_refused", "Pages that the outbox had no room for.", True
+            "vllm:kv_outbox_refused",
+            "outbox.num_refused",
+            "Pages that the outbox had no room for.",
+            True,
         ),
         Metric(
             "vllm:kv_outbox_evicted",
-            "num_evicted",
+            "outbox.num_evicted",
             "Pages that left the outbox to make room.",
             True,
         ),
         Metric(
             "vllm:kv_peer_sent_bytes",
-            "sent_bytes",
+            "outbox.sent_bytes",
             "Bytes of pages that peers got from here.",
             True,
         ),
@@ -198,5 +119,98 @@ PEERS = StoreKind(
         Metric(
             "vllm:kv_peer_corrupt_pages", "num_corrupt", "Peers' pages with wrong checksums.", True
         ),
-    ),
-)
+    )
+
+    listen: Address | None  # where peers ask for pages; None: nobody may
+    peers: tuple[Address, ...]  # whom to ask for pages
+    secret: Path | None  # file of what all of them share; None: they are on this machine
+    outbox_bytes: int  # most memory of pages that peers may ask for
+
+    @property
+    def memory_bytes(self) -> int:
+        """See `StoreConfig`."""
+        return self.outbox_bytes
+
+    @property
+    def is_waited_for(self) -> bool:
+        """See `StoreConfig`."""
+        return self.listen is not None
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
+        """See `StoreConfig`."""
+        needed, useless = _OF_ROLE[role]
+        if needed is not None and instead is not None and not given.get(needed):
+            meaning = _MEANINGS[needed]
+            raise ValueError(f"kv_role {role!r} needs {where} {needed!r}, {meaning}; or {instead}")
+        if useless is not None and given.get(useless):
+            raise ValueError(
+                f"kv_role {role!r} has no use for {where} {useless!r}: leave it out, or choose "
+                "kv_both"
+            )
+        if "outbox_bytes" in given and "listen" not in given:
+            raise ValueError(
+                f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask"
+            )
+        if cls.is_asked_for(given):
+            _check_secret(cls.of(given), where)
+        elif "secret" in given:
+            raise ValueError(f"{where} 'secret' needs 'listen' or 'peers', who share it")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> PeerConfig:
+        """See `StoreConfig`."""
+        most = given.get("outbox_bytes")
+        if most is None:
+            most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
+        listen, peers = given.get("listen"), tuple(given.get("peers", ()))
+        return PeerConfig(listen, peers, given.get("secret"), most if listen is not None else 0)
+
+    def read_secret(self) -> bytes:
+        """Reads the secret; empty where there is none.
+
+        Raises:
+            ValueError: its file cannot be used.
+        """
+        return b"" if self.secret is None else secret_file.read(self.secret, "secret")
+
+    def as_json(self) -> dict[str, Any]:
+        """See `StoreConfig`."""
+        found: dict[str, Any] = {}
+        if self.peers:
+            found["peers"] = [str(peer) for peer in self.peers]
+        if self.listen is not None:
+            found |= {"listen": str(self.listen), "outbox_bytes": self.outbox_bytes}
+        if self.secret is not None:
+            found["secret"] = str(self.secret)
+        return found
+
+    def open(self, engine_id: str) -> PeerStore:
+        """See `StoreConfig`."""
+        if self.listen is not None:
+            most = self.outbox_bytes / 1e9
+            logger.info(
+                "Other engines may ask for K/V at %s, of %.3g GB at most", self.listen, most
+            )
+        if self.peers:
+            logger.info("K/V are asked of %s", ", ".join(map(str, self.peers)))
+        secret = self.read_secret()
+        return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
+
+    def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
+        """See `StoreConfig`."""
+        return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
+
+
+def _check_secret(config: PeerConfig, where: str) -> None:
+    """Raises ValueError where there must be one and is none, or its file cannot be used."""
+    listens = () if config.listen is None else (config.listen,)
+    elsewhere = [str(each) for each in (*listens, *config.peers) if not each.is_loopback]
+    if elsewhere and config.secret is None:
+        raise ValueError(
+            f"{where} names {', '.join(elsewhere)}, beyond this machine: whoever reaches that port "
+            "could read prompts out of K/V, or plant K/V that change answers. Give 'secret', a "
+            "file with the same content on all machines: `openssl rand -hex 32 > FILE && chmod "
+            "600 FILE`"
+        )
+    config.read_secret()

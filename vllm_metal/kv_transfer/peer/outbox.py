@@ -57,7 +57,7 @@ class Outbox:
             max_bytes: of all pages.
             clock: seconds.
         """
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._clock = clock
         self._changed = threading.Condition()
         self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
@@ -206,15 +206,15 @@ class Outbox:
         return self._leased.get(key)
 
     def _make_room(self, size: int, used_at: float) -> bool:
-        if size > self._max_bytes - self._leased_bytes:
+        if size > self.max_bytes - self._leased_bytes:
             return False
-        while self._bytes + size > self._max_bytes and self._unleased:
+        while self._bytes + size > self.max_bytes and self._unleased:
             if next(iter(self._unleased.values())).used_at >= used_at > 0.0:
                 return False
             _, evicted = self._unleased.popitem(last=False)
             self._bytes -= evicted.size
             self._counts["evicted"] += 1
-        return self._bytes + size <= self._max_bytes  # else others are being copied
+        return self._bytes + size <= self.max_bytes  # else others are being copied
 
     def _remove(self, key: bytes) -> None:
         entry = self._unleased.pop(key, None)
@@ -241,7 +241,7 @@ class Outbox:
         Returns:
             How many pages the holder has leases on now, of `keys`.
         """
-        most = self._max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
+        most = self.max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
         num_leased = 0
         with self._changed:
             self._end_leases()
@@ -324,7 +324,7 @@ class Outbox:
             self._end_leases()
             return OutboxStats(
                 bytes=self._bytes,
-                max_bytes=self._max_bytes,
+                max_bytes=self.max_bytes,
                 pages=len(self._unleased) + len(self._leased),
                 leased_bytes=self._leased_bytes,
                 num_put=self._counts["put"],

@@ -15,7 +15,7 @@ from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.handshake import Terms
-from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.store import Shelf, Store
 
@@ -24,12 +24,7 @@ from vllm_metal.kv_transfer.store import Shelf, Store
 class PeerFigures:
     """Figures of this process."""
 
-    outbox_bytes: int
-    outbox_limit_bytes: int
-    leased_bytes: int
-    num_evicted: int  # pages of the outbox that others took the room of
-    num_refused: int  # pages that the outbox had no room for
-    sent_bytes: int
+    outbox: OutboxStats
     fetched_bytes: int
     num_failed: int  # fetches that did not bring all pages
     num_corrupt: int  # pages whose checksum was wrong
@@ -76,15 +71,15 @@ class PeerShelf(Shelf):
     A text's namespace has no part: whoever has its hash knows the text and its salt.
     """
 
-    outbox: Outbox | None  # None: nobody may ask
+    outbox: Outbox
     generation: int  # of the outbox: once it was cleared, pages of before do not go there
     peers: Sequence[Peer]
 
     def wants(self, key: bytes) -> bool:
-        return self.outbox is not None and not self.outbox.contains(key)
+        return self.outbox.max_bytes > 0 and not self.outbox.contains(key)
 
     def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        return self.outbox is not None and self.outbox.put(key, row.data, used_at, self.generation)
+        return self.outbox.put(key, row.data, used_at, self.generation)
 
     def read(
         self,
@@ -106,12 +101,10 @@ class PeerShelf(Shelf):
         return filled
 
     def touch(self, keys: Sequence[bytes], used_at: float) -> None:
-        if self.outbox is not None:
-            self.outbox.touch(keys, used_at)
+        self.outbox.touch(keys, used_at)
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
-        if self.outbox is not None:
-            self.outbox.discard(keys)
+        self.outbox.discard(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         self.withdraw(keys)
@@ -141,9 +134,7 @@ class PeerStore(Store):
         """
         self._listen = listen
         self._secret = secret
-        self._outbox_bytes = outbox_bytes
-        #: Pages that others may ask for; None: nobody may.
-        self.outbox = None if listen is None else Outbox(outbox_bytes)
+        self.outbox = Outbox(outbox_bytes)  # of no bytes where nobody may ask
         self._server: PageServer | None = None  # until there is a pool
         self._clients = Clients(engine_id, peers, secret)
         self._down: set[int] = set()  # peers that were, when the news were told last
@@ -161,24 +152,20 @@ class PeerStore(Store):
         Raises:
             OSError: the address cannot be listened on.
         """
-        if self.outbox is not None:
-            self.outbox.clear()  # before the terms change, or pages would go out under the new ones
+        self.outbox.clear()  # before the terms change, or pages would go out under the new ones
         self._clients.use(content)
-        if self.outbox is not None and self._server is None and self._listen is not None:
+        if self._server is None and self._listen is not None:
             terms = self._clients.terms
             self._server = PageServer(self._listen, self._secret, self.outbox, terms)
 
     def shelf(self, namespace: str | None) -> PeerShelf:
-        generation = 0 if self.outbox is None else self.outbox.generation
-        return PeerShelf(self.outbox, generation, self._clients.peers)
+        return PeerShelf(self.outbox, self.outbox.generation, self._clients.peers)
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        if self.outbox is not None:
-            self.outbox.expect(keys)
+        self.outbox.expect(keys)
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
-        if self.outbox is not None:
-            self.outbox.expect_no_more(keys)
+        self.outbox.expect_no_more(keys)
 
     def news(self) -> list[int] | None:
         down = {number for number, peer in enumerate(self._clients.peers) if peer.is_down}
@@ -186,15 +173,9 @@ class PeerStore(Store):
         return sorted(new) or None
 
     def figures(self) -> PeerFigures:
-        outbox = None if self.outbox is None else self.outbox.stats()
         clients = [peer.stats() for peer in self._clients.peers]
         return PeerFigures(
-            outbox_bytes=0 if outbox is None else outbox.bytes,
-            outbox_limit_bytes=self._outbox_bytes,
-            leased_bytes=0 if outbox is None else outbox.leased_bytes,
-            num_evicted=0 if outbox is None else outbox.num_evicted,
-            num_refused=0 if outbox is None else outbox.num_refused,
-            sent_bytes=0 if outbox is None else outbox.sent_bytes,
+            self.outbox.stats(),
             fetched_bytes=sum(each.fetched_bytes for each in clients),
             num_failed=sum(each.failed_fetches for each in clients),
             num_corrupt=sum(each.bad_checksums for each in clients),
