@@ -59,9 +59,9 @@ def test_each_role_has_what_it_needs(check, tmp_path):
     producer = check("kv_producer", listen=HERE, outbox_bytes="2GB")
     assert "disk" not in producer and producer["peers"].peers == ()
     assert producer["peers"].listen == Address("127.0.0.1", 9100)
-    assert producer["peers"].memory_bytes == 2 * 10**9
+    assert producer["peers"].outbox_bytes == 2 * 10**9
     consumer = check("kv_consumer", peers=[HERE, THERE])
-    assert consumer["peers"].listen is None and consumer["peers"].memory_bytes == 0
+    assert consumer["peers"].listen is None and consumer["peers"].outbox_bytes == 0
     assert [str(each) for each in consumer["peers"].peers] == [HERE, THERE]
     both = check("kv_both", listen=HERE, peers=[THERE], path=str(tmp_path / "cache"))
     assert both["disk"].directory == tmp_path / "cache"
@@ -71,7 +71,7 @@ def test_each_role_has_what_it_needs(check, tmp_path):
 
 
 def test_the_outbox_is_a_part_of_this_machine_s_memory(check):
-    found = check("kv_producer", listen=HERE)["peers"].memory_bytes
+    found = check("kv_producer", listen=HERE)["peers"].outbox_bytes
     assert found == min(psutil.virtual_memory().total // 16, 4 << 30)
 
 
