@@ -126,14 +126,12 @@ def planning(folder):
 def salts(folder):
     """A request's cache_salt is in nothing that the scheduler sends to the worker."""
     from vllm import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.request import Request
 
-    prompt = {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "pepper"}
-    processor = InputProcessor(folder_config(folder))
-    params = processor.process_inputs("a", prompt, SamplingParams(), ("generate",)).sampling_params
-    fields = list(NewRequestData.__dataclass_fields__)
-    return "pepper" not in repr(params) and "cache_salt" not in fields, [params, fields]
+    scheduler = make_scheduler(folder_config(folder), num_blocks=8)
+    scheduler.add_request(Request("a", [1, 2], SamplingParams(), None, cache_salt="pepper"))
+    (sent,) = scheduler.schedule().scheduled_new_reqs
+    return "pepper" not in repr(vars(sent)), vars(sent)
 
 
 @probe("engine_args.set_batch_defaults")
@@ -925,14 +923,15 @@ def apply_changes() -> None:
     """Those that the platform makes, and the scheduler's, which the worker makes."""
     from vllm.platforms import current_platform
 
-    from vllm_metal.batch.requests import remember_salt
+    from vllm_metal.vllm_patches.cache_salts import send_salts
     from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
     from vllm_metal.vllm_patches.scheduler import end_failed_requests
     from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
 
     current_platform.pre_register_and_update()
     end_failed_requests()
-    serve_sessions(remember_salt)
+    serve_sessions()
+    send_salts()
     end_chunks_within_blocks()
 
 

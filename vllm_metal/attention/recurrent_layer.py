@@ -12,7 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from vllm_metal.attention import recurrent_calls
+from vllm_metal.attention import forward_inputs, recurrent_calls
 from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_calls import Call, SequenceCache
 from vllm_metal.device import library_kernels
@@ -130,11 +130,13 @@ class RecurrentCache(SequenceCache):
             cache.cache = list(states)  # which the module writes into
             swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
             new_args, new_kwargs = recurrent_calls.sequences_of(swapped, rows, num_rows)
-            found, rebuilt = recurrent_calls.results_of(module(*new_args, **new_kwargs))
+            with forward_inputs.regrouped(rows):
+                results = module(*new_args, **new_kwargs)
+            found, rebuilt = recurrent_calls.results_of(results)
             return found, cache.cache
 
-        results = self._state.run(self._scope.plan, compute)
-        return rebuilt(results)
+        computed = self._state.run(self._scope.plan, compute)
+        return rebuilt(computed)  # which the run has set
 
 
 class RecurrentProbe(ArraysCache, Probe):

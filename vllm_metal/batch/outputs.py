@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,11 +66,6 @@ class StepOutput(AsyncOutput):
         self.prompt_logprobs = prompt_logprobs
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
-
-    def arrays(self) -> Iterator[mx.array]:
-        """What the step sampled, for the device to compute now."""
-        if self.sampled is not None:
-            yield from self.sampled.arrays()
 
     def token_ids(self) -> list[list[int]]:
         """Sampled tokens of each request that are kept; the first call waits for the device."""

@@ -11,6 +11,8 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.attention.forward_inputs import ForwardInputs, bound
+
 
 @dataclass
 class _Call:
@@ -61,24 +63,22 @@ class ModelParts:
         """
         return cast(mx.array, self.input_embedding(input_ids[:, None]))
 
-    def forward_hidden(
-        self, input_ids: mx.array, caches: list[Any], embeddings: mx.array | None = None
-    ) -> mx.array:
+    def forward_hidden(self, inputs: ForwardInputs, caches: list[Any]) -> mx.array:
         """Runs the model over T rows of length 1, all but its head.
 
         Args:
-            input_ids: [T] int32.
+            inputs: of the rows.
             caches: one a layer, already told of the step.
-            embeddings: [T, 1, H] in place of those of `input_ids`.
 
         Returns:
             [T, 1, H], for `compute_logits`; the logits where the model has no head of its own.
         """
-        if embeddings is not None and self._embedding is None:
+        if inputs.embeddings is not None and self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
-        self._call = _Call(embeddings=embeddings, stops=True)
+        self._call = _Call(embeddings=inputs.embeddings, stops=True)
         try:
-            logits: mx.array = self.model(input_ids[:, None], cache=caches)
+            with bound(inputs):
+                logits: mx.array = self.model(inputs.input_ids[:, None], cache=caches)
         except _DecoderReturned as returned:
             return returned.hidden_states
         finally:  # a call that fails must leave nothing for the next one

@@ -100,7 +100,7 @@ class DraftModelWriter(DraftWriter):
             here = ends_np > starts_np
             spans = Spans(rows.req_indices_np[here], starts_np[here], ends_np[here])
             rows = spans.rows(rows.input_ids[mx.array(within_np)], None)
-        return self._run(rows, lambda caches: self._parts.forward_hidden(rows.input_ids, caches))
+        return self._run(rows, lambda caches: self._parts.forward_hidden(rows.inputs, caches))
 
 
 class HeadWriter(DraftWriter):

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 
+from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.spec_decode.adaptive import FixedDraftLengths
@@ -29,7 +30,7 @@ logger = init_logger(__name__)
 LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
-class Speculator:
+class Speculator(RequestColumn):
     """Asks one proposer for drafts, and one policy for how many are worth verifying.
 
     With async scheduling the scheduler reserves rows for K drafts of every request; rows that get
@@ -110,8 +111,8 @@ class Speculator:
                 100 * self._lengths.acceptance(),
             )
 
-    def forget_request(self, req_idx: int) -> None:
-        """The request is gone; another one may take its row."""
+    def leave(self, req_idx: int) -> None:
+        """A request is gone; another one may take its row."""
         self._proposer.forget_request(req_idx)
         self._lengths.forget_request(req_idx)
 
@@ -200,7 +201,7 @@ class Speculator:
         ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
         self.settle({req_id: end // block_size * block_size for req_id, end in ends.items()})
 
-    def begin_request(self, state: RequestState) -> None:
+    def enter(self, state: RequestState) -> None:
         """A request starts or resumes."""
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
         self._proposer.begin_request(state.req_idx, num_computed)

@@ -13,7 +13,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
 from metal_kernels.cache import cache_dir
-from vllm_metal.batch.requests import BlockTables, Requests, remember_salt
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
@@ -35,6 +35,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
+from vllm_metal.vllm_patches.cache_salts import send_salts
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
@@ -42,7 +43,8 @@ from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
-from vllm_metal.worker.step_hooks import NO_HOOKS
+from vllm_metal.worker.step_end import SamplingEnd
+from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
 from vllm_metal.worker.transfers import open_transfers
 
@@ -62,6 +64,7 @@ class MetalWorker(WorkerBase):
 
     runner: RecoveringRunner
     _transfers: TransferHooks | None = None
+    _hooks: StepHooks
     _networks: Networks | None = None
     _weights: Mapping[str, str] | None = None  # digests of the networks that are loaded
     _memory: Memory | None = None
@@ -191,13 +194,14 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        serve_sessions(remember_salt)
+        serve_sessions()
+        send_salts()
         end_chunks_within_blocks()
         self._transfers = open_transfers(
             self.vllm_config, self._fingerprint, self.cache_config.block_size
         )
-        hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
-        self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
+        self._hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
+        self.runner = RecoveringRunner(self._make_runner, self._hooks)
         self._wire()
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
@@ -253,7 +257,16 @@ class MetalWorker(WorkerBase):
         )
         most_drafts = None if self._memory is None else self._memory.most_drafts
         speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
-        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
+        return ModelRunner(
+            executor,
+            requests,
+            SamplingEnd(executor, requests, sampler),
+            max_num_reqs,
+            speculator,
+            writer,
+            hooks=self._hooks,
+            clock=self._clock,
+        )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
