@@ -570,7 +570,7 @@ def stat_loggers(folder):
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_metal.metrics.figures import StepFigures
+    from vllm_metal.vllm_patches.step_result import send_figures
 
     class Reached(Exception):
         pass
@@ -582,9 +582,9 @@ def stat_loggers(folder):
     async_llm.renderer_from_config = stop
     config, server = folder_config(folder), object.__new__(async_llm.AsyncLLM)
     stopped = raised(server.__init__, config, None, False)
-    payload = StepFigures(0.1, 0.1, 1, 1, 0).for_scheduler().ec_connector_stats.data
-    manager = StatLoggerManager(config)
-    failed = raised(manager.record, SchedulerStats(ec_connector_stats=payload), None)
+    stats, manager = SchedulerStats(), StatLoggerManager(config)
+    send_figures(stats, {"host_seconds": 0.1})
+    failed = raised(manager.record, stats, None)
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 
 

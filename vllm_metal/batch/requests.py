@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_metal.vllm_patches import cache_salts
-
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -46,7 +44,7 @@ class RequestState:
     @property
     def cache_salt(self) -> str | None:
         """The request's cache_salt. Requests of one salt may share cached text; None is a salt."""
-        return cache_salts.salt_of(self.request)
+        return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.cache_salts
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -37,7 +38,7 @@ class StepMeter:
         return _MeasuredOutput(self, output, step, rows)
 
     def figures(self, step: StepTimes, rows: StepRows, result: ModelRunnerOutput) -> StepFigures:
-        """Of a step whose results have come just now.
+        """The figures of a step whose results have come just now.
 
         Its device time is divided by rows: a row of a prompt and one of an answer that are computed
         together cost the same.
@@ -46,15 +47,17 @@ class StepMeter:
         if isinstance(result, StepResult) and result.pool_lost:
             self._clock.drop()
             self._rows = StepRows()
-        prefill_seconds = 0.0
+        prefill_seconds = decode_seconds = None
         device_seconds = self._clock.end(step, any(result.sampled_token_ids))
         if device_seconds is not None:
             prefill_seconds = device_seconds * self._rows.prefill_share
+            decode_seconds = device_seconds - prefill_seconds
             self._rows = StepRows()
         return StepFigures(
             host_seconds=step.host_seconds,
             device_seconds=device_seconds,
             prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
             device_memory_bytes=mlx_device.memory_held(),
             memory_budget_bytes=self._budget,
             failed_steps=self._num_failures(),
@@ -71,9 +74,8 @@ class _MeasuredOutput(AsyncOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         result = self._output.get_output()
-        result.ec_connector_output = self._meter.figures(
-            self._step, self._rows, result
-        ).for_scheduler()
+        assert isinstance(result, StepResult)
+        result.figures = asdict(self._meter.figures(self._step, self._rows, result))
         return result
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:

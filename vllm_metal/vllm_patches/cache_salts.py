@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's cache_salt, on its way to the worker: how it is sent, and where it is read."""
+"""Has the scheduler send each request's cache_salt to the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_metal.vllm_patches.replacing import replace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32", "0.33")
@@ -35,8 +35,3 @@ def _with_salts(schedule: Callable[..., SchedulerOutput]) -> Callable[..., Sched
         return output
 
     return schedule_step
-
-
-def salt_of(data: NewRequestData) -> str | None:
-    """The request's cache_salt; None where it has none, or an empty one."""
-    return getattr(data, "cache_salt", None) or None

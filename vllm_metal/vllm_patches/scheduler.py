@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_budget import StepBudget
-from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
+from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult, send_figures
 from vllm_metal.vllm_patches.streaming_sessions import keeping_sessions
 
 if TYPE_CHECKING:
@@ -52,7 +52,23 @@ def end_failed_requests() -> None:
 
 
 def _measured_and_ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
-    return StepBudget.measuring(keeping_sessions(_ending_failed_requests(update)))
+    return _sending_figures(StepBudget.measuring(keeping_sessions(_ending_failed_requests(update))))
+
+
+def _sending_figures(update: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's workers have no way to report anything but what it knows."""
+
+    def update_from_output(
+        self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = update(self, scheduler_output, model_runner_output)
+        figures = getattr(model_runner_output, "figures", None)
+        for of_client in outputs.values():
+            if figures is not None and of_client.scheduler_stats is not None:
+                send_figures(of_client.scheduler_stats, figures)
+        return outputs
+
+    return update_from_output
 
 
 def _limited_and_breaking_deadlocks(
