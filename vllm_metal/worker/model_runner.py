@@ -160,6 +160,11 @@ class ModelRunner:
         return 0 if self._speculator is None else self._speculator.num_drafts
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether a step is finished in the same call that begins it."""
+        return self._end.at_once
+
+    @property
     def layers(self) -> PagedLayers:
         """The target's layers over the pool."""
         return self._model

@@ -206,7 +206,7 @@ class RecoveringRunner:
         except Exception as error:
             self._fail(error)
             return self._no_result(step)
-        if any(result.sampled_token_ids):  # else nobody has waited for the step
+        if any(result.sampled_token_ids) or result.pooler_output:  # else nobody waited for the step
             self._known_computed(step)
         return result if step.pool == self._pool else self._no_result(step)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 class StepEnd(RequestColumn, Protocol):
     """Turns the hidden states of a step into its results; a column, for what requests ask of it."""
+
+    #: Whether `finish` needs nothing more of the scheduler, a grammar's mask say. vLLM then gets
+    #: the results of a step in return for its word of it, and never asks for samples.
+    at_once: ClassVar[bool] = False
 
     @property
     def needs_host_tokens(self) -> bool:

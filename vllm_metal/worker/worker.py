@@ -309,6 +309,8 @@ class MetalWorker(WorkerBase):
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
         self._rows = StepRows.of(scheduler_output)
+        if result is None and self.runner.runner.ends_at_once:
+            return self.sample_tokens(None)
         return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
