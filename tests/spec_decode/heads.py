@@ -28,8 +28,8 @@ from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader, parts
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.spec_decode.paged_proposer import Spans
 from vllm_metal.spec_decode.registry import load_network
+from vllm_metal.spec_decode.spans import Spans
 
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
 NUM_BLOCKS = 90  # enough for all tests that share a bench

@@ -23,13 +23,10 @@ from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_writer import DraftModelWriter, DraftWriter
-from vllm_metal.spec_decode.paged_proposer import (
-    LAYER_PREFIX,
-    DraftNetwork,
-    PagedProposer,
-    Spans,
-)
+from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork
+from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

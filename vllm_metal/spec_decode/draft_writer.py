@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.input_batch import following_ids
-from vllm_metal.spec_decode.paged_proposer import Spans
+from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm_metal.batch.requests import Requests
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_metal.kv_cache.layer_state import LayerState
     from vllm_metal.models.paged_layers import PagedLayers
     from vllm_metal.models.parts import HiddenStates, ModelParts
-    from vllm_metal.spec_decode.paged_head import Head
+    from vllm_metal.spec_decode.head import Head
 
 
 class DraftWriter(ABC):

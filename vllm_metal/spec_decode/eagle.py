@@ -12,8 +12,8 @@ from vllm_metal.models import loader
 from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
+from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
-from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,7 +19,7 @@ from vllm_metal.memory.profile import largest_step
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 
 if TYPE_CHECKING:

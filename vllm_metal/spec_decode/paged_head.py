@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
@@ -23,8 +22,11 @@ from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
 from vllm_metal.spec_decode.draft_writer import DraftWriter, HeadWriter
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork, PagedProposer, Spans
+from vllm_metal.spec_decode.head import Head
+from vllm_metal.spec_decode.network import DraftNetwork
+from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,32 +34,6 @@ if TYPE_CHECKING:
 
 #: Position of the first row of a step that was laid out before the host knew it.
 _UNKNOWN = -1
-
-
-class Head(Protocol):
-    """Works on rows: row i takes the hidden state of position i and the token of position i + 1,
-    keeps K/V at position i, and predicts the token of position i + 2."""
-
-    input_size: int  # of the target's hidden states
-
-    def combine(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states, [T, input_size], as the head takes them, [T, H]."""
-
-    def __call__(
-        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
-    ) -> tuple[mx.array, mx.array]:
-        """
-        Args:
-            input_ids: [T] int32.
-            hidden: [T, H], combined or from the head itself.
-            caches: one a layer, for the rows of this pass.
-
-        Returns:
-            [T, H] for `tokens`, and [T, H] for the pass after the next token.
-        """
-
-    def tokens(self, out: mx.array) -> mx.array:
-        """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
 
 
 class HeadNetwork(DraftNetwork):
