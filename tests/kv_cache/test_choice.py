@@ -110,7 +110,7 @@ def test_what_was_not_checked_is_not_used(monkeypatch):
     assert kv_cache_type() is ScatterKVCache
 
 
-WHOLE = Tiles.of(SHAPE)
+WHOLE = Tiles.for_layer(SHAPE)
 FALLBACKS = {  # what fails: tiles that are left, whether blocks are moved, and graphs repeated
     "one tile": (Check("prefill", 64), Tiles(WHOLE.decode, WHOLE.prefill[:-1], True), True, True),
     "decode": (Check("decode"), Tiles((), WHOLE.prefill, True), True, True),
@@ -286,7 +286,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
 ):
     if tile_rows is not None:
         monkeypatch.setattr(AttentionShape, "tile_rows", tile_rows)
-    Tiles.of.cache_clear()
+    Tiles.for_layer.cache_clear()
     layers = [AttentionLayer("layers.0", 4, 1, head_size, None)]
     double = Refusing(metal_interpreter.metal_kernel, most)
 
@@ -298,7 +298,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
     monkeypatch.setattr(timing, "compare", lambda *case: {})
     try:
         chosen = kv_cache_type(layers, mx.float32)
-        whole = Tiles.of(layers[0].shape)
+        whole = Tiles.for_layer(layers[0].shape)
         if lost is None:
             assert chosen is ScatterKVCache
         elif not lost:
@@ -316,4 +316,4 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
             kernels = {name for name, _ in double.launched}
             assert {"kv_write", "kv_blocks", "decode", "prefill", "reduce"} == kernels
     finally:
-        Tiles.of.cache_clear()
+        Tiles.for_layer.cache_clear()

@@ -218,7 +218,7 @@ def test_queued_copies_see_the_steps_before_and_nothing_later(kv_cache_type, dty
     out = later(target, draft, pages)
     steps.hand_over(built(target, [5], 0, 3) if out is None else out)
     assert pages_of(queued) == expected
-    target.settle()
+    target.wait_for_device()
     assert naive(states, NAMES[:1], 7) not in expected[0]
 
 
@@ -333,7 +333,7 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kv_cache_type, dtype):
         rows = in_thread(lambda exported=queued: page_rows(exported))
         exported = pages.export(0, blocks)
         for state in layers:
-            state.settle()
+            state.wait_for_device()
         assert pages_of(exported)[0] == naive(states, names, 1)  # what the last step has written
         step(start + 2)
         pages.import_pages(0, others, rows)

@@ -111,7 +111,7 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
         )
         state.begin_step()
         rows = mx.array(np.concatenate(values).astype(np.float32))
-        (found,) = state.run(RecurrentPlan.of(layout), compute_on(rows))
+        (found,) = state.run(RecurrentPlan.from_layout(layout), compute_on(rows))
         found = np.array(found)[:, 0, 0]
         for place, (index, begin) in enumerate(zip(who, begins, strict=True)):
             expected = texts[index].expected(begin, values[place])
@@ -161,7 +161,7 @@ def test_memory_of_its_own_is_looked_after(pool):
     mx.eval(array)
     state.copy_blocks(np.array([3]), np.array([4]))
     state.clear_blocks(np.array([3]))
-    state.settle()
+    state.wait_for_device()
     assert np.array(state.arrays[0])[0, 2:5, 0, 0].tolist() == [0.0, 0.0, 5.0]
 
 
@@ -172,7 +172,7 @@ def test_memory_of_another_is_left_to_it(pool):
     state = RecurrentState(host, FORM)
     state.copy_blocks(np.array([3]), np.array([4]))
     state.clear_blocks(np.array([3]))
-    host.settle()
+    host.wait_for_device()
     assert np.array(host.keys.elements)[0, 3:5, 0, 0].tolist() == [5.0, 0.0]
 
 
@@ -194,9 +194,9 @@ def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
     layout = StepLayout(bounds, bounds[1:], table, np.zeros(length, np.int32), 16)
     mx.synchronize()
     before = mx.get_active_memory()
-    (found,) = state.run(RecurrentPlan.of(layout), convolve)
+    (found,) = state.run(RecurrentPlan.from_layout(layout), convolve)
     mx.eval(found)
     assert mx.get_active_memory() - before < found.nbytes + inputs.nbytes / 4
-    state.settle()
+    state.wait_for_device()
     (last,) = StateFormat.from_bits(form, state.arrays[0][0, 5].view(mx.uint32))
     np.testing.assert_array_equal(np.array(last)[0], np.array(inputs)[-3:])

@@ -72,7 +72,7 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     if fewer:  # some failed their self-check
         tiles = {}
         for shape, window in {(layer.shape, layer.window) for layer in layers}:
-            sizes = Tiles.of(shape, window)
+            sizes = Tiles.for_layer(shape, window)
             kept = drawn.draw(st.sets(st.sampled_from([*sizes.decode, *sizes.prefill]), min_size=1))
             tiles[shape, window] = Tiles(
                 tuple(rows for rows in sizes.decode if rows in kept),

@@ -204,7 +204,7 @@ def test_a_settled_request_leaves_whole_blocks_to_others(behind):
     before = bench.forwards
     for _ in range(2):  # the second time there is nothing left to write
         ends = np.array([2 * BLOCK], np.int32)
-        bench.proposer.settle(bench.token_ids_np, np.array([0], np.int32), ends)
+        bench.proposer.complete_draft_kv(bench.token_ids_np, np.array([0], np.int32), ends)
     assert bench.forwards - before == 1
     text = bench.token_ids_np[0, : 2 * BLOCK].tolist()
     shared = bench.tables.tables_np[0][0, :2].tolist()

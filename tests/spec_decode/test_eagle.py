@@ -150,11 +150,11 @@ def test_a_prompt_that_never_drafted_leaves_whole_blocks_when_it_is_settled(benc
     bench.begin(0, prefix + bench.prompt(3))
     bench.step([0], [0])
     here, ends = np.array([0], np.int32), np.array([2 * BLOCK], np.int32)
-    bench.proposer.settle(bench.token_ids_np, here, ends)
+    bench.proposer.complete_draft_kv(bench.token_ids_np, here, ends)
     shared = bench.tables.tables_np[0][0, :2].tolist()
     bench.proposer.forget_request(0)
     # Of a request that is gone there is nothing to settle, and it takes nothing down.
-    bench.proposer.settle(bench.token_ids_np, here, ends)
+    bench.proposer.complete_draft_kv(bench.token_ids_np, here, ends)
     bench.begin(1, prefix + bench.prompt(4), shared)
     assert bench.step([1], [0]) == [0]
     assert bench.step([1], [K]) == [K]

@@ -99,7 +99,7 @@ class RecurrentLayer(StatefulLayer):
             yield (None if host is None else host.memory, self.form.nbytes), move
 
     def scope(self, state: LayerState) -> StepScope:
-        return StepScope(RecurrentPlan.of)
+        return StepScope(RecurrentPlan.from_layout)
 
     def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
         assert isinstance(state, RecurrentState)

@@ -19,7 +19,7 @@ from metal_kernels.paged_attention import gathered as by_gathering
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout, Written
+from vllm_metal.kv_cache.layer_state import Pending, StepLayout
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     @classmethod
     def _tiles_of(cls, kind: AttentionKind) -> Tiles:
-        return cls.tiles.get(kind) or Tiles.of(*kind)
+        return cls.tiles.get(kind) or Tiles.for_layer(*kind)
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         mx.eval(self._since)  # MLX knows nothing of kernels in flight
         mx.synchronize()  # a command buffer holds what it binds until its handler has run
 
@@ -153,7 +153,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             rows_np = self.rows_of_blocks(blocks_np)
             self._since = [kv_blocks.zero(self.arrays, rows_np, after=self._since)]
             return
-        self.settle()
+        self.wait_for_device()
         super().clear_blocks(blocks_np)
         mx.eval(self.arrays)
 
@@ -177,14 +177,14 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             self.arrays, self._since, self._written = arrays, since, None
 
     @property
-    def outputs(self) -> list[Written[object]]:
+    def outputs(self) -> list[Pending[object]]:
         """The fences that the next write must come after."""
         if self._newest_plan is None:
             return []
-        return [Written(self._newest_plan, list(self._since))]
+        return [Pending(self._newest_plan, list(self._since))]
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[object]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[object]]) -> None:
         for left in outputs:
             self._since = left.arrays
 

@@ -54,7 +54,7 @@ class StepLayout(RaggedLayout):
 
 
 @dataclass(frozen=True)
-class Written(Generic[PlanT]):
+class Pending(Generic[PlanT]):
     """What one layer of a forward leaves for the next step."""
 
     plan: PlanT  # that it was made by
@@ -162,7 +162,7 @@ class LayerState(ABC):
         return
 
     @abstractmethod
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         """Waits until all that was written is in the arrays and nothing queued reads them.
 
         Called between steps: after a step was handed to the device, before the next one's first
@@ -190,12 +190,12 @@ class LayerState(ABC):
         yield
 
     @property
-    def outputs(self) -> list[Written[Any]]:
+    def outputs(self) -> list[Pending[Any]]:
         """What the forward built last left, in an order that depends on nothing but the model."""
         raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[Any]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[Any]]) -> None:
         """Of a forward that was traced before, and computed again."""
         raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
 
@@ -219,7 +219,7 @@ class LayerState(ABC):
             sources_np: [n] int32, blocks to copy.
             targets_np: [n] int32, where each goes; none of them a source, none twice.
         """
-        self.settle()
+        self.wait_for_device()
         sources = mx.array(self.rows_of_blocks(sources_np))
         copied = [mx.take(array, sources, self.block_axis) for array in self.arrays]
         mx.eval(copied)  # a queued read would have the whole pool copied

@@ -146,7 +146,7 @@ class BlockPages:
         """
         self._check(blocks_np)
         for state in self._states[group]:
-            state.settle()
+            state.wait_for_device()
         copies = list(self._copies(group, blocks_np))
         mx.eval(copies)
         return copies
@@ -174,7 +174,7 @@ class BlockPages:
         for state in self._all_states:
             state.begin_step()
         for state in states:
-            state.settle()
+            state.wait_for_device()
         arrays = (array for state in states for array in state.page_arrays)
         # Views of the same memory, under dtypes that numpy has.
         views = [array.view(part.carrier) for array, part in zip(arrays, parts, strict=True)]

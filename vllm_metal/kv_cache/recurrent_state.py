@@ -14,7 +14,7 @@ import numpy as np
 
 from metal_kernels.op_common import BITS
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, Written
+from vllm_metal.kv_cache.layer_state import LayerState, Pending
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan, Run
 
 #: Each part of a state begins at a multiple of this: of the bytes of any dtype.
@@ -108,7 +108,7 @@ class RecurrentState(LayerState):
         self._width = form.nbytes // self._element_bytes  # elements of a state
         self.block_axis, self.split = memory.block_axis, memory.split
         self.pipelined, self.fenced = memory.pipelined, memory.fenced
-        self._pending: list[Written[RecurrentPlan]] = []  # of each, the states its plan ends with
+        self._pending: list[Pending[RecurrentPlan]] = []  # of each, the states its plan ends with
         self._last_rows_np: np.ndarray | None = None
 
     @property
@@ -159,11 +159,11 @@ class RecurrentState(LayerState):
         self._memory.write_states(np.array([target]), states)
         return mx.stack(list(self._memory.fences))
 
-    def settle(self) -> None:
-        self._memory.settle()
+    def wait_for_device(self) -> None:
+        self._memory.wait_for_device()
         if self._pending:
             self.begin_step()
-            self._memory.settle()
+            self._memory.wait_for_device()
 
     @property
     def fences(self) -> Sequence[mx.array]:
@@ -201,11 +201,11 @@ class RecurrentState(LayerState):
             self._pending = pending
 
     @property
-    def outputs(self) -> list[Written[RecurrentPlan]]:
+    def outputs(self) -> list[Pending[RecurrentPlan]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[RecurrentPlan]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[RecurrentPlan]]) -> None:
         self._pending += outputs
 
     def run(
@@ -243,7 +243,7 @@ class RecurrentState(LayerState):
                     _put(part, run.requests, new) for part, new in zip(states, after, strict=True)
                 ]
         kept = [_joined(parts) for parts in zip(*ended, strict=True)]
-        self._pending.append(Written(plan, kept))
+        self._pending.append(Pending(plan, kept))
         joined = [_joined(parts) for parts in zip(*results, strict=True)]
         # With the results, or what states are cut from would be held until the next step begins.
         joined = mx.depends(joined, kept)

@@ -18,7 +18,7 @@ from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.buckets import Places
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout, Written
+from vllm_metal.kv_cache.layer_state import Pending, StepLayout
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     ) -> None:
         super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype, value_size, latent)
         # What goes to the slots of a plan, in the arrays of keys, then of values.
-        self._pending: list[Written[ScatterPlan]] = []
+        self._pending: list[Pending[ScatterPlan]] = []
         self._row_dtype = dtype  # of the rows before they are encoded
 
     @classmethod
@@ -104,7 +104,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
             array[places] = _joined(parts).flatten(0, 1)
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
         self.begin_step()
         mx.eval(self.arrays)
@@ -113,7 +113,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         self._row_dtype = keys.dtype
         both = (keys,) if self.values is None else (keys, values)
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
-        self._pending.append(Written(plan, [part for part in encoded if part is not None]))
+        self._pending.append(Pending(plan, [part for part in encoded if part is not None]))
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
@@ -125,11 +125,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             self.arrays, self._pending = arrays, pending
 
     @property
-    def outputs(self) -> list[Written[ScatterPlan]]:
+    def outputs(self) -> list[Pending[ScatterPlan]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[ScatterPlan]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[ScatterPlan]]) -> None:
         self._pending += outputs
 
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:

@@ -46,7 +46,7 @@ def block_size_for(
     return max(block_size, _STEP * -(-max(states) // room))
 
 
-def settle_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> int:
+def choose_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> int:
     """Makes blocks large enough for a state, before vLLM lays out the pool.
 
     Args:

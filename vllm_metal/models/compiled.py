@@ -13,7 +13,7 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels.plan_arrays import all_else, with_arrays
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope, Written
+from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
 
@@ -169,7 +169,7 @@ class CompiledForwards:
             observer.newest = [next(outputs) for _ in range(observer.num_layers)]
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
-                Written(plans[place], [next(outputs) for _ in range(count)])
+                Pending(plans[place], [next(outputs) for _ in range(count)])
                 for place, count in left
             ]
 

@@ -172,7 +172,7 @@ class DraftModelProposer(PagedProposer):
             )
         return Drafts(token_ids, limits.astype(np.int32))
 
-    def settle(
+    def complete_draft_kv(
         self,
         token_ids_np: np.ndarray,
         req_indices_np: np.ndarray,

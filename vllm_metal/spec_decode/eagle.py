@@ -44,7 +44,7 @@ class Eagle(HeadNetwork):
         model_config = speculation.draft_model_config
         (architecture, *_) = model_config.architectures
         family = EAGLE_FAMILIES[architecture]  # the platform has refused all others
-        shape = HeadConfig.of(model_config.hf_config.to_dict())
+        shape = HeadConfig.from_config(model_config.hf_config.to_dict())
         weights = {
             own: array
             for name, array in loader.load_weights(model_config, config).items()

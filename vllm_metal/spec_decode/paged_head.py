@@ -188,7 +188,7 @@ class HeadProposer(PagedProposer):
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
-    def settle(
+    def complete_draft_kv(
         self,
         token_ids_np: np.ndarray,
         req_indices_np: np.ndarray,

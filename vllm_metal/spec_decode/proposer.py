@@ -77,7 +77,7 @@ class Proposer(ABC):
     def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
         """The request is gone; another one may take its row."""
 
-    def settle(  # noqa: B027 - most keep no K/V
+    def complete_draft_kv(  # noqa: B027 - most keep no K/V
         self,
         token_ids_np: np.ndarray,
         req_indices_np: np.ndarray,

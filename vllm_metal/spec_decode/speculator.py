@@ -166,7 +166,7 @@ class Speculator:
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def settle(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Has the proposer write K/V of requests' first tokens, where it has not yet.
 
         Args:
@@ -177,14 +177,14 @@ class Speculator:
             requests = self._requests
             indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
             ends_np = np.minimum(list(here.values()), requests.num_known_np[indices_np] - 1)
-            self._proposer.settle(
+            self._proposer.complete_draft_kv(
                 requests.token_ids_np,
                 indices_np,
                 ends_np.astype(np.int32),
                 _num_before(requests, indices_np),
             )
 
-    def settle_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
+    def complete_draft_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
         """Has the proposer complete the full blocks of requests that it will not be asked for.
 
         It runs for steps to come, so it has not yet taken in the last one, and the prefix cache
@@ -198,7 +198,9 @@ class Speculator:
         here = [req_id for req_id in req_ids if req_id in requests]
         known_np = requests.num_known_np
         ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
-        self.settle({req_id: end // block_size * block_size for req_id, end in ends.items()})
+        self.complete_draft_kv(
+            {req_id: end // block_size * block_size for req_id, end in ends.items()}
+        )
 
     def begin_request(self, state: RequestState) -> None:
         """A request starts or resumes."""

@@ -16,7 +16,7 @@ from metal_kernels.cache import cache_dir
 from vllm_metal.batch.requests import BlockTables, Requests, remember_salt
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
+from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
@@ -95,7 +95,7 @@ class MetalWorker(WorkerBase):
         self._weights = self._digests()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
-        self._settle_block_size()
+        self._choose_block_size()
         self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
             self.networks.all_layers,
@@ -111,10 +111,10 @@ class MetalWorker(WorkerBase):
             self.current_platform.get_device_name(),
         )
 
-    def _settle_block_size(self) -> None:
+    def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
         cache = self.cache_config
-        state_bytes = settle_block_size(cache, self.networks.all_layers, self._pool_dtype)
+        state_bytes = choose_block_size(cache, self.networks.all_layers, self._pool_dtype)
         if not state_bytes:
             return
         logger.info(
