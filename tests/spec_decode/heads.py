@@ -28,6 +28,7 @@ from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader, parts
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.spec_decode.proposer import DraftRequest
 from vllm_metal.spec_decode.registry import load_network
 from vllm_metal.spec_decode.spans import Spans
 
@@ -242,7 +243,7 @@ class Bench:
         req_indices = np.array(req_indices, np.int32)
         ends = np.minimum(self.known[req_indices], self.computed[req_indices] + chunk)
         proposed = self.proposer.propose(
-            self.token_ids_np, req_indices, ends, np.array(limits, np.int32)
+            DraftRequest(self.token_ids_np, req_indices, ends, np.array(limits, np.int32))
         )
         counts = proposed.counts_np
         drafts = [

@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -25,7 +24,7 @@ from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_writer import DraftModelWriter, DraftWriter
 from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
@@ -140,66 +139,54 @@ class DraftModelProposer(PagedProposer):
         self._written_np[req_idx] = self._called_np[req_idx] = num_computed
         self._doubtful_np[req_idx] = 0
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
-        max_len = min(self._max_len, token_ids_np.shape[1])
-        unread_np = np.zeros_like(num_tokens_np) if unread is None else unread.counts_np
-        most_tokens = num_tokens_np + unread_np
-        limits = np.clip(np.minimum(limits_np, max_len - most_tokens), 0, self._num_drafts)
+    def propose(self, request: DraftRequest) -> Drafts:
+        req_indices_np, num_tokens_np = request.req_indices_np, request.num_tokens_np
+        most_tokens = request.most_tokens_np
+        max_len = min(self._max_len, request.token_ids_np.shape[1])
+        limits = request.limits_within(self._num_drafts, max_len)
         written = self._written_np[req_indices_np]
         # The newest token has no K/V yet: at most a rejected draft was written at its position.
         # The drafts before it were accepted.
         sure = np.minimum(written - self._doubtful_np[req_indices_np], num_tokens_np - 1)
         # Where tokens are unread, the pass before ran over all that is known.
-        starts = np.where(unread_np > 0, np.minimum(written, num_tokens_np), sure)
+        ran = most_tokens > num_tokens_np
+        starts = np.where(ran, np.minimum(written, num_tokens_np), sure)
         ends = np.minimum(most_tokens, max_len)
         self._written_np[req_indices_np], self._called_np[req_indices_np] = starts, ends
         self._doubtful_np[req_indices_np] = 0
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         here = np.flatnonzero(ends > starts)
         if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
-            spans = Spans(req_indices_np[here], starts[here], ends[here])
-            of_here = None if unread is None else unread.of(here)
             token_ids[mx.array(here)] = self._write(
-                token_ids_np, spans, limits[here], num_tokens_np[here], of_here
+                request.select(here), starts[here], ends[here], limits[here]
             )
-        return Drafts(token_ids, limits.astype(np.int32))
+        return Drafts(token_ids, limits)
 
-    def complete_draft_kv(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        ends_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-    ) -> None:
+    def complete_draft_kv(self, request: DraftRequest) -> None:
+        req_indices_np = request.req_indices_np
         starts = self._written_np[req_indices_np] - self._doubtful_np[req_indices_np]
-        ends = np.minimum(ends_np, self._called_np[req_indices_np])
+        ends = np.minimum(request.num_tokens_np - 1, self._called_np[req_indices_np])
         here = np.flatnonzero(ends > starts)
         if len(here):
-            spans = Spans(req_indices_np[here], starts[here], ends[here])
-            nothing_np = np.zeros(len(here), np.int32)
-            self._write(token_ids_np, spans, nothing_np, spans.ends_np, None)
+            self._write(request.select(here), starts[here], ends[here], request.limits_np[here])
 
     def _write(
         self,
-        token_ids_np: np.ndarray,
-        spans: Spans,
+        request: DraftRequest,
+        starts_np: np.ndarray,
+        ends_np: np.ndarray,
         limits_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        unread: Unread | None,
     ) -> mx.array:
-        """Drafts that follow the spans, whose K/V count as written from now on."""
-        input_ids = spans.tokens(token_ids_np, num_tokens_np, unread)
-        behind = None if unread is None else unread.behind
-        drafts = self._draft(spans, input_ids, None, limits_np, behind)
-        self._written_np[spans.req_indices_np] = spans.ends_np + np.maximum(limits_np - 1, 0)
+        """Drafts that follow [starts, ends), whose K/V count as written from now on.
+
+        Args:
+            request: of R requests.
+            starts_np, ends_np: [R] int32, positions to write; none empty.
+            limits_np: [R] int32, drafts of each.
+        """
+        spans, behind = Spans(request.req_indices_np, starts_np, ends_np), request.behind
+        drafts = self._draft(spans, spans.tokens(request), None, limits_np, behind)
+        self._written_np[spans.req_indices_np] = ends_np + np.maximum(limits_np - 1, 0)
         self._doubtful_np[spans.req_indices_np] = 0 if behind is None else behind.most_np
         return drafts
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -25,7 +24,7 @@ from vllm_metal.spec_decode.draft_writer import DraftWriter, HeadWriter
 from vllm_metal.spec_decode.head import Head
 from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
@@ -152,52 +151,35 @@ class HeadProposer(PagedProposer):
             self._kept[req_idx] = _Kept(states, *of_request)
             self._written.pop(req_idx, None)
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
+    def propose(self, request: DraftRequest) -> Drafts:
         nothing = _Kept(mx.zeros(0), 0, 0, 0)
-        kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
+        req_indices = request.req_indices_np.tolist()
+        kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices]
         starts = np.array([of.start for of in kept], np.int32)
-        if num_before_np is not None:
-            starts = np.where(starts == _UNKNOWN, num_before_np - 1, starts)
+        if request.num_before_np is not None:
+            starts = np.where(starts == _UNKNOWN, request.num_before_np - 1, starts)
         counts = np.array([of.count for of in kept], np.int32)
-        most_tokens = num_tokens_np if unread is None else num_tokens_np + unread.counts_np
+        most_tokens = request.most_tokens_np
         # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
         ends = np.minimum(starts + counts, most_tokens - 1)
         usable = ends > starts
-        most = np.minimum(token_ids_np.shape[1] - most_tokens, self._num_drafts)
-        limits = np.maximum(np.minimum(limits_np, most), 0).astype(np.int32)
+        limits = request.limits_within(self._num_drafts)
         limits[~usable | (ends < most_tokens - 1)] = 0
-        written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices_np.tolist()])
+        written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices])
         here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
-        token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
+        token_ids = mx.zeros((len(req_indices), self._num_drafts), mx.int32)
         if len(here):
-            spans = Spans(req_indices_np[here], starts[here], ends[here])
-            of_here = None if unread is None else unread.of(here)
-            following = spans.tokens(token_ids_np, num_tokens_np[here], of_here, ahead=1)
+            of_here = request.select(here)
+            spans = Spans(of_here.req_indices_np, starts[here], ends[here])
+            following = spans.tokens(of_here, ahead=1)
             hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
-            behind = None if of_here is None else of_here.behind
-            drafts = self._draft(spans, following, hidden, limits[here], behind)
+            drafts = self._draft(spans, following, hidden, limits[here], of_here.behind)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
-    def complete_draft_kv(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        ends_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-    ) -> None:
-        nothing_np = np.zeros(len(req_indices_np), np.int32)
-        # Row i reads token i + 1, so K/V of so many positions take one token more.
-        self.propose(token_ids_np, req_indices_np, ends_np + 1, nothing_np, num_before_np)
+    def complete_draft_kv(self, request: DraftRequest) -> None:
+        self.propose(request)
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         assert hidden is not None

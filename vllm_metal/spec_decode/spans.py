@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.layout import Behind
-from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.rows import Rows, device_positions
+from vllm_metal.spec_decode.proposer import DraftRequest
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,20 @@ class Spans:
         rows = np.arange(len(self.index_np), dtype=np.int32)
         return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
 
-    def tokens(
-        self,
-        token_ids_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        unread: Unread | None,
-        ahead: int = 0,
-    ) -> mx.array:
+    def tokens(self, request: DraftRequest, ahead: int = 0) -> mx.array:
         """[T] int32, the token of each row; past those that are kept: any of the vocabulary.
 
         Args:
-            token_ids_np: [max_num_reqs, max_model_len] int32, by req_idx; what the host knows.
-            num_tokens_np: [R] how many of those.
-            unread: what follows them; None: nothing.
+            request: of the R requests.
             ahead: takes the token so many positions after each row instead.
         """
+        token_ids_np, unread = request.token_ids_np, request.unread
         index_np, positions_np = self.index_np, self.positions_np + ahead
         last = token_ids_np.shape[1] - 1
         known = mx.array(
             token_ids_np[self.req_indices_np[index_np], np.minimum(positions_np, last)]
         )
-        places = positions_np - num_tokens_np[index_np]
+        places = positions_np - request.num_tokens_np[index_np]
         if unread is None or (places < 0).all():
             return known
         sampled = unread.token_ids[mx.array(unread.firsts_np[index_np] + np.maximum(places, 0))]
