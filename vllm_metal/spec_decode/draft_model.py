@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,11 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader
-from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_writer import DraftModelWriter, DraftWriter
-from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork
+from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork, DraftPool
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.spec_decode.spans import Spans
@@ -67,35 +65,22 @@ class DraftModel(DraftNetwork):
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
         profile_step(self._parts, self.layers, self._config, kv_cache_type)
 
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
-        own = self._own(kv_caches)
-        block_size = self._config.cache_config.block_size
-        executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size, graphs)
+    def proposer(self, pool: DraftPool) -> Proposer:
+        placed = self._own(pool), pool.group_of, self._config.cache_config.block_size
+        executor = ModelExecutor(self._parts, self.layers, *placed, pool.graphs)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
         return DraftModelProposer(
-            executor, block_tables, max_num_reqs, self._num_drafts, self._max_len
+            executor, pool.block_tables, max_num_reqs, self._num_drafts, self._max_len
         )
 
-    def writer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        requests: Requests,
-    ) -> DraftWriter:
-        own = self._own(kv_caches)
-        block_size = self._config.cache_config.block_size
-        paged = PagedLayers(self.layers, own, group_of, block_size, begins_steps=False)
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        own, block_size = self._own(pool), self._config.cache_config.block_size
+        paged = PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=False)
         last = own[self.layers[-1].name]
         return DraftModelWriter(self._parts, paged, last, requests, self._max_len)
 
-    def _own(self, kv_caches: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
+    def _own(self, pool: DraftPool) -> dict[str, LayerState]:
+        own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
         if any(state.rolls_back for state in own.values()):
             raise NotImplementedError(
                 f"--speculative-config model {self._name!r} keeps state that rejected "

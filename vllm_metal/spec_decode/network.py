@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_metal.batch.requests import BlockTables
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 LAYER_PREFIX = "draft."
 
 
+@dataclass(frozen=True)
+class DraftPool:
+    """The KV pool that a draft network shares with its target."""
+
+    layer_states: Mapping[str, LayerState]  # storage by layer name, of both networks
+    group_of: Mapping[str, int]  # KV cache group by layer name
+    block_tables: BlockTables  # of the requests
+    graphs: Graphs  # whether forwards may be built by graphs, and where such are counted
+
+
 class DraftNetwork(ABC):
     """A loaded draft network; it makes a proposer once the KV pool is there."""
 
@@ -32,32 +43,14 @@ class DraftNetwork(ABC):
         """Runs its largest pass once, so that MLX's peak memory is measured."""
 
     @abstractmethod
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
-        """The proposer over the pool.
+    def proposer(self, pool: DraftPool) -> Proposer:
+        """The proposer over the pool."""
 
-        Args:
-            kv_caches: a layer's K/V storage by layer name.
-            group_of: KV cache group by layer name.
-            block_tables: of the requests, shared with the target.
-            graphs: whether forwards may be built by graphs, and where such are counted.
-        """
-
-    def writer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        requests: Requests,
-    ) -> DraftWriter:
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
         """What keeps the network's K/V complete on an engine that drafts nothing.
 
         Args:
-            kv_caches, group_of: see `proposer`.
+            pool: shared with the target.
             requests: whose blocks are written.
 
         Raises:

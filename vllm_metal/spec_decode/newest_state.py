@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
-from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.spec_decode.network import DraftNetwork
+from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
 if TYPE_CHECKING:
@@ -76,13 +73,7 @@ class StateNetwork(DraftNetwork):
         hidden = mx.zeros(shape, mlx_dtype(self._config))
         mx.eval(self._heads(hidden, mx.zeros(len(sampled), mx.int32), self._heads.num_heads))
 
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
+    def proposer(self, pool: DraftPool) -> Proposer:
         return StateProposer(self._heads, self._states, self._num_drafts)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,16 +13,14 @@ import numpy as np
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
-from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
 from vllm_metal.spec_decode.draft_writer import DraftWriter, HeadWriter
 from vllm_metal.spec_decode.head import Head
-from vllm_metal.spec_decode.network import DraftNetwork
+from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.spec_decode.spans import Spans
@@ -63,35 +61,19 @@ class HeadNetwork(DraftNetwork):
             out, _ = self._head(rows.input_ids, self._head.combine(hidden), caches)
         mx.eval(self._head.tokens(out[rows.logits_indices]))
 
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
-        paged = self._paged(kv_caches, group_of)
-        return HeadProposer(self._head, paged, block_tables, self._states, self._num_drafts)
+    def proposer(self, pool: DraftPool) -> Proposer:
+        paged = self._paged(pool)
+        return HeadProposer(self._head, paged, pool.block_tables, self._states, self._num_drafts)
 
-    def writer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        requests: Requests,
-    ) -> DraftWriter:
-        paged = self._paged(kv_caches, group_of, begins_steps=False)
-        last = kv_caches[self.layers[-1].name]
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        paged = self._paged(pool, begins_steps=False)
+        last = pool.layer_states[self.layers[-1].name]
         return HeadWriter(self._head, self._states, paged, last, requests)
 
-    def _paged(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        begins_steps: bool = True,
-    ) -> PagedLayers:
-        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
+    def _paged(self, pool: DraftPool, begins_steps: bool = True) -> PagedLayers:
+        own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
         block_size = self._config.cache_config.block_size
-        return PagedLayers(self.layers, own, group_of, block_size, begins_steps=begins_steps)
+        return PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=begins_steps)
 
 
 @dataclass(frozen=True)

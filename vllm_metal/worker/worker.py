@@ -33,6 +33,7 @@ from vllm_metal.models.dense_check import Told
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
@@ -239,10 +240,11 @@ class MetalWorker(WorkerBase):
         )
         mx.eval(executor.pool_arrays())
         requests, proposer, writer = self._requests, None, None
+        pool = DraftPool(kv_caches, group_of, requests.block_tables, graphs)
         if networks.draft is not None and drafts_for_others(self.vllm_config):
-            writer = networks.draft.writer(kv_caches, group_of, requests)
+            writer = networks.draft.writer(pool, requests)
         elif networks.draft is not None:
-            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
+            proposer = networks.draft.proposer(pool)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,
