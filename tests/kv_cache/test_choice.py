@@ -16,7 +16,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache, Scoring
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
@@ -245,8 +245,8 @@ def layout(requests: list[tuple[int, int]]) -> StepLayout:
 
 def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
     """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
-    made = (48, 16, shape.num_kv_heads, shape.head_size, mx.float32)
-    kv_caches = [kind(*made) for kind in (chosen, ScatterKVCache)]
+    rows = KVShape(shape.num_kv_heads, shape.head_size, shape.head_size)
+    kv_caches = [kind(48, 16, rows, mx.float32) for kind in (chosen, ScatterKVCache)]
     rng = np.random.default_rng(0)
     for requests in STEPS:
         where, heads = layout(requests), (shape.num_heads, *[shape.num_kv_heads] * 2)
@@ -262,7 +262,7 @@ def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
             kv_cache.clear_blocks(np.array([44, 39]))
             plan = kv_cache.plan(where, AttentionKind(shape, None))
             kv_cache.write(plan, keys, values)
-            out = kv_cache.attend(plan, queries, 0.1, None)
+            out = kv_cache.attend(plan, queries, Scoring(0.1))
             mx.eval(out)
             answers.append(np.array(out))
         np.testing.assert_allclose(*answers, atol=1e-5)

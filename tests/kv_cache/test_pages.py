@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
@@ -52,7 +53,7 @@ def fill(state, seed):
 
 def two_layers(kv_cache_type, dtype, seed=0):
     """A target's layer, and one of a draft network of another shape, filled."""
-    draft = kv_cache_type(12, 16, 3, 32, dtype)
+    draft = kv_cache_type(12, 16, KVShape(3, 32, 32), dtype)
     return {
         NAMES[0]: fill(make(kv_cache_type, dtype), seed),
         NAMES[1]: fill(draft, seed + 1),

@@ -58,8 +58,7 @@ class Bench:
         mx.eval(self.model.parameters())
         layers = attention_layers(self.model, "test")
         pools = {
-            layer.name: kv_cache_type(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
-            for layer in layers
+            layer.name: kv_cache_type(80, BLOCK, layer.storage_key, mx.float32) for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
         executor = ModelExecutor(ModelParts(self.model), layers, pools, group_of, BLOCK)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels.plan_arrays import all_else, with_arrays
-from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope, Traceable
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
 
@@ -72,10 +72,11 @@ class CompiledForwards:
         self._parts = parts
         self._caches = list(caches)
         self._scopes = list(scopes)
-        self._states = list(states)
+        self._states = [state for state in states if isinstance(state, Traceable)]
         self._of_all = graphs
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._traceable = graphs.allowed and all(state.traceable for state in states)
+        every = len(self._states) == len(states)
+        self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
         self._weights = TransposedWeights(parts.model)
 
     def forward_hidden(self, input_ids: mx.array) -> mx.array:

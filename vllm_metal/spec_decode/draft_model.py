@@ -13,7 +13,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.layer_state import LayerState, Restorable
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
@@ -81,7 +81,7 @@ class DraftModel(DraftNetwork):
 
     def _own(self, pool: DraftPool) -> dict[str, LayerState]:
         own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
-        if any(state.rolls_back for state in own.values()):
+        if any(isinstance(state, Restorable) for state in own.values()):
             raise NotImplementedError(
                 f"--speculative-config model {self._name!r} keeps state that rejected "
                 "drafts change (recurrent layers), as only the target may: choose another model"
