@@ -17,8 +17,8 @@ class Noting(AttendingCache):
     def update_and_fetch(self, keys, values):
         return keys, values
 
-    def attend(self, queries, keys, values, scale, sinks):
-        self.seen = scale, sinks
+    def attend(self, queries, keys, values, scoring):
+        self.seen = scoring.scale, scoring.sinks
         return queries
 
 

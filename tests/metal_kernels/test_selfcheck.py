@@ -85,7 +85,7 @@ def test_only_what_attention_of_a_shape_launches_is_checked():
 def test_what_splits_contexts_is_checked_in_parts(heads, kv_heads, size):
     """Or the first long context would launch what nobody has looked at."""
     case, recorder = replace(PLAIN, shape=AttentionShape(heads, kv_heads, size, size)), Recorder()
-    tiles = Tiles.of(case.shape)
+    tiles = Tiles.for_layer(case.shape)
     with kernel.using(recorder.metal_kernel):
         play(case, Check("reduce"), steps(case, "reduce", 40), tiles)
     templates = [(run.kernel, dict(run.template)) for run in recorder.pipelines]
@@ -174,7 +174,7 @@ def test_a_tile_that_is_wrong_costs_itself():
     with kernel.using(wrapped(around)):
         outcomes = check(case, STEPS)
     assert [outcome.check for outcome in outcomes if not outcome.ok] == [Check("prefill", 32)]
-    whole = Tiles.of(case.shape)
+    whole = Tiles.for_layer(case.shape)
     assert 32 in whole.prefill
     kept = tuple(rows for rows in whole.prefill if rows != 32)
     assert usable(case, outcomes) == Tiles(whole.decode, kept, split=True)

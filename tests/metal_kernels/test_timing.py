@@ -28,7 +28,7 @@ def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
         now += seconds + 7.0
     left = iter(ticks)
     with kernel.using(metal_interpreter.metal_kernel):
-        tiles = Tiles.of(case.shape, case.window)
+        tiles = Tiles.for_layer(case.shape, case.window)
         found = timing.compare(case, choice, tiles, BATCHES[choice], lambda: next(left))
     assert next(left, None) is None
     ((requests, query, context),) = BATCHES[choice]
@@ -44,7 +44,7 @@ def test_calls_of_a_round_fit_a_command_buffer(monkeypatch):
     monkeypatch.setattr(timing, "_COMPARED_CALLS", {"prefill_way": 1})
     monkeypatch.setattr(timing, "_COMPARED", {"prefill_way": ((1, 8, 2**16), (1, 8, 16))})
     large = Case(AttentionShape(2048, 1, 576, 512), mx.float16, mx.float16, 16)
-    timing.compare(large, "prefill_way", Tiles.of(large.shape))
+    timing.compare(large, "prefill_way", Tiles.for_layer(large.shape))
     (_, query, context, _), (_, _, short, _) = asked
     assert 8 < context < 2**16 and short == 16
     work = large.shape.work(query * large.shape.group, context)

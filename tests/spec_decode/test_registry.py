@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.platform import refusals
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.proposer import TextProposer
 from vllm_metal.spec_decode.registry import (
     BEGIN,

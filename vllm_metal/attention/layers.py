@@ -23,6 +23,7 @@ from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
 from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.device import library_kernels
+from vllm_metal.kv_cache.layer_cache import Scoring
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 __all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
@@ -60,13 +61,7 @@ class _AttentionProbe(AttendingCache, Probe):
         return self, self
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         self.num_calls += 1
         if self._given is not None and not all(map(_alike, (keys, values), self._given)):
@@ -75,8 +70,8 @@ class _AttentionProbe(AttendingCache, Probe):
                 "stay in the pool"
             )
         self._num_heads = queries.shape[1]
-        self._sinks = None if sinks is None else sinks.dtype
-        self._softcap = softcap
+        self._sinks = None if scoring.sinks is None else scoring.sinks.dtype
+        self._softcap = scoring.softcap
         assert self._value_shape is not None  # a layer writes before it attends
         return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any, Generic
 import mlx.core as mx
 
 from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_cache import LayerKVCache, Scoring
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope
 
 
@@ -39,17 +39,10 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         return keys, values
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
-        plan = self._scope.plan
-        return self._kv_cache.attend(plan, queries[:, :, 0], scale, sinks, softcap)[:, :, None]
+        return self._kv_cache.attend(self._scope.plan, queries[:, :, 0], scoring)[:, :, None]
 
 
 class SharedCache(PagedCache[PlanT]):
@@ -102,4 +95,4 @@ class LatentCache(PagedCache[PlanT]):
         # The scale applies to the whole product, so it leaves the queries of positions again.
         rotated = (position_queries.astype(mx.float32) / scale).astype(queries.dtype)
         joined = mx.concatenate([queries, rotated], axis=-1)
-        return self.attend(joined, joined, joined, scale, None)
+        return self.attend(joined, joined, joined, Scoring(scale))

@@ -18,7 +18,7 @@ from vllm_metal.attention.recurrent_calls import Call, SequenceCache
 from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope
+from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepScope, Storage
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
 from vllm_metal.kv_cache.recurrent_state import (
     RecurrentState,
@@ -47,7 +47,7 @@ class RecurrentLayer(StatefulLayer):
         return type(self)
 
     @property
-    def memory(self) -> StateFormat:
+    def storage_key(self) -> StateFormat:
         return self.form
 
     @property
@@ -70,16 +70,15 @@ class RecurrentLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> RecurrentState:
-        memory = kv_cache_type.of_states(num_blocks, self.form.nbytes)
-        return RecurrentState(memory, self.form, alone=True)
+        return RecurrentState(kv_cache_type.of_states(num_blocks, self.form.nbytes), self.form)
 
     @property
     def state_bytes(self) -> int:
         return self.form.nbytes
 
-    def share(self, state: LayerState) -> RecurrentState:
-        assert isinstance(state, LayerKVCache)
-        return RecurrentState(state, self.form)
+    def share(self, storage: Storage) -> RecurrentState:
+        assert isinstance(storage, LayerKVCache)
+        return RecurrentState(storage, self.form)
 
     def trials(
         self,
@@ -89,17 +88,18 @@ class RecurrentLayer(StatefulLayer):
         kv_cache_type: type[LayerKVCache],
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
-        if kv_cache_type.fenced:
+        if issubclass(kv_cache_type, Fenced):
             pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
 
             def move() -> mx.array:
-                state = self.allocate(*pool) if host is None else self.share(host.allocate(*pool))
-                return state.move(0, 1)
+                if host is None:
+                    return self.allocate(*pool).move(0, 1)
+                return self.share(host.allocate(*pool).storage).move(0, 1)
 
-            yield (None if host is None else host.memory, self.form.nbytes), move
+            yield (None if host is None else host.storage_key, self.form.nbytes), move
 
     def scope(self, state: LayerState) -> StepScope:
-        return StepScope(RecurrentPlan.of)
+        return StepScope(RecurrentPlan.from_layout)
 
     def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
         assert isinstance(state, RecurrentState)

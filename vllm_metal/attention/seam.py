@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from vllm_metal.kv_cache.layer_cache import Scoring
+
 _NAME = "scaled_dot_product_attention"
 _dense = getattr(base, _NAME)
 
@@ -40,14 +42,9 @@ class AttendingCache(ABC):
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        scoring: Scoring,
     ) -> mx.array:
-        """[T, H, 1, D] queries over each row's context; [T, H, 1, DV] back.
-
-        Scores become softcap * tanh(score / softcap), where there is one.
-        """
+        """[T, H, 1, D] queries over each row's context; [T, H, 1, DV] back."""
 
     def attend_latent(
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
@@ -85,7 +82,7 @@ def _dispatch(
             if out is None:
                 raise NotImplementedError(_refusal(mask))
             return out
-        return cache.attend(queries, keys, values, scale, sinks)
+        return cache.attend(queries, keys, values, Scoring(scale, sinks))
     return _dense(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.kv_cache.layer_cache import Scoring
 
 _MODULE = "mlx_lm.models.gemma2"
 _MARK = "_vllm_metal_original"
@@ -39,8 +40,8 @@ def install() -> None:
         )
         queries = self.rope(queries, offset=cache.offset)
         keys, values = cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
-        softcap = self.attn_logit_softcapping
-        out = cache.attend(queries, keys, values, self.scale, None, softcap)
+        scoring = Scoring(self.scale, softcap=self.attn_logit_softcapping)
+        out = cache.attend(queries, keys, values, scoring)
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
     setattr(attend, _MARK, dense)

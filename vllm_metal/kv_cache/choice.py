@@ -59,7 +59,7 @@ def kv_cache_type(
         ValueError: the kernels were asked for by name, and cannot serve the model or machine.
     """
     if device == "metal":
-        _settle_library_kernels(layers)
+        _check_library_kernels(layers)
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return ScatterKVCache
@@ -122,7 +122,7 @@ def needed_cases(
     return found
 
 
-def _settle_library_kernels(layers: Sequence[StatefulLayer]) -> None:
+def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
     """Has mlx-lm's own kernels checked, where the model launches any."""
     calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
     if not calls:
@@ -158,7 +158,7 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
         return None
     moves_blocks = all((case, "kv_blocks") in passed for case in cases)
     repeatable = all((case, "graph") in passed for case in cases)
-    every_size = all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items())
+    every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
     by_mlx = _faster_by_mlx(found)
     if moves_blocks and repeatable and every_size and not by_mlx:
         return KernelKVCache

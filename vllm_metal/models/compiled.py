@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from metal_kernels.plan_arrays import all_else, with_arrays
 from vllm_metal.attention.forward_inputs import ForwardInputs
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope, Written
+from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope, Traceable
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
 
@@ -73,10 +73,11 @@ class CompiledForwards:
         self._parts = parts
         self._caches = list(caches)
         self._scopes = list(scopes)
-        self._states = list(states)
+        self._states = [state for state in states if isinstance(state, Traceable)]
         self._of_all = graphs
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._traceable = graphs.allowed and all(state.traceable for state in states)
+        every = len(self._states) == len(states)
+        self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
         self._weights = TransposedWeights(parts.model)
 
     def forward_hidden(self, inputs: ForwardInputs) -> mx.array:
@@ -176,7 +177,7 @@ class CompiledForwards:
             observer.newest = [next(outputs) for _ in range(observer.num_layers)]
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
-                Written(plans[place], [next(outputs) for _ in range(count)])
+                Pending(plans[place], [next(outputs) for _ in range(count)])
                 for place, count in left
             ]
 

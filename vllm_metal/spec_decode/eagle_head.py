@@ -43,7 +43,7 @@ class HeadConfig:
     norm_output: bool
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> HeadConfig:
+    def from_config(config: Mapping[str, Any]) -> HeadConfig:
         """Reads config.json, as vLLM completes it."""
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))

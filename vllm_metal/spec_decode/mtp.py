@@ -18,8 +18,8 @@ from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.models.mtp_weights import mtp_weights
 from vllm_metal.models.parts import HiddenStates, ModelParts
+from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
-from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

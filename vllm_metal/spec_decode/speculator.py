@@ -15,7 +15,7 @@ from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.spec_decode.adaptive import FixedDraftLengths
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm_metal.batch.input_batch import InputBatch
@@ -167,7 +167,7 @@ class Speculator(RequestColumn):
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def settle(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Has the proposer write K/V of requests' first tokens, where it has not yet.
 
         Args:
@@ -177,15 +177,13 @@ class Speculator(RequestColumn):
         if here:
             requests = self._requests
             indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
-            ends_np = np.minimum(list(here.values()), requests.num_known_np[indices_np] - 1)
-            self._proposer.settle(
-                requests.token_ids_np,
-                indices_np,
-                ends_np.astype(np.int32),
-                _num_before(requests, indices_np),
-            )
+            # The newest of so many tokens is left out, see Proposer.
+            known_np = requests.num_known_np[indices_np]
+            tokens_np = np.minimum(np.array([*here.values()]) + 1, known_np)
+            nothing_np = np.zeros(len(here), np.int32)
+            self._proposer.complete_draft_kv(self._request(indices_np, tokens_np, nothing_np))
 
-    def settle_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
+    def complete_draft_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
         """Has the proposer complete the full blocks of requests that it will not be asked for.
 
         It runs for steps to come, so it has not yet taken in the last one, and the prefix cache
@@ -199,7 +197,9 @@ class Speculator(RequestColumn):
         here = [req_id for req_id in req_ids if req_id in requests]
         known_np = requests.num_known_np
         ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
-        self.settle({req_id: end // block_size * block_size for req_id, end in ends.items()})
+        self.complete_draft_kv(
+            {req_id: end // block_size * block_size for req_id, end in ends.items()}
+        )
 
     def enter(self, state: RequestState) -> None:
         """A request starts or resumes."""
@@ -242,13 +242,22 @@ class Speculator(RequestColumn):
             chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
             limits = _within(limits, self._most_drafts)
-        return self._proposer.propose(
-            requests.token_ids_np,
-            req_indices,
-            ends,
-            limits,
-            _num_before(requests, req_indices),
-            unread,
+        return self._proposer.propose(self._request(req_indices, ends, limits, unread))
+
+    def _request(
+        self,
+        req_indices_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+        unread: Unread | None = None,
+    ) -> DraftRequest:
+        """See DraftRequest."""
+        requests, known_np = self._requests, self._requests.num_known_np[req_indices_np]
+        pending = requests.num_tokens_np[req_indices_np] > known_np
+        before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
+        num_tokens_np = num_tokens_np.astype(np.int32)
+        return DraftRequest(
+            requests.token_ids_np, req_indices_np, num_tokens_np, limits_np, before_np, unread
         )
 
 
@@ -259,13 +268,6 @@ def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
     there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]
     first = there & (np.cumsum(there).reshape(there.shape) <= most)
     return first.sum(0, dtype=np.int32)
-
-
-def _num_before(requests: Requests, req_indices_np: np.ndarray) -> np.ndarray:
-    """[R] known tokens of each before its newest step sampled."""
-    known = requests.num_known_np[req_indices_np]
-    unread = requests.num_tokens_np[req_indices_np] > known
-    return np.where(unread, known, requests.num_known_before_np[req_indices_np])
 
 
 def _lists(req_ids: Sequence[str], token_ids: mx.array, counts: np.ndarray) -> dict[str, list[int]]:

@@ -182,7 +182,7 @@ class ModelRunner:
         if self._model.rolls_back:
             self.learn()  # a state is in its block once it is known which drafts were kept
         if self._speculator is not None:
-            self._speculator.settle(ends)
+            self._speculator.complete_draft_kv(ends)
 
     def complete_leaving(self, scheduler_output: SchedulerOutput) -> None:
         """Completes the blocks of requests that this step takes away: others may find them.
@@ -192,8 +192,10 @@ class ModelRunner:
         if self._speculator is None:
             return
         paused = scheduler_output.preempted_req_ids or set()
-        self._speculator.settle_blocks(scheduler_output.finished_req_ids, self._model.block_size)
-        self._speculator.settle_blocks(paused, 1)
+        self._speculator.complete_draft_blocks(
+            scheduler_output.finished_req_ids, self._model.block_size
+        )
+        self._speculator.complete_draft_blocks(paused, 1)
 
     def learn_outcome(self, scheduler_output: SchedulerOutput) -> None:
         """Learns what the next step needs to know, and tells the clock of the wait for it."""

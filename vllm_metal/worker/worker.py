@@ -16,7 +16,7 @@ from metal_kernels.cache import cache_dir
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
+from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
@@ -33,6 +33,7 @@ from vllm_metal.models.dense_check import Told
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
 from vllm_metal.vllm_patches.cache_salts import send_salts
@@ -98,7 +99,7 @@ class MetalWorker(WorkerBase):
         self._weights = self._digests()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
-        self._settle_block_size()
+        self._choose_block_size()
         self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
             self.networks.all_layers,
@@ -114,10 +115,10 @@ class MetalWorker(WorkerBase):
             self.current_platform.get_device_name(),
         )
 
-    def _settle_block_size(self) -> None:
+    def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
         cache = self.cache_config
-        state_bytes = settle_block_size(cache, self.networks.all_layers, self._pool_dtype)
+        state_bytes = choose_block_size(cache, self.networks.all_layers, self._pool_dtype)
         if not state_bytes:
             return
         logger.info(
@@ -243,10 +244,11 @@ class MetalWorker(WorkerBase):
         )
         mx.eval(executor.pool_arrays())
         requests, proposer, writer = self._requests, None, None
+        pool = DraftPool(kv_caches, group_of, requests.block_tables, graphs)
         if networks.draft is not None and drafts_for_others(self.vllm_config):
-            writer = networks.draft.writer(kv_caches, group_of, requests)
+            writer = networks.draft.writer(pool, requests)
         elif networks.draft is not None:
-            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
+            proposer = networks.draft.proposer(pool)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,

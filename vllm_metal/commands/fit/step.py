@@ -81,13 +81,13 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
     """
     model = parts.model
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
-    states = step.layers.layer_states
+    states, storages = step.layers.layer_states, step.layers.storages
 
     def build(*inputs: mx.array) -> list[mx.array]:
         given = iter(inputs)
         model.update(tree_unflatten([(name, next(given)) for name in names]))
-        for state in states:
-            state.arrays = [next(given) for _ in state.arrays]
+        for storage in storages:
+            storage.arrays = [next(given) for _ in storage.arrays]
         with step.caches() as caches:
             input_ids = mx.zeros(step.rows.input_ids.shape, mx.int32)
             of_rows = replace(step.rows.inputs, input_ids=input_ids)
