@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error that a conversion raises."""
+"""ConversionError: a file that cannot be converted, with the reason."""
 
 
 class ConversionError(ValueError):

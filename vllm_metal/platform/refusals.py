@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that this plugin cannot honour, refused by name before a model is loaded."""
+"""Decides which settings are refused, by name, before a model is loaded."""
 
 from __future__ import annotations
 

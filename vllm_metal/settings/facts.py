@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that results depend on, in a form that is the same in every process, and their digest."""
+"""Brings facts that results depend on into one form for all processes, and digests them."""
 
 from __future__ import annotations
 

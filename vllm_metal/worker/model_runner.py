@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step: update requests, prepare inputs, forward, sample."""
+"""Orders the calls of one step: update requests, prepare inputs, forward, sample."""
 
 from __future__ import annotations
 
