@@ -31,7 +31,7 @@ class RefusedOption:
 
     @property
     def field(self) -> str:
-        """Of `EngineArgs`."""
+        """Name of the option's field in `EngineArgs`."""
         return self.option.removeprefix("--").replace("-", "_")
 
 
