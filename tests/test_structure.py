@@ -72,6 +72,18 @@ def test_other_files_named_on_the_page_exist():
         assert (ROOT / name).exists(), name
 
 
+def test_numbers_stand_where_the_map_says():
+    page = (ROOT / "docs" / "structure.md").read_text()
+    section = page.partition("\n## Where numbers stand\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .+? \| (`.+?) \| (`.+?) \|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    for files, names in rows:
+        texts = [(ROOT / file).read_text() for file in re.findall(r"`([^`]+)`", files)]
+        for name in re.findall(r"`([^`]+)`", names):
+            there = rf"^(class )?{name}\b"
+            assert any(re.search(there, text, re.MULTILINE) for text in texts), (name, files)
+
+
 #: A small checkout that keeps the rules: two floors of the plugin above the kernels.
 SOUND = {
     "metal_kernels/op.py": "from . import op",
