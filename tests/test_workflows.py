@@ -112,12 +112,12 @@ def test_a_tag_is_checked_and_tested_before_the_release_gets_the_files():
         name: [step["run"] for step in job["steps"] if "run" in step]
         for name, job in workflow["jobs"].items()
     }
-    assert ran["test"][0] == 'python scripts/release.py check "$GITHUB_REF_NAME"'
+    assert ran["test"][0] == 'python scripts/release_tag.py check "$GITHUB_REF_NAME"'
     assert any(command.startswith("make test") for command in ran["test"])
     assert workflow["jobs"]["release"]["needs"] == "test"
     built, tried, noted, made = ran["release"][1:]
     assert built.startswith("make dist ") and "dist/install.sh" in tried
-    (notes,) = re.findall(r"scripts/release.py notes .* > (\S+)$", noted)
+    (notes,) = re.findall(r"scripts/release_tag.py notes .* > (\S+)$", noted)
     assert f"--notes-file {notes} dist/*" in made
     # Of all workflows, this job alone may write.
     for file, path in WORKFLOWS.items():

@@ -29,7 +29,7 @@ CHANGES = """\
 
 @pytest.fixture(scope="module")
 def release():
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release_tag.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a release's tag against the sources, and prints its notes from CHANGELOG.md.
 
-    python scripts/release.py check v0.32.0.1    # exit status 1 and the reasons if it is none
-    python scripts/release.py notes v0.32.0.1
+    python scripts/release_tag.py check v0.32.0.1    # exit status 1 and the reasons if it is none
+    python scripts/release_tag.py notes v0.32.0.1
 
 A version is vLLM's and ours: docs/compatibility.md says how they go together.
 """
