@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the list of modules in docs/structure.md from the first lines of their docstrings.
 
-    .venv/bin/python tests/structure_page.py            # writes the page anew
-    .venv/bin/python tests/structure_page.py --check    # exit status 1 where it is another
+    .venv/bin/python tests/structure_page.py
 
 The floors' headings are kept by hand, lowest first. Under each stand its modules, those that are
 imported before those that import them, then by folder and name.
@@ -10,10 +9,8 @@ imported before those that import them, then by folder and name.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-import sys
 from pathlib import Path
 
 from import_rules import Tree
@@ -27,7 +24,8 @@ def page(tree: Tree) -> str:
     """docs/structure.md as the headings on it and the modules' docstrings have it.
 
     Raises:
-        ValueError: a folder has no heading, or a module's docstring no sentence in its first line.
+        ValueError: a folder has no heading, or a heading no folder with modules; or a module's
+            docstring has no sentence in its first line.
     """
     modules = _by_floor(tree)
     out: list[str] = []
@@ -49,8 +47,6 @@ def ordered(tree: Tree, files: list[str]) -> list[str]:
 
     Modules that import each other in a circle follow one another.
     """
-    if not files:
-        return []
     left = {file for file in tree.files if tree.floor_of(file) == tree.floor_of(files[0])}
     below = {
         file: {
@@ -99,24 +95,11 @@ def _by_floor(tree: Tree) -> dict[str, list[str]]:
                 f"{file}: give its folder a heading in docs/structure.md, at its place from below"
             )
         found[floor].append(file)
+    if empty := [floor for floor, files in found.items() if not files]:
+        raise ValueError(f"no module stands under {', '.join(empty)}: delete the heading")
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args().check
-    tree = Tree(Path(__file__).parents[1])
-    path = tree.root / "docs" / "structure.md"
-    wanted = page(tree)
-    if path.read_text() == wanted:
-        return 0
-    if check:
-        print(f"docs/structure.md is not what the docstrings say: run {COMMAND}", file=sys.stderr)
-        return 1
-    path.write_text(wanted)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    root = Path(__file__).parents[1]
+    (root / "docs" / "structure.md").write_text(page(Tree(root)))

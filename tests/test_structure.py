@@ -209,6 +209,13 @@ def test_a_first_line_that_says_nothing_by_itself_is_named(tmp_path, text):
         structure_page.page(tree)
 
 
+def test_a_heading_without_modules_is_named(tmp_path):
+    tree = told(tmp_path)
+    (tmp_path / "metal_kernels" / "op.py").unlink()
+    with pytest.raises(ValueError, match="under metal_kernels: delete the heading"):
+        structure_page.page(tree)
+
+
 def test_a_folder_without_a_heading_is_named(tmp_path):
     tree = told(tmp_path, **{"vllm_metal/upper/top.py": '"""The top."""'})
     with pytest.raises(ValueError, match=r"upper/top\.py: give its folder a heading"):
