@@ -59,6 +59,7 @@ LEFT: dict[str, int] = {
     "vllm_metal/serving/headers.py": 2,
     "vllm_metal/serving/response_cache/rendering.py": 1,
     "vllm_metal/serving/response_cache/sqlite_store.py": 1,
+    "vllm_metal/settings/values.py": 1,
     "vllm_metal/spec_decode/adaptive.py": 1,
     "vllm_metal/vllm_patches/mlx_models.py": 1,
     "vllm_metal/vllm_patches/scheduler.py": 1,

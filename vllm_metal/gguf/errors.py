@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ConversionError: a file that cannot be converted, with the reason."""
+"""The error that a conversion raises."""
 
 
 class ConversionError(ValueError):

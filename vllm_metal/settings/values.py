@@ -86,7 +86,7 @@ def size(value: Any) -> int:
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:
-    """Bytes that may be written in a day, as `size` reads them, or "unlimited".
+    """The same, or "unlimited".
 
     Raises:
         ValueError: it is neither.
