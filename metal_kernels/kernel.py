@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's text and buffers, and the compiler that makes it run.
+"""Makes a kernel run: its text and buffers, and the compiler for it.
 
 A .metal file holds functions, then a line `// ---- kernel body`, then the body of the kernel, whose
 signature `mx.fast.metal_kernel` generates from the names of its buffers. The compiler is that

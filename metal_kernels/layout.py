@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a ragged batch lie in the pool."""
+"""Describes where the rows of a ragged batch lie in the pool: slots, tables, who is behind."""
 
 from __future__ import annotations
 

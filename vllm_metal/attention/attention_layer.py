@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of full or windowed attention: its K and V, its kernels, its largest calls."""
+"""A layer of full or windowed attention: what its window may forget, which kernels it needs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer of a loaded model keeps between steps, read off the model itself."""
+"""Finds what each layer of a loaded model keeps between steps, by tracing it for one token."""
 
 from __future__ import annotations
 

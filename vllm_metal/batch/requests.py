@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What persists between steps: the requests, their tokens and their block tables."""
+"""Keeps what persists of requests, by req_idx: tokens, block tables, the salt a worker reads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's own Metal kernels of recurrent layers: are they right on this machine's GPU?
+"""Compares mlx-lm's own Metal kernels with its operations on this GPU; a wrong one is not used.
 
 mlx-lm launches them wherever there is a GPU. Each has a twin in MLX's operations, which mlx-lm
 takes elsewhere. The kernel runs on the GPU, the twin in float32 on the CPU, over the shapes that a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families that can be converted, with mlx-lm's name for each GGUF tensor."""
+"""Names each GGUF tensor as mlx-lm has it, by model family; lists the families that convert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes on the K/V of a model: our kernels, or MLX's own operations."""
+"""Decides whether our kernels or MLX's operations serve a model, by the checks its layers name."""
 
 from __future__ import annotations
 

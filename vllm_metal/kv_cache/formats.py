@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --kv-cache-dtype may say, and the dtypes of models and pools, as MLX and torch have them."""
+"""Decides what --kv-cache-dtype may say, fp8 and int8 among it, and a pool's dtype by it."""
 
 from __future__ import annotations
 

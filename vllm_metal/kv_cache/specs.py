@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the model as vLLM's KV cache specs, and vLLM's placement as storages of the pool."""
+"""Decides a block's size, a hybrid's too, which layers share blocks, and where each lies."""
 
 from __future__ import annotations
 

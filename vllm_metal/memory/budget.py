@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes the KV pool may take: arithmetic on what was measured.
+"""Decides the KV pool's size: arithmetic on what was measured, with its margins and shares.
 
 Nothing here asks the device; `vllm_metal.memory.planner` measures. All sizes are bytes.
 """

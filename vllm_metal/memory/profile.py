@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler may ask for at most, run once to measure it."""
+"""Runs the largest steps that a scheduler may ask for, once, to measure their memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest things a device is asked for, and what was measured of them."""
+"""Describes the largest calls of a step, and keeps what was measured of them."""
 
 from __future__ import annotations
 

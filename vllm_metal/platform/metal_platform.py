@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of a platform: the device, defaults, and a check of the configuration."""
+"""Answers what vLLM asks of a platform, with defaults of batch and block; applies patches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request that the engine is to answer, unless its answer is there already."""
+"""Answers one request that generates: by a kept answer or the engine; decides its cache_salt."""
 
 from __future__ import annotations
 

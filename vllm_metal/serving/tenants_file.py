@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys of tenants: a file of their digests, which `vllm-metal tenants` writes.
+"""Reads and writes the file of tenants' API keys, of which it has digests alone.
 
 A key is 256 random bits that are shown once. So a plain SHA-256 keeps it: there is nothing to guess
 that a slow hash would protect.

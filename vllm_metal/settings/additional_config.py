@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's own settings: the keys of --additional-config, read here and nowhere else."""
+"""Reads the plugin's own settings, the keys of --additional-config, and has their defaults."""
 
 from __future__ import annotations
 

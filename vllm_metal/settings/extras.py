@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that install what optional parts of the plugin need.
+"""Makes the commands that messages advise to install optional parts of the plugin.
 
 Advice names packages of other projects, or a folder of the clone. It never names
 ``vllm-metal[...]`` or ``vllm-metal-interpreter``: an installer would ask a package index for them,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that results depend on, in a form that is the same in every process, and their digest."""
+"""Brings facts that results depend on into one form for all processes, and digests them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def of_files(files: Iterable[tuple[Path, Path]]) -> str:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Of each package; None: it is not installed."""
+    """Installed version of each package, by its name; None: it is not installed."""
     return {package: _version(package) for package in packages}
 
 
@@ -73,7 +73,7 @@ def _version(package: str) -> str | None:
 
 
 def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
-    """As JSON has it, the same in every process: no addresses, no order of sets.
+    """A value as JSON has it, the same in every process: no addresses, no order of sets.
 
     Args:
         value: of any type.

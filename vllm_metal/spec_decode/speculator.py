@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each step its drafts, and tells proposer and length policy what became of them."""
+"""Decides a step's drafts, and when a draft network has to write K/V that it left out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default of a setting of `--kv-transfer-config`."""
+"""Sets the default of kv_load_failure_policy in `--kv-transfer-config`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters that vLLM refuses beside speculation, and this plugin honours."""
+"""Has vLLM take what it refuses beside speculation and this plugin honours: min_p, logit_bias."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs steps that may fail, and goes on after those that do."""
+"""Decides what becomes of a failed step and its requests, and goes on with a new pool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which answers may be kept: complete ones."""
+"""Decides which answers may be kept: complete ones; sends them whole or as a stream."""
 
 from __future__ import annotations
 
