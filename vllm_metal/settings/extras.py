@@ -15,6 +15,8 @@ from pathlib import Path
 PACKAGES = {"gguf": ("gguf>=0.19", "filelock>=3.20.3"), "redis": ("redis>=6",)}
 #: Extras that are folders of the clone, and no part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
+#: What the extra `interpreter` brings: the compiler that runs kernels on a CPU.
+INTERPRETER = "metal_interpreter:metal_kernel"
 
 CLONE = Path(__file__).parents[2]  # or site-packages, which holds no such folder
 
