@@ -14,8 +14,9 @@ ADDRESS ?=
 PYTEST_ARGS ?=
 # Of `make fuzz`: a seed and its options, as a failure prints them, or others (FUZZ=--help).
 FUZZ ?= --requests 10000
-# Processes that share the test files; 0: none but pytest's own, for a debugger.
-PYTEST_WORKERS ?= 2
+# Processes that share the test files; auto: one a core where memory allows (tests/closing.py);
+# 0: none but pytest's own, for a debugger.
+PYTEST_WORKERS ?= auto
 
 # The environment is rebuilt when the content of what defines it changes, not its date. It comes in
 # two parts: what users need to serve, and what tests and benchmarks need besides.

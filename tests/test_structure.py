@@ -11,10 +11,18 @@ from import_rules import Tree
 
 ROOT = Path(__file__).parents[1]
 TREE = Tree(ROOT)
-#: Imports of a higher floor, by package, and why each has to be.
-UPWARD = {
-    "metal_kernels imports metal_interpreter (call)": "an optional package, loaded on request only",
+#: Private names of others' that a name of ours equals, and whose they are.
+NOT_OURS = {
+    "_format_exception": "vLLM's client of an engine",
+    "_validate_spec_decode": "vLLM's SamplingParams",
+    "_value": "a counter of prometheus_client",
 }
+#: Tests whose private names are still to go.
+PENDING = ("tests/commands/tenants/", "tests/kv_transfer/", "tests/serving")
+#: Modules whose circle is still to go.
+PENDING_CIRCLES = tuple(
+    f"vllm_metal/spec_decode/{name}.py" for name in ("draft_writer", "paged_head", "paged_proposer")
+)
 
 
 def test_every_module_is_listed_with_the_first_line_of_its_docstring():
@@ -29,26 +37,21 @@ def test_a_floor_is_a_folder():
 
 def test_no_import_goes_up():
     """Neither when a module is imported, nor in its functions, nor for types alone."""
-    found = {
-        f"{_package(item.file)} imports {_package(item.imported)} ({item.when})": str(item)
-        for item in import_rules.upward(TREE)
-    }
-    assert {arrow: found[arrow] for arrow in found.keys() - UPWARD.keys()} == {}
-    assert UPWARD.keys() <= found.keys(), "an exception that is not needed any more"
+    assert [str(item) for item in import_rules.upward(TREE)] == []
 
 
-def _package(file):
-    """metal_kernels, metal_interpreter, or a folder of vllm_metal."""
-    first, second, *_ = Path(file).parts
-    return first if first == "metal_kernels" else second
-
-
-def test_no_two_floors_import_each_other():
-    assert import_rules.cycles(TREE) == []
+def test_no_two_floors_and_no_two_modules_import_each_other():
+    assert set(import_rules.cycles(TREE)) <= set(PENDING_CIRCLES)
 
 
 def test_nothing_private_is_used_on_another_floor():
     assert import_rules.private_reaches(TREE) == []
+
+
+def test_no_test_uses_a_private_name():
+    found = import_rules.private_in_tests(TREE)
+    found = [use for use in found if use.split(".")[-1].split()[-1] not in NOT_OURS]
+    assert [use for use in found if not use.startswith(PENDING)] == []
 
 
 def test_a_plan_has_a_type():
@@ -90,9 +93,13 @@ SOUND = {
     "vllm_metal/__init__.py": "def register():\n    from vllm_metal.upper import top",
     "vllm_metal/lower/__init__.py": "from vllm_metal.lower.base import _own",
     "vllm_metal/lower/base.py": "import metal_kernels.op\n_own = 1\nclass Base:\n    _inner = 2",
+    "vllm_metal/lower/other.py": "from vllm_metal.lower import base",
     "vllm_metal/upper/__init__.py": "",
     "vllm_metal/upper/top.py": "from vllm_metal.lower.base import Base\nclass Top:\n    _mine = 3\n"
     "    def plan(self, plan: int) -> Base:\n        return self._mine",
+    "tests/test_top.py": "import json\nclass Double:\n    def f(self):\n        self._mine = 1\n"
+    "def test_it(other):\n    assert Double()._mine == other._theirs\n"
+    "    setattr(json, '_other', getattr(other, 'mine'))",
 }
 PAGE = """\
 **metal_kernels** — kernels
@@ -100,6 +107,7 @@ PAGE = """\
 
 **lower** — below
 - `vllm_metal/lower/base.py` — a base
+- `vllm_metal/lower/other.py` — another
 
 **upper** — above
 - `vllm_metal/upper/top.py` — a top
@@ -121,9 +129,11 @@ RULES = (
     import_rules.upward,
     import_rules.cycles,
     import_rules.private_reaches,
+    import_rules.private_in_tests,
     import_rules.untyped_plans,
 )
 BASE, TOP = "vllm_metal/lower/base.py", "vllm_metal/upper/top.py"
+TEST = "tests/test_top.py"
 #: A fault, the file that has it, and the rules that it breaks.
 FAULTS = {
     "import above": (BASE, "import vllm_metal.upper.top", "upward cycles"),
@@ -143,6 +153,25 @@ FAULTS = {
     "a private name": (TOP, "from vllm_metal.lower.base import _own", "private_reaches"),
     "of a module": (TOP, "from vllm_metal.lower import base\nbase._own", "private_reaches"),
     "of an object": (TOP, "def f(base):\n    return base._inner", "private_reaches"),
+    "a circle on a floor": (BASE, "from vllm_metal.lower import other", "cycles"),
+    "a test's reach": (TEST, "def f(base):\n    return base._inner", "private_in_tests"),
+    "a test's change": (TEST, "def f(base):\n    base._inner = 3", "private_in_tests"),
+    "a test's import": (
+        TEST,
+        "from vllm_metal.lower.base import _own",
+        "private_in_tests",
+    ),
+    "a test's patch": (TEST, "def f(base, m):\n    m.setattr(base, '_own', 2)", "private_in_tests"),
+    "a patch by path": (
+        TEST,
+        "def f(m):\n    m.setattr('vllm_metal.lower.base._own', 2)",
+        "private_in_tests",
+    ),
+    "an override": (
+        TEST,
+        "class C(Top):\n    def _mine(self):\n        super()._mine()",
+        "private_in_tests",
+    ),
     "a parameter": (TOP, "def f(plan: Any): ...", "untyped_plans"),
     "a field": (TOP, "class C:\n    trial: Any | None = None", "untyped_plans"),
     "a result": (TOP, "def plan() -> tuple[Any, int]: ...", "untyped_plans"),

@@ -65,8 +65,8 @@ class QuantisedDense(Dense):
         self._cache = cache
 
     def forward(self, tokens):
-        caches = [Holding(inner, self._cache) for inner in make_prompt_cache(self._model)]
-        return self._model(tokens, cache=caches)
+        caches = [Holding(inner, self._cache) for inner in make_prompt_cache(self.model)]
+        return self.model(tokens, cache=caches)
 
 
 def serve(model, prompts, max_tokens, passes=1, **options):

@@ -214,15 +214,19 @@ def test_the_largest_step_runs_layers_of_every_kind(model, config):
 def test_no_layer_has_a_step_once_its_forward_is_built(model, config):
     server = Server(model, config)
     server.begin(0)
-    with pytest.raises(RuntimeError, match="outside a step"):
-        server.paged._caches[0].offset  # noqa: B018
-    server.step([(0, 0, text(3, 0))])
     kept = []
 
-    def failing(inputs, cache):
+    def keeping(inputs, cache):
         kept.extend(cache)
+        return model(inputs, cache=cache)
+
+    def failing(inputs, cache):
         raise ValueError("the forward fails")
 
+    server.model = keeping
+    server.step([(0, 0, text(3, 0))])
+    with pytest.raises(RuntimeError, match="outside a step"):
+        kept[0].offset  # noqa: B018
     server.model = failing
     with pytest.raises(ValueError, match="the forward fails"):
         server.step([(0, 3, text(1, 0))])

@@ -31,6 +31,7 @@ from metal_kernels.selfcheck.__main__ import main
 from metal_kernels.selfcheck.play import play
 from metal_kernels.selfcheck.steps import steps
 from tests.metal_kernels.doubles import Recorder
+from vllm_metal.settings.extras import INTERPRETER
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
@@ -261,7 +262,15 @@ def test_a_layer_that_is_not_supported_fails_with_the_reason():
 def test_the_process_says_what_it_runs_and_how_it_went():
     cases = [replace(PLAIN, kernels=("kv_write", "kv_gather")), replace(PLAIN, block_size=32)]
     cases[1] = replace(cases[1], kernels=("kv_write",))
-    command = [sys.executable, "-m", "metal_kernels.selfcheck", "--interpret", "--steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "metal_kernels.selfcheck",
+        "--compiler",
+        INTERPRETER,
+        "--steps",
+        "2",
+    ]
     lines = subprocess.run(
         command,
         input=json.dumps({"cases": [case.to_json() for case in cases], "done": []}),
@@ -286,7 +295,7 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
     chosen = []
     monkeypatch.setattr(mx, "set_default_device", chosen.append)
     monkeypatch.setattr(kernel, "use", lambda compiler: None)
-    monkeypatch.setattr(sys, "argv", ["selfcheck", "--interpret"])
+    monkeypatch.setattr(sys, "argv", ["selfcheck", "--compiler", INTERPRETER])
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"cases": [], "done": []})))
     main()
     assert chosen == [mx.cpu]

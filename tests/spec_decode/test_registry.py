@@ -16,7 +16,6 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.platform import refusals
 from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.proposer import TextProposer
 from vllm_metal.spec_decode.registry import (
@@ -146,8 +145,7 @@ def test_a_method_without_a_row_is_refused_by_name(target):
 
 
 @pytest.mark.parametrize("name", SPECULATIVE_METHODS)
-def test_an_engine_that_prefills_for_others_drafts_nothing(target, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
+def test_an_engine_that_prefills_for_others_drafts_nothing(target, tmp_path, name):
     drafts = DRAFTS.get(name)
     if name == "mtp":
         target = tmp_path / "draft"

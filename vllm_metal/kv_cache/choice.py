@@ -70,7 +70,7 @@ def kv_cache_type(
     reasons = {layer.unsupported(dtype, block_size) for layer in layers} - {None}
     if wanted == "interpret":
         try:
-            kernel.use(kernel.interpreter())
+            kernel.use(kernel.named(extras.INTERPRETER))
         except RuntimeError as error:
             raise ValueError(
                 f"VLLM_METAL_KERNELS=interpret: {error}; install it by "

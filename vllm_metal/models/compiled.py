@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 
 #: The most rows: of decode steps and of those that verify drafts. Prefill spends its time on the
 #: device, and hardly ever has the same shapes twice.
-_MAX_ROWS = 512
+MAX_ROWS = 512
 #: Graphs kept, the least recently used goes first. An engine decodes with a few at a time: shapes
 #: change when requests come, go, or outgrow a width of the block table.
 _MAX_GRAPHS = 64
@@ -93,7 +93,7 @@ class CompiledForwards:
         """
         plans = [scope.plan for scope in self._scopes]
         # Command buffers that end amid a forward cannot be traced.
-        if inputs.input_ids.size > _MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
+        if inputs.input_ids.size > MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
             return None
         arrays: list[mx.array] = []
         key = [all_else(each, arrays) for each in (inputs, *plans)]

@@ -17,7 +17,7 @@ import blake3
 import torch
 
 #: Packages of the plugin, and the files of them that compute.
-_PACKAGES = ("vllm_metal", "metal_kernels")
+PACKAGES = ("vllm_metal", "metal_kernels")
 _SOURCES = frozenset((".py", ".metal", ".h"))
 
 
@@ -34,7 +34,7 @@ def roots() -> list[Path]:
     """The folders of the plugin's packages."""
     return [
         Path(place)
-        for package in _PACKAGES
+        for package in PACKAGES
         for place in (getattr(find_spec(package), "submodule_search_locations", None) or ())
     ]
 

@@ -19,6 +19,7 @@ from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, pytho
 from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.device import mlx_device, record, selfcheck
 from vllm_metal.device.record import Record
+from vllm_metal.settings.extras import INTERPRETER
 
 # Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
 # models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
@@ -93,7 +94,7 @@ def find_runner() -> Runner | None:
     clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
     if not (clang and importlib.util.find_spec("metal_interpreter")):
         return None
-    steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))
+    steps = ("--compiler", INTERPRETER, "--steps", str(_INTERPRETED_STEPS))
     how = "interpreted on the CPU, as this machine has no Metal device"
     return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
 
