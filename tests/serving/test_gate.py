@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from serving_double import SECRET, App, ask, counted, identity, make, ready
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import tenants_file
 from vllm_metal.serving.routes import ROUTES
+from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 #: Routes of vLLM's that are not for tenants; some reach the engine.

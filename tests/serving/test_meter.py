@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from serving_double import SECRET, App, ask, counted, identity, make
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import tenants_file
+from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 KINDS = ("prompt", "cached", "completion")

@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import start, tenants_file
+from vllm_metal.settings import salts
 
 SECRET = b"0123456789abcdef"
 SERVE = ("vllm", "serve", "m", "--middleware", "vllm_metal.serving.Tenants")

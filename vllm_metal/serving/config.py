@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_metal.kv_transfer import secret_file
 from vllm_metal.serving import tenants_file
-from vllm_metal.settings import envs, values
+from vllm_metal.settings import envs, secret_file, values
 from vllm_metal.settings.extras import install_advice
 
 SETTING = "VLLM_METAL_SERVING_CONFIG"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import body, fields, headers, response_ids
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
@@ -25,6 +24,7 @@ from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.twins import Abandoned, Lead, NotKept
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
 
 #: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving.figures import Figures, Metric
 from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
 
 if TYPE_CHECKING:
     from prometheus_client import Counter

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.serving import config
 from vllm_metal.serving.config import MIDDLEWARE, SETTING
+from vllm_metal.settings import salts, secret_file
 
 
 def refusals(

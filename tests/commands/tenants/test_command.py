@@ -8,10 +8,10 @@ from kv_transfer.disk import naive
 from serving_double import SECRET, App, ask, counted, identity, make, ready
 
 from vllm_metal.commands.cli import main
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.serving import tenants_file
+from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 

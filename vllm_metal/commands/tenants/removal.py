@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.serving import config
 from vllm_metal.serving.config import ServingConfig, TenantsConfig
 from vllm_metal.serving.response_cache import stores
 from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
 
 
 def remove(ended: Sequence[Key], keys: Path, prefix_cache: Path | None) -> int:

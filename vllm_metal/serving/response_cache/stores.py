@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from vllm_metal.kv_transfer import secret_file
 from vllm_metal.serving.config import ResponseCacheConfig
 from vllm_metal.serving.response_cache.store import Store, StoreError
+from vllm_metal.settings import secret_file
 
 SECRET_FILE = "secret"  # in the folder of the answers
 
