@@ -14,13 +14,14 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from vllm_metal.settings.secret_file import write_private
 
 Purpose = Literal["tenant", "metrics"]
 #: Tenants' names stand in labels of metrics, in logs and in JSON.
@@ -235,18 +236,8 @@ def _parse(content: bytes, path: Path) -> list[Key]:
 
 
 def _write(path: Path, keys: Sequence[Key]) -> None:
-    """Puts a whole file in the place of the old one, for its owner alone."""
     text = json.dumps({"version": _VERSION, "keys": [asdict(key) for key in keys]}, indent=1)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with open(handle, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_private(path, f"{text}\n")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.settings.secret_file import write_private
 
 #: Lines of a process's output that are printed where it failed; all that are kept are in the file.
 SHOWN_LINES = 15
@@ -129,15 +129,7 @@ class Report:
             "findings": [dataclasses.asdict(finding) for finding in self._findings],
             **self._facts,
         }
-        text = json.dumps(self._cleaned(found), indent=1)
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(descriptor, "w") as part:
-                part.write(text + "\n")
-            os.replace(name, self._path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_private(self._path, json.dumps(self._cleaned(found), indent=1) + "\n")
 
     def _cleaned(self, value: Any) -> Any:
         """The JSON value, with the names replaced in each of its strings."""
