@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from contextlib import suppress
 
-from vllm_metal.settings import sizes
+from vllm_metal.settings import values
 
 _MEMORY = {"MB": 2**20, "GB": 2**30, "TB": 2**40}  # Macs are sold by these
 _TOKENS = {"": 1, "K": 2**10, "M": 2**20}  # as in "128k context"
@@ -82,6 +82,6 @@ def fingerprint(text: str) -> str:
 
 def _parse(text: str, units: Mapping[str, int], example: str) -> int:
     try:
-        return sizes.parse(text, units, example)
+        return values.parse_size(text, units, example)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from error
