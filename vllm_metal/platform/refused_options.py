@@ -31,7 +31,7 @@ class RefusedOption:
 
     @property
     def field(self) -> str:
-        """Of `EngineArgs`."""
+        """The option's field of `EngineArgs`."""
         return self.option.removeprefix("--").replace("-", "_")
 
 

@@ -109,7 +109,7 @@ def of_environment() -> ServingConfig | None:
 
 
 def required() -> ServingConfig:
-    """The same, where there has to be one.
+    """Returns the settings that the environment names, where there have to be some.
 
     Raises:
         ValueError: as `read`, or the variable is not set.

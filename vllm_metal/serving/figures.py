@@ -101,5 +101,5 @@ class Figures:
 
 @functools.cache
 def of_process() -> Figures:
-    """Those in the registry that vLLM's /metrics shows; made when the server is, after vLLM's."""
+    """Returns the figures that vLLM's /metrics shows; they are made after vLLM's, by the server."""
     return Figures(REGISTRY)

@@ -150,7 +150,7 @@ class Tenants:
     async def _refuse_socket(
         self, keys: KeyFile, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Before it is accepted, as HTTP where the server can, else with the code for a policy."""
+        """Refuses a socket before it is accepted: as HTTP where the server can, else by a code."""
         await receive()
         try:
             _key_of(headers.read(scope), keys)
@@ -210,7 +210,7 @@ class Tenants:
     async def _serve(
         self, match: Match, key: Key, read: Headers, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """A tenant's request of a listed route."""
+        """Answers a tenant's request of a listed route."""
         if match.response_id is not None and not response_ids.belongs(
             self._shared.secret, key.identity, match.response_id
         ):
@@ -229,7 +229,7 @@ class Tenants:
             await self.app(scope, _with_body(b"", receive), send)
 
     async def _open(self, match: Match | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request where there are no tenants: only those that generate are looked into."""
+        """Answers a request where there are no tenants: only one that generates is looked into."""
         if match is None or match.route.style is None:
             await self._bring_figures_up_to_date(match)
             await self.app(scope, receive, send)

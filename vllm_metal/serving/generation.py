@@ -17,7 +17,7 @@ from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.figures import Figures, Metric
 from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.refusal import App, Receive, Refusal, Scope, Send
-from vllm_metal.serving.response_cache import key, replay
+from vllm_metal.serving.response_cache import complete, key
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.response_cache.key import Render
@@ -144,7 +144,7 @@ class Generation:
         return made
 
     async def _key(self) -> str | None:
-        """Of the kept answer; None: none is to be used, nor kept."""
+        """Returns the key of the kept answer; None: none is to be used, nor kept."""
         shared, request = self._shared, self._request
         if shared.cache is None or shared.render is None or shared.model is None or request.fresh:
             return None
@@ -259,10 +259,10 @@ class Generation:
         if entry is None or self._deadline.expired.done():
             return NotKept()
         if len(entry.content) < _SHORT:
-            complete = replay.complete(self._request.style, entry)
+            whole = complete.is_complete(self._request.style, entry)
         else:  # it takes milliseconds, in which other requests are served
-            complete = await asyncio.to_thread(replay.complete, self._request.style, entry)
-        if not complete:
+            whole = await asyncio.to_thread(complete.is_complete, self._request.style, entry)
+        if not whole:
             return NotKept()
         assert self._shared.cache is not None
         await self._shared.cache.keep(found, entry, self._request.owner)

@@ -35,7 +35,7 @@ class _Account:
 
 
 class Meter:
-    """Counts tokens by tenant, whom a request's salt tells. Of one event loop."""
+    """Counts tokens by tenant, whom a request's salt tells; it belongs to one event loop."""
 
     def __init__(self, figures: Figures, secret: bytes) -> None:
         """Nothing is counted yet.

@@ -114,7 +114,7 @@ def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]
 
 
 def _generation(keys: Sequence[Key], tenant: str) -> str:
-    """That of the tenant's other keys; a new one for a new tenant."""
+    """The generation of the tenant's other keys; a new one for a new tenant."""
     others = (key.generation for key in keys if (key.tenant, key.purpose) == (tenant, "tenant"))
     return next(others, secrets.token_hex(8))
 
@@ -139,9 +139,10 @@ def remove(path: Path, which: str) -> Removal:
 
 
 def check_name(tenant: str) -> None:
-    """
+    """Checks the name of a tenant.
+
     Raises:
-        ValueError: no tenant can have this name.
+        ValueError: no tenant can have it.
     """
     if NAME.fullmatch(tenant) is None:
         raise ValueError(

@@ -81,7 +81,10 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """Such as ``ended by signal 11 (SIGSEGV) while shutting down``; with the error if any."""
+        """The end in words, with the error if there was one.
+
+        Such as ``ended by signal 11 (SIGSEGV) while shutting down``.
+        """
         stage = f" while {self.told['stage']}" if "stage" in self.told else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"

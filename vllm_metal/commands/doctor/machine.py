@@ -93,7 +93,7 @@ def this_system() -> System:
 
 
 def _macos_release() -> str:
-    """Such as ``26.1``.
+    """The release of macOS, such as ``26.1``.
 
     macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
     (python/cpython#135675). Its own command, with the variable below, reports the real number.
@@ -178,7 +178,10 @@ def check_release(system: System) -> Finding:
 
 
 def _older_mlx() -> str:
-    """The command. pip installs a wheel for another system only into a folder given by --target."""
+    """The command that installs MLX's build for macOS 15.
+
+    pip installs a wheel for another system only into a folder given by --target.
+    """
     pins = [f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal")]
     command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
     target = ["--target", sysconfig.get_path("purelib")]

@@ -74,7 +74,7 @@ def _guarded(found: Report, name: str) -> Iterator[None]:
 
 
 def _look_at_machine(found: Report, model_name: str | None) -> Ended:
-    """Returns what MLX says of it."""
+    """Checks the machine; returns what MLX says of it."""
     found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
     with _guarded(found, "facts"):
         found.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())
