@@ -151,11 +151,11 @@ class App:
         elif path == "/v1/responses":
             await _send_json(send, response(fields))
         elif fields.get("stream"):
-            await self._stream(path, fields, finish, send)
+            await self.send_stream(path, fields, finish, send)
         else:
             await _send_json(send, whole(path, fields, finish))
 
-    async def _stream(self, path, fields, finish, send):
+    async def send_stream(self, path, fields, finish, send):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for event in stream(path, fields, finish, self.pieces):

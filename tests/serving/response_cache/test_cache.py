@@ -253,7 +253,7 @@ class CutOff(App):
 
     error = False
 
-    async def _stream(self, path, fields, finish, send):
+    async def send_stream(self, path, fields, finish, send):
         async def some(message):
             body = message.get("body", b"")
             if self.error and b"finish_reason" in body and b'"stop"' in body:
@@ -262,7 +262,7 @@ class CutOff(App):
                 return
             await send({**message, "body": body} if "body" in message else message)
 
-        await super()._stream(path, fields, finish, some)
+        await super().send_stream(path, fields, finish, some)
 
 
 @pytest.mark.parametrize("error", [False, True])
