@@ -4,8 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import ConversionError
-from .source import GGUFSource
+from .source import ConversionError, GGUFSource
 
 _COMMON = {
     "attn_norm": "input_layernorm",

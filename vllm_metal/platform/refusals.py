@@ -128,7 +128,7 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings of --speculative-config, and whether each was asked for."""
+    """Settings in --speculative-config, and whether each was asked for."""
     speculation, model = config.speculative_config, config.model_config
     if speculation is None:
         return {}
@@ -165,7 +165,7 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _serving_refusals(config: VllmConfig) -> dict[str, bool]:
-    """Settings that do not go with tenants, kept answers or time limits, likewise."""
+    """Settings beside tenants, kept answers and time limits, and whether each was asked for."""
     transfer = config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     key = extra.get("salt_key") or AdditionalConfig.of(config).prefix_cache_salt_key

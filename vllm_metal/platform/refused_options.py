@@ -31,7 +31,7 @@ class RefusedOption:
 
     @property
     def field(self) -> str:
-        """Name of the option's field in `EngineArgs`."""
+        """The option's field of `EngineArgs`."""
         return self.option.removeprefix("--").replace("-", "_")
 
 

@@ -14,7 +14,7 @@ from vllm_metal.serving.refusal import Message, Send
 
 
 class Outbox:
-    """Sends messages to a client in a task of its own. Of one event loop."""
+    """Sends messages to a client in a task of its own; it belongs to one event loop."""
 
     def __init__(self, send: Send, max_bytes: int) -> None:
         """Nothing is sent yet.

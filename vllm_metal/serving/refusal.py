@@ -42,7 +42,7 @@ class Disconnected(Exception):
 
 
 async def answer(send: Send, refusal: Refusal, prefix: str = "http") -> None:
-    """Sends it.
+    """Sends a refusal as the answer.
 
     Args:
         send: of the connection.

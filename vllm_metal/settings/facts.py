@@ -61,7 +61,7 @@ def of_files(files: Iterable[tuple[Path, Path]]) -> str:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Installed version of each package, by its name; None: it is not installed."""
+    """Returns the version of each package; None: it is not installed."""
     return {package: _version(package) for package in packages}
 
 
@@ -73,7 +73,7 @@ def _version(package: str) -> str | None:
 
 
 def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
-    """A value as JSON has it, the same in every process: no addresses, no order of sets.
+    """Returns a value as JSON has it, the same in every process: no addresses, no order of sets.
 
     Args:
         value: of any type.

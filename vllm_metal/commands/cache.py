@@ -16,7 +16,6 @@ from tqdm import tqdm
 from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.kv_transfer.disk.maintenance import FingerprintSummary, Selection, Summary
 
-_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 #: What a table shows of a manifest's facts.
 _SHOWN_FACTS = ("model", "weights", "kv_cache_dtype")
 #: How much of a fingerprint, and of a digest among its facts, a table shows.

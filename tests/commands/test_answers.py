@@ -34,7 +34,7 @@ def marks(gate, keys):
 
 def kept_bytes(gate, keys):
     asyncio.run(ask(gate, "/metrics", key=keys["metrics"], method="GET"))
-    return counted(gate, "kept_bytes")
+    return counted(gate, "vllm:response_cache_bytes")
 
 
 def test_a_server_does_not_go_on_answering_from_what_was_purged(gate, capsys):

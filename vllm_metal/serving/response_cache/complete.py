@@ -17,7 +17,7 @@ _MESSAGE_ENDS = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
 _DONE = b"[DONE]"
 
 
-def complete(style: Style, entry: Entry) -> bool:
+def is_complete(style: Style, entry: Entry) -> bool:
     """Whether an answer has its end, and no error in it."""
     try:
         if entry.form == "whole":

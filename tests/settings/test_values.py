@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_metal.settings import sizes
+from vllm_metal.settings import values
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from vllm_metal.settings import sizes
     ],
 )
 def test_what_a_size_means(given, meant):
-    assert sizes.disk_bytes(given) == meant
+    assert values.size(given) == meant
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_what_a_size_means(given, meant):
 )
 def test_what_is_no_size_is_named(given):
     with pytest.raises(ValueError, match='"50GB"') as raised:
-        sizes.disk_bytes(given)
+        values.size(given)
     assert repr(given) in str(raised.value)

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times prefill, decode and a step after the device was idle, on one engine in this process.
+"""Runs an engine in this process, as a user's script does: load, generate, shut down.
 
-python -m vllm_metal.commands.doctor.children.speed MODEL [--pool BYTES]
+python -m vllm_metal.commands.doctor.children.engine MODEL [--timed [--pool BYTES]]
+
+It generates ten tokens, or times prefill, decode and a step after the device was idle.
 """
+
+from __future__ import annotations
 
 import argparse
 import gc
 import os
 import statistics
 import time
+from typing import TYPE_CHECKING, Any
 
-from vllm_metal.commands.doctor.messages import say
+from vllm_metal.commands.doctor.child import say
+from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT
 
-#: Tokens of a prompt and of its answer, or less where the model's context is shorter.
+if TYPE_CHECKING:
+    from vllm import LLM
+
+#: Tokens of a timed prompt and of its answer, or less where the model's context is shorter.
 _PROMPT, _ANSWER = 512, 64
 _IDLE_SECONDS = 3.0
 #: Tokens by which a pause shows. Steps are dispatched before the last one's tokens are read, so
@@ -23,6 +32,7 @@ _BEHIND_PAUSE = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
+    parser.add_argument("--timed", action="store_true", help="measure times, not ten tokens")
     parser.add_argument("--pool", type=int, help="bytes of the KV cache; default: vLLM's own")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -30,8 +40,37 @@ def main() -> None:
     from vllm import LLM
 
     say(stage="loading the model")
-    pool = {} if args.pool is None else {"kv_cache_memory_bytes": args.pool}
-    llm = LLM(args.model, max_model_len=-1, enable_prefix_caching=False, **pool)
+    options: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+    if args.timed:
+        options = {"enable_prefix_caching": False}
+        options |= {} if args.pool is None else {"kv_cache_memory_bytes": args.pool}
+    llm = LLM(args.model, max_model_len=-1, **options)
+    (_time if args.timed else _answer)(llm)
+    say(stage="shutting down")
+    del llm
+    gc.collect()
+    say(stage="leaving")
+
+
+def _answer(llm: LLM) -> None:
+    """Generates NUM_TOKENS tokens."""
+    from vllm import SamplingParams
+
+    say(stage="answering")
+    asked = time.monotonic()
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    (output,) = llm.generate([PROMPT], greedy, use_tqdm=False)
+    completion = output.outputs[0]
+    say(
+        prompt=list(output.prompt_token_ids or ()),
+        tokens=list(completion.token_ids),
+        text=completion.text,
+        answer_seconds=round(time.monotonic() - asked, 3),
+    )
+
+
+def _time(llm: LLM) -> None:
+    """Times prefill, decode, and steps after a pause."""
     import mlx.core as mx  # not before vLLM: the plugin loads a BLAS for it
 
     config = llm.llm_engine.vllm_config
@@ -57,14 +96,10 @@ def main() -> None:
         step_seconds=statistics.median(gaps[1:paused_after]),
         step_after_idle_seconds=max(gaps[paused_after : paused_after + _BEHIND_PAUSE]),
     )
-    say(stage="shutting down")
-    del llm
-    gc.collect()
-    say(stage="leaving")
 
 
 def _gaps(
-    llm: object, name: str, num_prompt: int, num_answer: int, paused_after: int | None = None
+    llm: LLM, name: str, num_prompt: int, num_answer: int, paused_after: int | None = None
 ) -> list[float]:
     """Seconds from each token of a request to the next, the first from its start.
 
@@ -73,7 +108,7 @@ def _gaps(
     """
     from vllm import SamplingParams
 
-    engine = llm.llm_engine  # type: ignore[attr-defined]
+    engine: Any = llm.llm_engine
     greedy = SamplingParams(temperature=0, max_tokens=num_answer, ignore_eos=True)
     # Ids that every vocabulary has, the tiny model's of 64 words too.
     prompt = [5 + index * 7 % 50 for index in range(num_prompt)]

@@ -1,25 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was a tenant's own, removed when its last key is.
+"""`vllm-metal tenants`. A server takes a change up within a second.
 
-From then on no server finds any of it, not even for a tenant that is added under the same name. So
-what cannot be removed now is said, and does no harm.
+With a tenant's last key goes what was its own: answers and K/V. From then on no server finds any of
+it, not even for a tenant that is added under the same name. So what cannot be removed now is said,
+and does no harm.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk import maintenance
-from vllm_metal.serving import config
+from vllm_metal.serving import config, tenants_file
 from vllm_metal.serving.config import ServingConfig, TenantsConfig
 from vllm_metal.serving.response_cache import stores
 from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
 
 
-def remove(ended: Sequence[Key], keys: Path, prefix_cache: Path | None) -> int:
+def add(args: argparse.Namespace) -> int:
+    """Prints a new key; nothing can print it again."""
+    path = _file(args)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key, secret = tenants_file.add(path, args.name, "metrics" if args.metrics else "tenant")
+    print(f"{key.id}  {key.tenant}: only its digest is kept in {path}", file=sys.stderr)
+    print(secret)
+    return 0
+
+
+def rm(args: argparse.Namespace) -> int:
+    """Removes a key, or all of a tenant's; with the last one, what was the tenant's own."""
+    path = _file(args)
+    removed = tenants_file.remove(path, args.which)
+    for key in removed.keys:
+        print(f"{key.id}  {key.tenant}: removed")
+    return _remove_what_was_theirs(removed.ended, path, args.prefix_cache)
+
+
+def list_keys(args: argparse.Namespace) -> int:
+    """Prints a line for each key."""
+    for key in tenants_file.read(_file(args)):
+        print(f"{key.id}  {key.made}  {key.purpose:7}  {key.tenant}")
+    return 0
+
+
+ACTIONS = {"add": add, "rm": rm, "list": list_keys}
+
+
+def _file(args: argparse.Namespace) -> Path:
+    """The file of keys: of --keys, or the one that the server's settings name."""
+    if args.keys is not None:
+        return Path(args.keys).expanduser()
+    path = config.keys_file()
+    if path is None:
+        raise ValueError(f"name the file of keys by --keys, or the settings by {config.SETTING}")
+    return path
+
+
+def _remove_what_was_theirs(ended: Sequence[Key], keys: Path, prefix_cache: Path | None) -> int:
     """Removes answers and K/V of tenants that have no key any more; returns the exit status.
 
     Args:

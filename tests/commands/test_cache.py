@@ -10,7 +10,7 @@ import time
 import pytest
 from kv_transfer.disk import naive
 
-from vllm_metal.commands.cache import command
+from vllm_metal.commands import cache as command
 from vllm_metal.commands.cli import main
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import peek

@@ -5,14 +5,13 @@ import asyncio
 
 import pytest
 from kv_transfer.disk import naive
-from serving_double import SECRET, App, ask, counted, make, ready
+from serving_double import SECRET, App, ask, counted, identity, make, ready
 
 from vllm_metal.commands.cli import main
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.serving import tenants_file
-from vllm_metal.serving.tenants_file import KeyFile
+from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 
@@ -60,9 +59,8 @@ def served(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("VLLM_METAL_SERVING_CONFIG", str(tmp_path / "serving.toml"))
     app = App()
-    gate, keys = make(app, tmp_path)
     now = [0.0]
-    gate._keys = KeyFile(tmp_path / "tenants.json", lambda: now[0])
+    gate, keys = make(app, tmp_path, clock=lambda: now[0])
     asyncio.run(ready(gate))
     return gate, keys, app, now
 
@@ -92,7 +90,7 @@ def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(served, tmp_pa
     _, salt = say(again, temperature=1)
     assert salts.namespace(SECRET, salt) not in (None, folder)
     assert say(again, "/v1/responses", previous_response_id=stored)[0].status == 404
-    assert counted(gate, "tokens", tenant="acme", kind="completion") > 0
+    assert counted(gate, "vllm:tenant_tokens_total", tenant="acme", kind="completion") > 0
 
 
 def test_a_tenants_second_key_reaches_what_the_first_does(served, capsys):
@@ -102,7 +100,7 @@ def test_a_tenants_second_key_reaches_what_the_first_does(served, capsys):
     now[0] += 1.0
     replies = [asyncio.run(ask(gate, fields=CHAT, key=key)) for key in (keys["acme"], second)]
     assert [reply.x_cache for reply in replies] == ["MISS", "HIT"]
-    first = gate._keys.find(keys["acme"])
+    first = gate.keys.find(keys["acme"])
     assert main(["tenants", "rm", first.id]) == 0
     assert "kept answers" not in capsys.readouterr().out  # the tenant has a key
     now[0] += 1.0
@@ -111,7 +109,7 @@ def test_a_tenants_second_key_reaches_what_the_first_does(served, capsys):
 
 def test_a_tenants_blocks_on_disk_go_with_it(served, tmp_path, capsys):
     gate, keys, _, _ = served
-    who = {name: gate._keys.find(keys[name]).identity for name in ("acme", "other")}
+    who = {name: identity(gate, keys[name]) for name in ("acme", "other")}
     folders = {name: salts.namespace(SECRET, salts.derive(SECRET, who[name])) for name in who}
     cache = DiskCache(tmp_path / "disk", Limits(10**8, None))
     for number, namespace in enumerate((*folders.values(), "shared")):

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_metal.kv_transfer import secret_file
+from vllm_metal.settings import secret_file
 
 KEY = b"0123456789abcdef"
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk import layout
+from vllm_metal.settings import salts
 
 KEY = b"0123456789abcdef"
 OTHER_KEY = b"0123456789abcdeg"

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from vllm_metal.serving.response_cache import replay
+from vllm_metal.serving.response_cache import complete
 from vllm_metal.serving.response_cache.entry import Entry
 
 
@@ -50,11 +50,11 @@ BEGIN, TEXT = chunk({"role": "assistant", "content": ""}), chunk({"content": "a"
 )
 def test_a_stream_that_is_not_whole_is_not_complete(stream):
     for whole in (events(BEGIN, TEXT), events(BEGIN, TEXT, USAGE)):
-        assert replay.complete("chat", Entry("stream", whole))
-    assert not replay.complete("chat", Entry("stream", stream))
+        assert complete.is_complete("chat", Entry("stream", whole))
+    assert not complete.is_complete("chat", Entry("stream", stream))
 
 
 @pytest.mark.parametrize("content", [b"null", b"[]", b"{}", b"", b'{"choices": [], "usage": {}}'])
 @pytest.mark.parametrize("style", ["chat", "completion", "messages"])
 def test_what_is_no_answer_is_not_complete(style, content):
-    assert not replay.complete(style, Entry("whole", content))
+    assert not complete.is_complete(style, Entry("whole", content))
