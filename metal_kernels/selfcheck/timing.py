@@ -251,7 +251,7 @@ class _Layer:
 
     @property
     def state_bytes(self) -> int:
-        """Of a state that fills a block."""
+        """Bytes of a state that fills a block."""
         return self._width * self._keys.dtype.size
 
     @property

@@ -21,7 +21,8 @@ from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 @dataclass(frozen=True)
 class Unread:
-    """Of a step's R requests, what the step before sampled and the host has not read."""
+    """Tokens of the previous step that are still on the device, for the R requests of the step that
+    is being laid out."""
 
     counts_np: np.ndarray  # [R] int32: one more than the drafts verified; 0: all tokens are known
     firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
@@ -30,12 +31,12 @@ class Unread:
 
     @cached_property
     def behind(self) -> Behind | None:
-        """How far before the host's count of their tokens the requests are; None: it is exact."""
+        """By how many rejected drafts the host's token counts are too high; None if exact."""
         most_np = np.maximum(self.counts_np - 1, 0)
         return Behind(self.num_rejected, most_np) if most_np.any() else None
 
     def of(self, indices_np: np.ndarray) -> Unread:
-        """The same of some of the requests, by [n] indices."""
+        """Returns those of some of the requests, by [n] indices."""
         return Unread(
             self.counts_np[indices_np],
             self.firsts_np[indices_np],

@@ -125,7 +125,7 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Of keys, then of values: elements, and scales where the elements are codes."""
+        """Arrays of keys, then of values: elements, and scales where the elements are codes."""
         return [*self.keys.arrays, *(() if self.values is None else self.values.arrays)]
 
     @arrays.setter
@@ -162,7 +162,7 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     @property
     def block_bytes(self) -> list[int]:
-        """Of a block's elements in K, and in V where there is one."""
+        """Bytes of a block's elements in K, and in V where there is one."""
         elements = self.elements_of(self.arrays)
         return [array.nbytes // array.shape[1] * self.split for array in elements]
 

@@ -228,12 +228,12 @@ class _Read:
 
     @property
     def carrier(self) -> mx.Dtype | None:
-        """Of a copy; None: its own dtype."""
+        """Dtype that copies get; None: the array's own."""
         return _CARRIERS.get(self.dtype)
 
 
 def _reads_of(state: LayerState) -> list[_Read]:
-    """Of each of the storage's arrays."""
+    """Returns how blocks of each of the state's arrays are read."""
     found, axis, split = [], state.storage.block_axis, state.storage.split
     for array in state.page_arrays:
         lead, num_parts, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
@@ -244,7 +244,7 @@ def _reads_of(state: LayerState) -> list[_Read]:
 
 
 def _parts_of(state: LayerState, reads: Sequence[_Read]) -> Iterator[PagePart]:
-    """Of a page, the storage's."""
+    """Yields the state's parts of a page."""
     for read, numbers in zip(reads, state.page_numbers, strict=True):
         shape = (*read.outer[:-1], *read.inner)
         yield PagePart(shape, read.dtype, math.prod(shape) * read.dtype.size, numbers)
@@ -314,7 +314,7 @@ def _bytes_of(array: mx.array | memoryview) -> np.ndarray:
 
 
 def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
-    """Of each page whether there is no NaN and no infinity among its numbers.
+    """Tells of each page whether there is no NaN and no infinity among its numbers.
 
     Args:
         parts: of a page; uint8 counts as codes of fp8 e4m3, integers of other dtypes as finite.

@@ -38,12 +38,12 @@ class StateFormat:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of one state, its parts aligned."""
+        """Bytes of one state, its parts aligned."""
         return sum(self.part_bytes)
 
     @cached_property
     def part_bytes(self) -> tuple[int, ...]:
-        """Of each part, rounded up to where the next one begins."""
+        """Bytes of each part, rounded up to where the next one begins."""
         sizes = (math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes, strict=True))
         return tuple(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
@@ -109,7 +109,7 @@ class RecurrentState(LayerState, Traceable, Restorable):
         self._storage, self._form = storage, form
         self._element_bytes = storage.dtype.size
         self._width = form.nbytes // self._element_bytes  # elements of a state
-        self._pending: list[Pending[RecurrentPlan]] = []  # of each, the states its plan ends with
+        self._pending: list[Pending[RecurrentPlan]] = []  # the states that each plan ends with
         self._last_rows_np: np.ndarray | None = None
 
     @property
@@ -166,7 +166,7 @@ class RecurrentState(LayerState, Traceable, Restorable):
 
     @property
     def inputs(self) -> list[mx.array]:
-        """None: states are read from the storage, which lists its arrays itself."""
+        """No arrays: states are read from the storage, which lists its own."""
         return []
 
     @contextmanager

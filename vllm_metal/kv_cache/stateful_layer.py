@@ -90,7 +90,7 @@ class StatefulLayer(ABC):
 
     @abstractmethod
     def scope(self, state: LayerState) -> StepScope:
-        """Of this layer's kind.
+        """Makes what the layers of this kind share of a step.
 
         Args:
             state: storage of one of the kind's layers, which stands for all.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a device is asked for at most beside a forward pass, run to be measured."""
+    """The largest attention and sampling calls of a step, run once to measure their memory."""
 
     attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
     sampling: Callable[[int], None]  # of so many rows

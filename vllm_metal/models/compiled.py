@@ -172,7 +172,7 @@ class CompiledForwards:
         return forward
 
     def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
-        """Puts what a graph computes besides where a call of the model would have left it."""
+        """Hands the graph's extra outputs (hidden, pending writes) to observers and states."""
         for observer in self._parts.observers:
             observer.newest = [next(outputs) for _ in range(observer.num_layers)]
         for state, left in zip(self._states, graph.left, strict=True):

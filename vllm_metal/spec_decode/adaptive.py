@@ -61,7 +61,7 @@ class DraftLengthPolicy(Protocol):
 
 
 class FixedDraftLengths:
-    """The same number of drafts for every request at all times."""
+    """Gives every request all K drafts at all times."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts

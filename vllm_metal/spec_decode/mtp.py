@@ -49,13 +49,13 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
 
     def combine(self, hidden: mx.array) -> mx.array:
-        """See Head."""
+        """The target's hidden states, as they are."""
         return hidden
 
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """See Head."""
+        """Runs the layer over rows, as a Head does."""
         embeds = self.embed_tokens(input_ids)
         if self._family.masks_first:  # they are trained without a token there
             embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
@@ -67,7 +67,7 @@ class MTPHead(nn.Module):
         return normed, normed if self._family.feeds_normed else out
 
     def tokens(self, out: mx.array) -> mx.array:
-        """See Head."""
+        """[N] int32, the likeliest token of each of [N, H]."""
         return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)
 
 

@@ -251,7 +251,7 @@ class Speculator(RequestColumn):
         limits_np: np.ndarray,
         unread: Unread | None = None,
     ) -> DraftRequest:
-        """See DraftRequest."""
+        """Describes [R] requests to the proposer; arguments as in DraftRequest."""
         requests, known_np = self._requests, self._requests.num_known_np[req_indices_np]
         pending = requests.num_tokens_np[req_indices_np] > known_np
         before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
