@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from serving_double import App, ask, counted, make, ready
 
-from vllm_metal.serving.figures import Outcome
+from vllm_metal.serving.metrics import Outcome
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 NAME = "vllm:request_duration_seconds"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from vllm_metal.serving.figures import Figures, Metric, Outcome
-from vllm_metal.serving.refusal import Message, Receive, Send
+from vllm_metal.serving.asgi import Message, Receive, Send
+from vllm_metal.serving.metrics import Figures, Metric, Outcome
 
 
 class Duration:

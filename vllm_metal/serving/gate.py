@@ -12,15 +12,14 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_metal.serving import body, headers, refusal, response_ids, routes
-from vllm_metal.serving import figures as figures_of
+from vllm_metal.serving import asgi, body, headers, metrics, response_ids, routes
+from vllm_metal.serving.asgi import App, Disconnected, Message, Receive, Refusal, Scope, Send
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
-from vllm_metal.serving.figures import NOBODY, Figures, Metric
 from vllm_metal.serving.generation import ClientRequest, Generation, Shared
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.refusal import App, Disconnected, Message, Receive, Refusal, Scope, Send
+from vllm_metal.serving.metrics import NOBODY, Figures, Metric
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.stores import open_store, secret_of
@@ -71,7 +70,7 @@ class Tenants:
         """
         config = config or required()
         self._config, self._model = config, model
-        self.app, self.figures = app, figures or figures_of.of_process()
+        self.app, self.figures = app, figures or metrics.of_process()
         self.keys: KeyFile | None = None  # of tenants; None: there are none
         self._shared = Shared(app, config, self.figures, sleep)
         if config.tenants is not None:
@@ -159,7 +158,7 @@ class Tenants:
             refused = error
         self._count(NOBODY, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
-            await refusal.answer(send, refused, "websocket.http")
+            await asgi.answer(send, refused, "websocket.http")
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -193,7 +192,7 @@ class Tenants:
             await self._serve(match, key, read, _inner(scope, root, match), receive, watched)
         except Refusal as refused:
             if not started:
-                await refusal.answer(watched if self.keys else send, refused)
+                await asgi.answer(watched if self.keys else send, refused)
         except Disconnected:
             return
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_metal.serving import body, fields, headers, response_ids
+from vllm_metal.serving.asgi import App, Receive, Refusal, Scope, Send
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
-from vllm_metal.serving.figures import Figures, Metric
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.refusal import App, Receive, Refusal, Scope, Send
+from vllm_metal.serving.metrics import Figures, Metric
 from vllm_metal.serving.response_cache import complete, key
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.serving.figures import Figures, Metric
+from vllm_metal.serving.metrics import Figures, Metric
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts
 

@@ -24,8 +24,8 @@ from redis_server import NO_REDIS, REDIS, redis_server
 from serving_double import MODEL, SECRET, App, ask, make, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
-from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
+from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.response_cache import stores
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.sqlite_store import FILE

@@ -12,8 +12,8 @@ from redis_server import NO_REDIS, REDIS, redis_server
 from serving_double import MODEL, App, ask, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
-from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
+from vllm_metal.serving.metrics import Figures
 
 
 @pytest.mark.skipif(REDIS is None, reason=NO_REDIS)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm.logger import init_logger
 
-from vllm_metal.serving.figures import Figures, Metric
+from vllm_metal.serving.metrics import Figures, Metric
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.store import Store, StoreError
 from vllm_metal.serving.response_cache.twins import Twins

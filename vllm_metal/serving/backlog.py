@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outbox: parts of an answer that a client has not taken yet.
+"""Backlog: parts of an answer that a client has not taken yet.
 
 An answer that others wait for too must not wait for the client that asked first: one that does not
 read would hold all of them.
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from vllm_metal.serving.refusal import Message, Send
+from vllm_metal.serving.asgi import Message, Send
 
 
-class Outbox:
+class Backlog:
     """Sends messages to a client in a task of its own; it belongs to one event loop."""
 
     def __init__(self, send: Send, max_bytes: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of our own that say no, in the form of vLLM's errors."""
+"""ASGI's types, and answers of our own that say no, in the form of vLLM's errors."""
 
 from __future__ import annotations
 

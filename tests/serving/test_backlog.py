@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from vllm_metal.serving.outbox import Outbox
+from vllm_metal.serving.backlog import Backlog
 
 
 def part(text):
@@ -17,7 +17,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_messages_come_in_order_and_only_a_full_outbox_waits():
+def test_messages_come_in_order_and_only_a_full_backlog_waits():
     async def play():
         taken, reads = [], asyncio.Event()
 
@@ -25,16 +25,16 @@ def test_messages_come_in_order_and_only_a_full_outbox_waits():
             await reads.wait()
             taken.append(message["body"])
 
-        outbox = Outbox(send, 4)
-        await outbox.put(part(b"ab"))
-        await outbox.put(part(b"cd"))
-        third = asyncio.create_task(outbox.put(part(b"e")))
+        backlog = Backlog(send, 4)
+        await backlog.put(part(b"ab"))
+        await backlog.put(part(b"cd"))
+        third = asyncio.create_task(backlog.put(part(b"e")))
         await settle()
         assert not third.done() and taken == []
         reads.set()
         await third
-        await outbox.put(part(b"f"))
-        await outbox.empty()
+        await backlog.put(part(b"f"))
+        await backlog.empty()
         assert taken == [b"ab", b"cd", b"e", b"f"]
 
     asyncio.run(play())
@@ -45,17 +45,17 @@ def test_what_sending_raises_reaches_who_sends():
         async def send(message):
             raise RuntimeError("no such header")
 
-        outbox = Outbox(send, 100)
-        await outbox.put(part(b"a"))
+        backlog = Backlog(send, 100)
+        await backlog.put(part(b"a"))
         await settle()
-        for raises in (outbox.put(part(b"b")), outbox.empty()):
+        for raises in (backlog.put(part(b"b")), backlog.empty()):
             with pytest.raises(RuntimeError, match="no such header"):
                 await raises
 
     asyncio.run(play())
 
 
-def test_a_full_outbox_whose_client_fails_does_not_wait_for_ever():
+def test_a_full_backlog_whose_client_fails_does_not_wait_for_ever():
     async def play():
         reads = asyncio.Event()
 
@@ -63,12 +63,12 @@ def test_a_full_outbox_whose_client_fails_does_not_wait_for_ever():
             await reads.wait()
             raise RuntimeError
 
-        outbox = Outbox(send, 1)
-        put = asyncio.create_task(outbox.put(part(b"abc")))
+        backlog = Backlog(send, 1)
+        put = asyncio.create_task(backlog.put(part(b"abc")))
         await settle()
         reads.set()
         await put
         with pytest.raises(RuntimeError):
-            await outbox.empty()
+            await backlog.empty()
 
     asyncio.run(play())
