@@ -21,6 +21,7 @@ NEVER_NEEDED = {
     "benchmarks/": "they measure what is there",
     "tests/benchmarks/": "likewise",
     "docs/vllm-settings.md": "`python -m vllm_settings.page` writes it",
+    "vllm_metal/vllm_patches/touched.json": "`python -m upstream.touched` writes it",
     "tests/vllm_settings/": "rows of all that a vLLM release has, whether served or not",
     "tests/recipes.py": "the recipes' test",
     "tests/test_contributing.py": "likewise",
