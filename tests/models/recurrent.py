@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from vllm_metal.attention import seam, soft_caps
-from vllm_metal.models.patches import registry
+from vllm_metal.mlx_patches import registry, seam
+from vllm_metal.mlx_patches.families import soft_caps
 
 VOCAB = 64
 

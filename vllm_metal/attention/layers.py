@@ -17,13 +17,12 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from vllm_metal.attention import recurrent_calls
 from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
-from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 __all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
 
@@ -84,7 +83,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         # mlx-lm's modules of latent attention have this projection, and no others do.
-        if "embed_q" not in recurrent_calls.under_way()[-1].module:
+        if "embed_q" not in module_calls.under_way()[-1].module:
             return None
         self._num_heads, self._latent = queries.shape[1], True
         # Of longer rows the values are of the heads' own width, which need not be the queries'.
@@ -195,7 +194,7 @@ def _probed(
                 probe.shared = True
     caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
     try:
-        with recurrent_calls.noted(model):
+        with module_calls.noted(model):
             model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error
@@ -225,7 +224,7 @@ def decoder_layer(
     cache = KVCache() if window is None else RotatingKVCache(window)
     probe = _probe(cache, PROBES)
     try:
-        with recurrent_calls.noted(layer):
+        with module_calls.noted(layer):
             layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error

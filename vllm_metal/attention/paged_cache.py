@@ -7,9 +7,9 @@ from typing import Any, Generic
 
 import mlx.core as mx
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 
 class PagedCache(AttendingCache, Generic[PlanT]):

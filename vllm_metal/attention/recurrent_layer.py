@@ -12,10 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from vllm_metal.attention import recurrent_calls
 from vllm_metal.attention.probe import Probe
-from vllm_metal.attention.recurrent_calls import Call, SequenceCache
-from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState, StepScope
@@ -25,6 +22,8 @@ from vllm_metal.kv_cache.recurrent_state import (
     StateFormat,
 )
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches.module_calls import Call, SequenceCache
 
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
@@ -129,8 +128,8 @@ class RecurrentCache(SequenceCache):
             cache: Any = ArraysCache(len(states))
             cache.cache = list(states)  # which the module writes into
             swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
-            new_args, new_kwargs = recurrent_calls.sequences_of(swapped, rows, num_rows)
-            found, rebuilt = recurrent_calls.results_of(module(*new_args, **new_kwargs))
+            new_args, new_kwargs = module_calls.sequences_of(swapped, rows, num_rows)
+            found, rebuilt = module_calls.results_of(module(*new_args, **new_kwargs))
             return found, cache.cache
 
         results = self._state.run(self._scope.plan, compute)
@@ -158,7 +157,7 @@ class RecurrentProbe(ArraysCache, Probe):
 
     def _note(self) -> None:
         """The calls that all uses have in common."""
-        calls = recurrent_calls.under_way()
+        calls = module_calls.under_way()
         if self._common is None:
             self._common = calls
         both = zip(self._common, calls, strict=False)
@@ -189,7 +188,7 @@ class RecurrentProbe(ArraysCache, Probe):
                 f"computes attention and a recurrence in one module in {name}, which the paged "
                 "path does not serve"
             )
-        recurrent_calls.install(type(call.module))
+        module_calls.install(type(call.module))
         form = StateFormat(
             tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
         )

@@ -19,13 +19,13 @@ from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
-from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
+from vllm_metal.mlx_patches import registry as patches
+from vllm_metal.mlx_patches import seam
+from vllm_metal.mlx_patches.families import llama4, soft_caps
+from vllm_metal.mlx_patches.families.ropes import fit_context
 from vllm_metal.models import published_config
-from vllm_metal.models.patches import llama4
-from vllm_metal.models.patches import registry as patches
-from vllm_metal.models.patches.plain_ropes import mend_ropes
-from vllm_metal.models.patches.ropes import fit_context
+from vllm_metal.models.plain_ropes import mend_ropes
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:

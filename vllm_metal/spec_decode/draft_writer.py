@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.input_batch import following_ids
+from vllm_metal.mlx_patches.seam import AttendingCache
 from vllm_metal.spec_decode.paged_proposer import Spans
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
@@ -18,6 +17,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
+from vllm_metal.mlx_patches.seam import AttendingCache
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers

@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.llama4 import MoE
 
-from vllm_metal.models.patches.attention import attend, joined, temperatures
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.families.attention import attend, joined, temperatures
+from vllm_metal.mlx_patches.patch import replace_method
 
 _JOINED = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 _MODULE = "mlx_lm.models.gemma2"
 _MARK = "_vllm_metal_original"

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 _CONVOLUTION = "model.layers.0.mamba.conv1d.weight"
 

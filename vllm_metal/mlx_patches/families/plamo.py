@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
-from vllm_metal.models.patches.attention import attend, joined
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.families.attention import attend, joined
+from vllm_metal.mlx_patches.patch import replace_method
 
 
 def plamo(module: ModuleType) -> None:

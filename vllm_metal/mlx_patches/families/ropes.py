@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, SuScaledRoPE
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 from vllm_metal.models.weight_files import ModelLoadError
 
 _NAME = "initialize_rope"

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
+from vllm_metal.mlx_patches.traced_layers import TransposedWeights, angles_shared
 
 
 def operations(*arrays):

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from vllm_metal.models.patches.attention import attend, joined, temperatures
+from vllm_metal.mlx_patches.families.attention import attend, joined, temperatures
 from vllm_metal.models.weight_files import ModelLoadError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 _JOINED = "experts.gate_up_proj"
 

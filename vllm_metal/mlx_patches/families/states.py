@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.models.patches.attention import attend, joined
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.families.attention import attend, joined
+from vllm_metal.mlx_patches.patch import replace_method
 
 
 class _Mixed(nn.Module):

@@ -16,9 +16,9 @@ from mlx_lm.utils import load_config, load_model
 from models.published import FAMILIES, VOCAB, log_probabilities, make, write
 from models.test_executor import chunk_by_chunk, of_states
 
+from vllm_metal.mlx_patches import registry
 from vllm_metal.models import published_config
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.models.patches import registry
 from vllm_metal.models.weight_files import ModelLoadError
 
 #: By module of mlx-lm's, the small model that shows the difference.

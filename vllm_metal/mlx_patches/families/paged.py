@@ -7,11 +7,11 @@ forward. transformers has no classes of these families.
 
 from __future__ import annotations
 
-from vllm_metal.models.patches.llama4 import llama4
-from vllm_metal.models.patches.patch import ModulePatch
-from vllm_metal.models.patches.plamo import plamo, plamo2, plamo3
-from vllm_metal.models.patches.shared_kv import afm7, iquestloopcoder
-from vllm_metal.models.patches.states import baichuan_m1, longcat_flash_ngram
+from vllm_metal.mlx_patches.families.llama4 import llama4
+from vllm_metal.mlx_patches.families.plamo import plamo, plamo2, plamo3
+from vllm_metal.mlx_patches.families.shared_kv import afm7, iquestloopcoder
+from vllm_metal.mlx_patches.families.states import baichuan_m1, longcat_flash_ngram
+from vllm_metal.mlx_patches.patch import ModulePatch
 
 _READ = ((0, 32),)
 

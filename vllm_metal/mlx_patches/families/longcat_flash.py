@@ -15,8 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.models.patches.norms import of_latents
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.families.norms import of_latents
+from vllm_metal.mlx_patches.patch import replace_method
 
 _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\..*")
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.models.patches.patch import replace_method
-from vllm_metal.models.patches.windows import by_kind, caches_by_window
+from vllm_metal.mlx_patches.families.windows import by_kind, caches_by_window
+from vllm_metal.mlx_patches.patch import replace_method
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 _GELUS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,

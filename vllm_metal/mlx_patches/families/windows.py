@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NOT_SAID = -1  # by config.json; None says that there is no window

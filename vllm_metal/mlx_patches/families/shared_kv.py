@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.base import create_attention_mask
 
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 
 def afm7(module: ModuleType) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 #: Of Gemma 3n's multimodal model.
 _PARTS = ("language_model", "vision_tower", "audio_tower", "embed_audio", "embed_vision")

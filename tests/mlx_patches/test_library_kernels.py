@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from mlx_lm.models import gated_delta, rwkv7, ssm
 
-from vllm_metal.device import library_kernels
-from vllm_metal.device.library_kernels import ENTRIES, Call, Verdict
 from vllm_metal.device.record import Record
+from vllm_metal.mlx_patches import library_kernels
+from vllm_metal.mlx_patches.library_kernels import ENTRIES, Call, Verdict
 
 MODULES = {"ssm": ssm, "gated_delta": gated_delta, "rwkv7": rwkv7}
 BY_MODULE = {entry.module: entry for entry in ENTRIES}

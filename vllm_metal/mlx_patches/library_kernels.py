@@ -6,7 +6,7 @@ takes elsewhere. The kernel runs on the GPU, the twin in float32 on the CPU, ove
 model has, once for a machine, in a process of its own. Where the kernel is wrong, hangs or ends its
 process, its twin takes its place.
 
-    python -m vllm_metal.device.library_kernels < call.json
+    python -m vllm_metal.mlx_patches.library_kernels < call.json
 
 Reads a call and prints its outcome, as JSON.
 """
@@ -30,7 +30,7 @@ import numpy as np
 from metal_kernels.selfcheck import dtype_name
 from vllm_metal.device.record import Record
 
-COMMAND = (sys.executable, "-m", "vllm_metal.device.library_kernels")
+COMMAND = (sys.executable, "-m", "vllm_metal.mlx_patches.library_kernels")
 #: Seconds for one kernel. Importing mlx-lm takes the most of what it needs; only a hang takes more.
 TIME_LIMIT = 90.0
 _KIND = "library kernel"  # of rows in the record

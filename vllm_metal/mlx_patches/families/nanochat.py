@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from vllm_metal.models.patches.attention import attend, joined
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.families.attention import attend, joined
+from vllm_metal.mlx_patches.patch import replace_method
 
 #: Parts of names, in transformers' files and in mlx-lm's module.
 _PARTS = {

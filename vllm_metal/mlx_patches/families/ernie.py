@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from vllm.logger import init_logger
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 logger = init_logger(__name__)
 

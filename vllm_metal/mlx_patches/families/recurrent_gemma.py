@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 _PARTS = 3  # the convolution's inputs, the recurrence's state, [B, 1] whether there was a token
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 
 def epsilon(key: str) -> Callable[[ModuleType], None]:

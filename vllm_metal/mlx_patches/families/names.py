@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.models.patches.patch import replace_method
+from vllm_metal.mlx_patches.patch import replace_method
 
 _NORMS = {
     "attention_layer_norm": "input_layernorm",

@@ -11,8 +11,8 @@ from mlx_lm.models import rope_utils
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from vllm_metal.models.patches import registry
-from vllm_metal.models.patches.ropes import fit_context
+from vllm_metal.mlx_patches import registry
+from vllm_metal.mlx_patches.families.ropes import fit_context
 
 DIMS, THETA = 16, 10000.0
 YARN = {"factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}

@@ -15,30 +15,30 @@ from typing import Any
 from mlx_lm.models import rope_utils as rope_utils_module
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
-from vllm_metal.models.patches import paged
-from vllm_metal.models.patches.activations import gelu, gemma
-from vllm_metal.models.patches.ernie import ernie4_5_moe
-from vllm_metal.models.patches.falcon_h1 import falcon_h1
-from vllm_metal.models.patches.gpt_oss import gpt_oss
-from vllm_metal.models.patches.jamba import jamba
-from vllm_metal.models.patches.layer_kinds import cohere2, qwen3_5, qwen3_next
-from vllm_metal.models.patches.llama4_text import llama4_text
-from vllm_metal.models.patches.longcat_flash import longcat_flash
-from vllm_metal.models.patches.names import (
+from vllm_metal.mlx_patches.families import paged
+from vllm_metal.mlx_patches.families.activations import gelu, gemma
+from vllm_metal.mlx_patches.families.ernie import ernie4_5_moe
+from vllm_metal.mlx_patches.families.falcon_h1 import falcon_h1
+from vllm_metal.mlx_patches.families.gpt_oss import gpt_oss
+from vllm_metal.mlx_patches.families.jamba import jamba
+from vllm_metal.mlx_patches.families.layer_kinds import cohere2, qwen3_5, qwen3_next
+from vllm_metal.mlx_patches.families.llama4_text import llama4_text
+from vllm_metal.mlx_patches.families.longcat_flash import longcat_flash
+from vllm_metal.mlx_patches.families.names import (
     dense_of_kimi,
     norms_of_olmo,
     renamed,
     without_transformer,
 )
-from vllm_metal.models.patches.nanochat import nanochat
-from vllm_metal.models.patches.norms import epsilon, of_latents
-from vllm_metal.models.patches.patch import ModulePatch
-from vllm_metal.models.patches.positions import gpt_bigcode
-from vllm_metal.models.patches.recurrent_gemma import recurrent_gemma
-from vllm_metal.models.patches.ropes import rope_utils, spread
-from vllm_metal.models.patches.routers import grouped
-from vllm_metal.models.patches.text_models import gemma3n, qwen3_5_moe
-from vllm_metal.models.patches.windows import gemma2, gemma3_text, mistral, of_all_layers
+from vllm_metal.mlx_patches.families.nanochat import nanochat
+from vllm_metal.mlx_patches.families.norms import epsilon, of_latents
+from vllm_metal.mlx_patches.families.positions import gpt_bigcode
+from vllm_metal.mlx_patches.families.recurrent_gemma import recurrent_gemma
+from vllm_metal.mlx_patches.families.ropes import rope_utils, spread
+from vllm_metal.mlx_patches.families.routers import grouped
+from vllm_metal.mlx_patches.families.text_models import gemma3n, qwen3_5_moe
+from vllm_metal.mlx_patches.families.windows import gemma2, gemma3_text, mistral, of_all_layers
+from vllm_metal.mlx_patches.patch import ModulePatch
 
 _READ = ((0, 32),)
 _MODULES = "mlx_lm.models."

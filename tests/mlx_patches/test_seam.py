@@ -6,9 +6,9 @@ import pytest
 from attention.test_layers import build
 from mlx_lm.models import base
 
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches import seam
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 
 class Noting(AttendingCache):
