@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from vllm_metal.mlx_patches import registry, seam
-from vllm_metal.mlx_patches.families import soft_caps
 
 VOCAB = 64
 
@@ -201,7 +200,6 @@ def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
     """
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     seam.install()
-    soft_caps.install()
     registry.install()
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config_of(family)))

@@ -13,7 +13,7 @@ from models import doubles, plain
 from models.recurrent import VOCAB, config_of, make_model
 from models.test_executor import chunk_by_chunk, of_states
 
-from vllm_metal.mlx_patches.families import paged
+from vllm_metal.mlx_patches import registry
 
 FAMILIES = plain.all_families()
 #: Of modules that compute in 16 bits, in part, whatever the model's dtype.
@@ -52,7 +52,7 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
     assert worst <= ROUNDED.get(name, TOLERANCE)
 
 
-PATCHED = [patch.module for patch in paged.PATCHES]
+PATCHED = [*registry.PAGED]
 
 
 @pytest.mark.parametrize("name", cases(PATCHED, "plamo", "baichuan_m1"))

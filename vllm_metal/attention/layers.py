@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,6 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_metal.attention.attention_layer import AttentionLayer
-from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.mlx_patches import library_kernels, module_calls
@@ -27,7 +26,19 @@ from vllm_metal.mlx_patches.seam import AttendingCache
 __all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
 
 
-class _AttentionProbe(AttendingCache, Probe):
+class Probe(Protocol):
+    """Stands where the model expects a layer's cache, and notes what the layer does with it."""
+
+    def layer(self, name: str) -> StatefulLayer:
+        """What was noted, once a forward has been built.
+
+        Raises:
+            NotImplementedError: the layer cannot be served; the message goes on after the name of
+                the model's type.
+        """
+
+
+class _AttentionProbe(AttendingCache):
     """Notes what a layer writes and whether its attention comes through the seam."""
 
     def __init__(self, window: int | None) -> None:
@@ -129,8 +140,8 @@ def _rotating(cache: RotatingKVCache) -> Probe:
     return _AttentionProbe(int(cache.max_size))
 
 
-#: By the type of cache that mlx-lm gives a layer, what reads the layer. A new kind of layer has its
-#: line here.
+#: What reads a layer, by the type of cache that mlx-lm gives it. A new kind of layer has its line
+#: here.
 PROBES: Mapping[type, Callable[[Any], Probe]] = {
     KVCache: lambda cache: _AttentionProbe(None),
     RotatingKVCache: _rotating,
@@ -192,7 +203,7 @@ def _probed(
         for probe in placed:
             if isinstance(probe, _AttentionProbe):
                 probe.shared = True
-    caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
+    caches = [tuple(probe) if isinstance(probe, list) else probe for probe in placed]
     try:
         with module_calls.noted(model):
             model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
@@ -232,14 +243,14 @@ def decoder_layer(
 
 
 def _probes(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe | list[Probe]:
-    """Of one layer of mlx-lm's: a list where it has several caches."""
+    """The probe of one layer of mlx-lm's: a list where it has several caches."""
     if isinstance(cache, CacheList):
         return [_probe(each, probes) for each in cache.caches]
     return _probe(cache, probes)
 
 
 def _named(index: int, of_layer: Probe | list[Probe]) -> Iterator[tuple[str, Probe]]:
-    if isinstance(of_layer, Probe):
+    if not isinstance(of_layer, list):
         yield f"layers.{index}", of_layer
         return
     for number, probe in enumerate(of_layer):

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -29,7 +29,9 @@ import numpy as np
 
 from metal_kernels.selfcheck import dtype_name
 from vllm_metal.device.record import Record
+from vllm_metal.mlx_patches.replacing import replaced
 
+RELEASES = ("mlx-lm 0.32",)
 COMMAND = (sys.executable, "-m", "vllm_metal.mlx_patches.library_kernels")
 #: Seconds for one kernel. Importing mlx-lm takes the most of what it needs; only a hang takes more.
 TIME_LIMIT = 90.0
@@ -88,7 +90,7 @@ class Call:
     """A kernel and the arguments of one token that a model gives it."""
 
     name: str  # of an Entry
-    #: Of each argument: the shape and the dtype of an array, else the value.
+    #: For each argument, the shape and the dtype of an array, else the value.
     arguments: tuple[tuple[tuple[int, ...], str] | Any, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -119,19 +121,14 @@ class Verdict:
 def noted() -> Iterator[list[Call]]:
     """Within, calls of the kernels, or of their twins, are added to the list, each once."""
     calls: list[Call] = []
-    before: list[tuple[ModuleType, str, Any]] = []
-    for entry in ENTRIES:
-        if (module := entry.loaded()) is None:
-            continue
-        for name in filter(None, (entry.kernel, entry.twin)):
-            function = getattr(module, name)
-            before.append((module, name, function))
-            setattr(module, name, _noting(entry, function, calls))
-    try:
+    with ExitStack() as stack:
+        for entry in ENTRIES:
+            if (module := entry.loaded()) is None:
+                continue
+            for name in filter(None, (entry.kernel, entry.twin)):
+                noting = _noting(entry, getattr(module, name), calls)
+                stack.enter_context(replaced(module, name, noting))
         yield calls
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
 
 
 def _noting(entry: Entry, function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:

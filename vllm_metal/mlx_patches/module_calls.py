@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of mlx-lm's recurrent and convolution modules, given sequences in place of single rows.
+"""Calls of MLX's modules: noted, handed to a cache, or followed and replaced in one module.
 
-Such a module goes from token to token. The model gets T rows of length 1, so the call is taken
-apart: the module is called once for each run of sequences (`RecurrentPlan`), with the states
-before them in mlx-lm's own cache, and its results are put back in the order of the rows.
+`mlx.nn.Module` has no hooks: Python looks up ``__call__`` on the class, so it is changed there.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-_ORIGINAL = "_vllm_metal_original"  # attribute of a replaced __call__
+from vllm_metal.mlx_patches.replacing import replaced
+from vllm_metal.vllm_patches.replacing import replace
+
+RELEASES = ("mlx 0.32",)
 
 
 class SequenceCache(ABC):
@@ -43,53 +43,33 @@ class SequenceCache(ABC):
         """
 
 
-def sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
-    """Arguments with [n, L, ...] sequences in place of each array of [T, 1, ...] rows.
-
-    [T] integers are the rows' positions: of a sequence, its first one's is told.
-
-    Args:
-        tree: arguments.
-        rows: [n, L] int32.
-        num_rows: T.
-    """
-
-    def regrouped(leaf: Any) -> Any:
-        if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
-            return leaf[:, 0][rows]
-        if isinstance(leaf, mx.array) and leaf.shape == (num_rows,) and leaf.dtype == mx.int32:
-            return leaf[rows[:, 0]]
-        return leaf
-
-    return tree_map(regrouped, tree)
+def ask_caches(cls: type[nn.Module]) -> None:
+    """Has calls of such modules ask a `SequenceCache` that is among their arguments; idempotent."""
+    replace(cls, "__call__", _asking)
 
 
-def results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
-    """A module's results as a list of arrays, and what makes such a result of others."""
-    if isinstance(tree, mx.array):
-        return [tree], lambda arrays: arrays[0]
-    named = cast(list[tuple[str, mx.array]], tree_flatten(tree))
-    names = [name for name, _ in named]
+def _asking(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, SequenceCache):
+                return argument.call(functools.partial(call, self), args, kwargs)
+        return call(self, *args, **kwargs)
 
-    def rebuilt(arrays: Sequence[mx.array]) -> Any:
-        found = tree_unflatten(list(zip(names, arrays, strict=True)))
-        return type(tree)(found)
-
-    return [array for _, array in named], rebuilt
+    return called
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """A call of a module that is under way."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
 
 
-_under_way: list[Call] = []
+_under_way: list[ModuleCall] = []
 
 
-def under_way() -> list[Call]:
+def under_way() -> list[ModuleCall]:
     """The calls that are under way, outermost first, where they are `noted`."""
     return list(_under_way)
 
@@ -97,13 +77,11 @@ def under_way() -> list[Call]:
 @contextmanager
 def noted(model: nn.Module) -> Iterator[None]:
     """Within, `under_way` knows the calls of the model's modules."""
-    classes = {type(module) for module in model.modules()}
-    before = {cls: vars(cls)["__call__"] for cls in classes if "__call__" in vars(cls)}
 
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            _under_way.append(Call(self, (*args, *kwargs.values())))
+            _under_way.append(ModuleCall(self, (*args, *kwargs.values())))
             try:
                 return call(self, *args, **kwargs)
             finally:
@@ -111,27 +89,27 @@ def noted(model: nn.Module) -> Iterator[None]:
 
         return called
 
-    for cls, call in before.items():
-        setattr(cls, "__call__", noting(call))  # noqa: B010
-    try:
+    with ExitStack() as stack:
+        for cls in {type(module) for module in model.modules()}:
+            if call := vars(cls).get("__call__"):
+                stack.enter_context(replaced(cls, "__call__", noting(call)))
         yield
-    finally:
-        for cls, call in before.items():
-            setattr(cls, "__call__", call)  # noqa: B010
 
 
-def install(cls: type[nn.Module]) -> None:
-    """Has calls of such modules ask a `SequenceCache` that is among their arguments; idempotent."""
-    original = cls.__call__
-    if hasattr(original, _ORIGINAL):
-        return
+def follow_call(
+    module: nn.Module,
+    then: Callable[[mx.array], mx.array],
+    instead: Callable[[], mx.array | None] = lambda: None,
+) -> None:
+    """Applies `then` to what one module returns, or returns what `instead` has.
 
-    @functools.wraps(original)
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, SequenceCache):
-                return argument.call(functools.partial(original, self), args, kwargs)
-        return original(self, *args, **kwargs)
+    The module gets a class of its own.
+    """
+    family = type(module)
 
-    setattr(called, _ORIGINAL, original)
-    setattr(cls, "__call__", called)  # noqa: B010
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        if (given := instead()) is not None:
+            return given
+        return then(family.__call__(self, *args, **kwargs))
+
+    module.__class__ = type(family.__name__, (family,), {"__call__": call})

@@ -11,6 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from vllm_metal.mlx_patches.replacing import spread
+
+RELEASES = ("mlx-lm 0.32",)
 _NAME = "scaled_dot_product_attention"
 _dense = getattr(base, _NAME)
 
@@ -100,7 +103,4 @@ def _refusal(mask: mx.array) -> str:
 
 def install() -> None:
     """Puts the dispatching attention under the name every mlx-lm model imports; idempotent."""
-    setattr(base, _NAME, _dispatch)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _dense:
-            setattr(module, _NAME, _dispatch)
+    spread(_NAME, _dense, _dispatch)

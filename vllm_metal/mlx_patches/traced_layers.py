@@ -16,6 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.mlx_patches.replacing import replaced
+
+RELEASES = ("mlx 0.32",)
+
 
 class TransposedWeights:
     """Views of the weights of a network's linear layers, in place of one made in every call."""
@@ -96,17 +100,6 @@ def angles_shared() -> Iterator[None]:
 
     with replaced(mx.fast, "rope", rotate):
         yield
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Gives an attribute of a module another value, until the end of the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _angles(

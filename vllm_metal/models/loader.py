@@ -21,11 +21,8 @@ from vllm.logger import init_logger
 
 from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.mlx_patches import registry as patches
-from vllm_metal.mlx_patches import seam
-from vllm_metal.mlx_patches.families import llama4, soft_caps
-from vllm_metal.mlx_patches.families.ropes import fit_context
 from vllm_metal.models import published_config
-from vllm_metal.models.plain_ropes import mend_ropes
+from vllm_metal.models.ropes import fit_context, mend_ropes
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
@@ -69,7 +66,6 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     overrides = _overrides(model_config, path)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
     fit_context(model, model_config.max_model_len)
-    llama4.check_context(model, model_config.max_model_len)
     _materialise(model, path)
     return model
 
@@ -135,14 +131,13 @@ def lazy_model(
         ModelLoadError: see `load`.
     """
     check_weight_files(path)
-    seam.install()
     try:
+        patches.install()
         model = dense_model(path, trust_remote_code, overrides)
+        patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
-    seam.install()  # again: mlx-lm has just imported the family's module
-    soft_caps.install()
     parameters = dict(tree_flatten(model.parameters()))
     model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))
     model.eval()

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.replacing import after_init
 
 _GELUS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": nn.gelu,
@@ -36,7 +36,7 @@ def gemma(module: ModuleType) -> None:
 
 
 def gelu(key: str, default: str, first: str, second: str) -> Callable[[ModuleType], None]:
-    """What patches a module.
+    """Patches a module whose activation is a GELU.
 
     Args:
         key: of the activation's name in config.json.
@@ -53,20 +53,16 @@ def gelu(key: str, default: str, first: str, second: str) -> Callable[[ModuleTyp
         }
         module.ModelArgs = dataclass(type("ModelArgs", (base,), changed))  # type: ignore[attr-defined]
 
-        def built(before: Callable[..., Any]) -> Callable[..., Any]:
-            def init(self: Any, args: Any) -> None:
-                before(self, args)
-                for _, layer in self.named_modules():
-                    if isinstance(layer, module.MLP):
-                        layer.activation = _GELUS[args.activation_name]
-
-            return init
+        def set_activation(model: nn.Module, args: Any) -> None:
+            for _, layer in model.named_modules():
+                if isinstance(layer, module.MLP):
+                    layer.activation = _GELUS[args.activation_name]
 
         def call(self: Any, x: mx.array) -> mx.array:
             out: mx.array = self[second](self.activation(self[first](x)))
             return out
 
-        replace_method(module.Model, "__init__", built)
+        after_init(module.Model, set_activation)
         module.MLP.__call__ = call
 
     def from_dict(cls: Any, params: dict[str, Any]) -> Any:

@@ -8,48 +8,26 @@ mlx-lm multiplies the weights of a published folder by most of them when it load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.arrays import Arrays, converted
+from vllm_metal.mlx_patches.replacing import after_init
 
 _CONVOLUTION = "model.layers.0.mamba.conv1d.weight"
 
 
 def falcon_h1(module: ModuleType) -> None:
-    """All of them."""
+    """Multiplies by all of them."""
 
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, args: Any) -> None:
-            before(self, args)
-            # A factor of the keys is one of the scores: rotating them is linear. So it holds for
-            # folders that mlx-lm converted, too.
-            self.scale *= args.key_multiplier
-
-        return init
-
-    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
-        def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            convolution = weights[_CONVOLUTION]
-            published = convolution.shape[-1] > convolution.shape[1]  # as mlx-lm tells them apart
-            for key, suffix, factor in _left_out(self):
-                for name in [name for name in weights if name.endswith(suffix)]:
-                    if published:
-                        weights[name] = weights[name] * factor.astype(weights[name].dtype)
-                    elif not mx.all(factor == 1).item():
-                        raise ValueError(
-                            f"{key} is not 1, and the folder was converted by mlx-lm, which "
-                            f"multiplies other arrays by it, but not {suffix}: serve the folder "
-                            "as it was published"
-                        )
-            found: dict[str, mx.array] = before(self, weights)
-            return found
-
-        return sanitize
+    def multiply_scores(layer: Any, args: Any) -> None:
+        # A factor of the keys is one of the scores: rotating them is linear. So it holds for
+        # folders that mlx-lm converted, too.
+        layer.scale *= args.key_multiplier
 
     def normed(self: Any, hidden_states: mx.array, gate: mx.array | None = None) -> mx.array:
         if gate is not None and not self.norm_before_gate:
@@ -58,9 +36,24 @@ def falcon_h1(module: ModuleType) -> None:
         whole = mx.fast.rms_norm(apart, None, self.variance_epsilon).flatten(-2) * self.weight
         return whole if gate is None or not self.norm_before_gate else nn.silu(gate) * whole
 
-    replace_method(module.FalconH1Attention, "__init__", built)
-    replace_method(module.Model, "sanitize", sanitized)
+    after_init(module.FalconH1Attention, multiply_scores)
+    converted(_multiplied)(module)
     module.FalconH1RMSNormGated.__call__ = normed
+
+
+def _multiplied(model: Any, weights: Arrays) -> Arrays:
+    convolution = weights[_CONVOLUTION]
+    published = convolution.shape[-1] > convolution.shape[1]  # as mlx-lm tells them apart
+    for key, suffix, factor in _left_out(model):
+        for name in [name for name in weights if name.endswith(suffix)]:
+            if published:
+                weights[name] = weights[name] * factor.astype(weights[name].dtype)
+            elif not mx.all(factor == 1).item():
+                raise ValueError(
+                    f"{key} is not 1, and the folder was converted by mlx-lm, which multiplies "
+                    f"other arrays by it, but not {suffix}: serve the folder as it was published"
+                )
+    return weights
 
 
 def _left_out(model: Any) -> Iterator[tuple[str, str, mx.array]]:

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
-
-from vllm_metal.mlx_patches.families.windows import by_kind, caches_by_window
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.windows import by_kind, caches_by_window, embedded
+from vllm_metal.mlx_patches.replacing import after_init, replaced, wrap
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -25,27 +23,22 @@ def qwen3_next(module: ModuleType) -> None:
     """Its arguments, its layers, and which of them the masks are made for."""
     _with_layer_types(module, "ModelArgs", "full_attention_interval", _LINEAR)
     _built_by_kind(module.Qwen3NextDecoderLayer, "full_attention_interval")
-    replace_method(module.Qwen3NextModel, "__init__", _with_first_layers)
+    after_init(module.Qwen3NextModel, _find_first_layers)
 
 
 def qwen3_5(module: ModuleType) -> None:
-    """The same, of Qwen3.5 and its mixture of experts."""
+    """Arguments, layers and masks of Qwen3.5 and its mixture of experts, as of Qwen3-Next."""
     _with_layer_types(module, "TextModelArgs", "full_attention_interval", _LINEAR)
     _built_by_kind(module.DecoderLayer, "full_attention_interval")
-    replace_method(module.Qwen3_5TextModel, "__init__", _with_first_layers)
+    after_init(module.Qwen3_5TextModel, _find_first_layers)
 
 
 def cohere2(module: ModuleType) -> None:
     """Its arguments, its layers, their caches, and the forward around them."""
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
     _built_by_kind(module.Attention, "sliding_window_pattern")
-    module.CohereModel.__call__ = by_kind(_embedded)
+    module.CohereModel.__call__ = by_kind(embedded)
     module.Model.make_cache = caches_by_window
-
-
-def _embedded(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
-    hidden: mx.array = model.embed_tokens(inputs) if embeddings is None else embeddings
-    return hidden
 
 
 def _with_layer_types(module: ModuleType, name: str, period: str, other: str) -> None:
@@ -88,24 +81,16 @@ def _built_by_kind(cls: Any, period: str) -> None:
     def built(before: Callable[..., Any]) -> Callable[..., Any]:
         def init(self: Any, args: Any, layer_idx: int) -> None:
             # mlx-lm asks whether the layer's number is a multiple of the period, and no more.
-            every = getattr(args, period)
-            setattr(args, period, 1 if args.layer_types[layer_idx] == _FULL else layer_idx + 2)
-            try:
+            every = 1 if args.layer_types[layer_idx] == _FULL else layer_idx + 2
+            with replaced(args, period, every):
                 before(self, args, layer_idx)
-            finally:
-                setattr(args, period, every)
 
         return init
 
-    replace_method(cls, "__init__", built)
+    wrap(cls, "__init__", built)
 
 
-def _with_first_layers(before: Callable[..., Any]) -> Callable[..., Any]:
+def _find_first_layers(model: Any, args: Any) -> None:
     """Masks are made for the first layer of each kind; where there is none, no mask is."""
-
-    def init(self: Any, args: Any) -> None:
-        before(self, args)
-        kinds = {kind: args.layer_types.index(kind) for kind in set(args.layer_types)}
-        self.ssm_idx, self.fa_idx = kinds.get(_LINEAR), kinds.get(_FULL)
-
-    return init
+    kinds = {kind: args.layer_types.index(kind) for kind in set(args.layer_types)}
+    model.ssm_idx, model.fa_idx = kinds.get(_LINEAR), kinds.get(_FULL)

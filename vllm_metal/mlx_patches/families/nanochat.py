@@ -7,17 +7,14 @@ under its own names, whose configuration has neither key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask
 
-from vllm_metal.mlx_patches.families.attention import attend, joined
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.forwards import attend, heads, offset_of, through
+from vllm_metal.mlx_patches.replacing import after_init
 
 #: Parts of names, in transformers' files and in mlx-lm's module.
 _PARTS = {
@@ -45,29 +42,17 @@ def nanochat(module: ModuleType) -> None:
 
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
 
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, args: Any) -> None:
-            before(self, args)
-            self.eps = args.rms_norm_eps
-
-        return init
+    def keep_epsilon(layer: Any, args: Any) -> None:
+        layer.eps = args.rms_norm_eps
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        offset = 0 if cache is None else cache.offset
-
-        def heads(projection: nn.Module, count: int) -> mx.array:
-            projected: mx.array = projection(x)
-            return mx.unflatten(projected, -1, (count, self.head_dim)).swapaxes(1, 2)
-
         def positioned(rows: mx.array) -> mx.array:
-            turned = module.apply_rotary_emb(rows, offset=offset, freqs=self._rope_freqs)
+            turned = module.apply_rotary_emb(rows, offset=offset_of(cache), freqs=self._rope_freqs)
             return mx.fast.rms_norm(turned, None, self.eps)
 
-        queries = positioned(heads(self.c_q, self.num_heads))
-        keys = positioned(heads(self.c_k, self.num_kv_heads))
-        values = heads(self.c_v, self.num_kv_heads)
-        out: mx.array = self.c_proj(joined(attend(queries, keys, values, self.scale, cache, mask)))
-        return out
+        queries, keys, values = heads(self, x, self.head_dim, ("c_q", "c_k", "c_v"))
+        queries, keys = positioned(queries), positioned(keys)
+        return attend(queries, keys, values, self.scale, cache, mask, self.c_proj)
 
     def block(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         hidden = x + self.attn(mx.fast.rms_norm(x, None, self.attn.eps), mask=mask, cache=cache)
@@ -76,19 +61,18 @@ def nanochat(module: ModuleType) -> None:
 
     def forward(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
         eps = self.args.rms_norm_eps
-        hidden = mx.fast.rms_norm(self.wte(inputs), None, eps)
-        caches = [None] * len(self.h) if cache is None else cache
-        mask = create_attention_mask(hidden, caches[0])
-        for layer, of_layer in zip(self.h, caches, strict=True):
-            hidden = layer(hidden, mask=mask, cache=of_layer)
-        return mx.fast.rms_norm(hidden, None, eps)
+
+        def norm(hidden: mx.array) -> mx.array:
+            return mx.fast.rms_norm(hidden, None, eps)
+
+        return through(self.h, norm(self.wte(inputs)), cache, norm)
 
     def capped(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
         logits: mx.array = self.lm_head(self.transformer(inputs, cache=cache))
         cap = self.args.final_logit_softcapping
         return cap * mx.tanh(logits / cap) if cap else logits
 
-    replace_method(module.Attention, "__init__", built)
+    after_init(module.Attention, keep_epsilon)
     module.Attention.__call__ = call
     module.TransformerBlock.__call__ = block
     module.NanoChatModel.__call__ = forward

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
-from vllm_metal.mlx_patches.families.attention import attend, joined
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.forwards import attend, heads, joined, offset_of
+from vllm_metal.mlx_patches.replacing import wrap
 
 
 def plamo(module: ModuleType) -> None:
@@ -25,20 +25,17 @@ def plamo(module: ModuleType) -> None:
     def call(
         self: Any, hidden_states: mx.array, attention_mask: Any = None, cache: Any = None
     ) -> mx.array:
-        def heads(projected: mx.array, count: int) -> mx.array:
-            return mx.unflatten(projected, -1, (count, -1)).swapaxes(1, 2)
+        def project(mixed: mx.array) -> mx.array:
+            apart = mx.unflatten(mixed, -1, (-1, self.v_dim)).swapaxes(1, 2)
+            back = joined(_reordered(apart, self.q_num_heads // self.k_num_heads))
+            projected: mx.array = self.o_proj(back)
+            return projected
 
-        queries = heads(self.q_proj(hidden_states), self.q_num_heads)
-        keys = heads(self.k_proj(hidden_states), self.k_num_heads)
-        values = heads(self.v_proj(hidden_states), self.v_num_heads)
-        offset = 0 if cache is None else cache.offset
-        queries = self.rotary_emb(queries, offset=offset)
+        queries, keys, values = heads(self, hidden_states, self.qk_dim)
+        offset = offset_of(cache)
+        queries = _reordered(self.rotary_emb(queries, offset=offset), self.k_num_heads)
         keys = self.rotary_emb(keys, offset=offset)
-        queries = _reordered(queries, self.k_num_heads)
-        mixed = attend(queries, keys, values, self.scale, cache, attention_mask)
-        mixed = _reordered(mixed, self.q_num_heads // self.k_num_heads)
-        out: mx.array = self.o_proj(joined(mixed))
-        return out
+        return attend(queries, keys, values, self.scale, cache, attention_mask, project)
 
     module.Attention.__call__ = call
 
@@ -57,11 +54,10 @@ def plamo2(module: ModuleType) -> None:
             mx.unflatten(part, -1, (-1, self.qk_dim)).swapaxes(1, 2)
             for part in mx.split(self.qkv_proj(hidden_states), ends, axis=-1)
         )
-        offset = 0 if cache is None else cache.offset
+        offset = offset_of(cache)
         queries = self.rope(_normed(queries, self.q_weight), offset=offset)
         keys = self.rope(_normed(keys, self.k_weight), offset=offset)
-        out: mx.array = self.o_proj(joined(attend(queries, keys, values, self.scale, cache, mask)))
-        return out
+        return attend(queries, keys, values, self.scale, cache, mask, self.o_proj)
 
     module.Attention.__call__ = call
 
@@ -84,4 +80,4 @@ def plamo3(module: ModuleType) -> None:
 
         return make_cache
 
-    replace_method(module.Model, "make_cache", with_windows)
+    wrap(module.Model, "make_cache", with_windows)

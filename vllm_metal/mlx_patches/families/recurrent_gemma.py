@@ -16,10 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ArraysCache
 
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.forwards import through
+from vllm_metal.mlx_patches.replacing import wrap
 
 _PARTS = 3  # the convolution's inputs, the recurrence's state, [B, 1] whether there was a token
 
@@ -50,16 +50,13 @@ def recurrent_gemma(module: ModuleType) -> None:
         if self.scale_by_sqrt_dim:
             factor = mx.array(hidden.shape[-1] ** 0.5, mx.bfloat16)
             hidden = hidden * factor.astype(hidden.dtype)
-        caches = [None] * len(self.layers) if cache is None else cache
-        mask = create_attention_mask(hidden, caches[self.swa_idx], self.window_size)
-        for layer, of_layer in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, mask=mask, cache=of_layer)
-        normed: mx.array = self.final_norm(hidden)
-        return normed
+        return through(
+            self.layers, hidden, cache, self.final_norm, self.window_size, masked=self.swa_idx
+        )
 
     module.Griffin.__call__ = forward
     module.RecurrentBlock.__call__ = block
-    replace_method(module.Model, "make_cache", with_caches)
+    wrap(module.Model, "make_cache", with_caches)
 
 
 def _recurrence(

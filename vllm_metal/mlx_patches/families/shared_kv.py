@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
 from mlx_lm.models.base import create_attention_mask
 
+from vllm_metal.mlx_patches.families.forwards import attend, joined, offset_of
 from vllm_metal.mlx_patches.seam import AttendingCache
 
 
@@ -26,11 +26,7 @@ def afm7(module: ModuleType) -> None:
         offset = keys.offset if paged else keys.shape[2] - x.shape[1]
         queries = mx.unflatten(self.q_proj(x), -1, (self.n_heads, -1)).swapaxes(1, 2)
         queries = self.q_norm(self.rope(queries, offset=offset))
-        out = base.scaled_dot_product_attention(
-            queries, keys, values, cache=None, scale=self.scale, mask=mask
-        )
-        projected: mx.array = self.out_proj(out.swapaxes(1, 2).flatten(2))
-        return projected
+        return attend(queries, keys, values, self.scale, None, mask, self.out_proj)
 
     module.KVReuseAttention.__call__ = call
 
@@ -55,9 +51,9 @@ def iquestloopcoder(module: ModuleType) -> None:
             self.layers, self.gate_projections, caches[count:], whole, strict=True
         ):
             queries, *own = _projected(layer, hidden, of_layer)
-            attend, gate = layer.self_attn.attention, gating(queries)
-            far = attend(queries, *of_pass, mask, cache=of_first)
-            out = attend(queries, *own, near, cache=of_layer)
+            attention, gate = layer.self_attn.attention, gating(queries)
+            far = attention(queries, *of_pass, mask, cache=of_first)
+            out = attention(queries, *own, near, cache=of_layer)
             hidden = _rest(layer, hidden, module._mix_attention(gate, far, out))
         normed: mx.array = self.norm(hidden)
         return normed
@@ -67,8 +63,8 @@ def iquestloopcoder(module: ModuleType) -> None:
 
 def _projected(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any, Any]:
     """Queries of this step; keys and values of all."""
-    offset = 0 if cache is None else cache.offset
-    queries, keys, values = layer.self_attn.get_qkv(layer.input_layernorm(hidden), offset)
+    normed = layer.input_layernorm(hidden)
+    queries, keys, values = layer.self_attn.get_qkv(normed, offset_of(cache))
     if cache is not None:
         keys, values = cache.update_and_fetch(keys, values)
     return queries, keys, values
@@ -76,6 +72,6 @@ def _projected(layer: Any, hidden: mx.array, cache: Any) -> tuple[mx.array, Any,
 
 def _rest(layer: Any, hidden: mx.array, out: mx.array) -> mx.array:
     """[B, L, H] after the layer, of [B, heads, L, D] that its attention gave."""
-    hidden = hidden + layer.self_attn.o_proj(out.swapaxes(1, 2).flatten(2))
+    hidden = hidden + layer.self_attn.o_proj(joined(out))
     after: mx.array = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return after

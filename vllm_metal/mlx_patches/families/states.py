@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.mlx_patches.families.attention import attend, joined
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.forwards import attend, offset_of
+from vllm_metal.mlx_patches.replacing import after_init, wrap
 
 
 class _Mixed(nn.Module):
@@ -55,12 +55,8 @@ class _Mixed(nn.Module):
 def baichuan_m1(module: ModuleType) -> None:
     """The mixture as a module of its own beside attention."""
 
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, config: Any, layer_idx: int | None = None) -> None:
-            before(self, config, layer_idx)
-            self.mixed = _Mixed(self)
-
-        return init
+    def add_mixture(layer: Any, *args: Any, **options: Any) -> None:
+        layer.mixed = _Mixed(layer)
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         state, of_attention = (None, None) if cache is None else cache
@@ -71,15 +67,13 @@ def baichuan_m1(module: ModuleType) -> None:
             for part in mx.split(self.W_pack(x), ends, axis=-1)
         )
         mixed = self.mixed(keys, values, state)
-        offset = 0 if of_attention is None else of_attention.offset
+        offset = offset_of(of_attention)
         queries = self.rope(queries.swapaxes(1, 2), offset=offset)
         keys = self.rope(mixed["keys"].swapaxes(1, 2), offset=offset)
         values = mixed["values"].swapaxes(1, 2)
-        out = attend(queries, keys, values, self.scale, of_attention, mask)
-        projected: mx.array = self.o_proj(joined(out))
-        return projected
+        return attend(queries, keys, values, self.scale, of_attention, mask, self.o_proj)
 
-    replace_method(module.Attention, "__init__", built)
+    after_init(module.Attention, add_mixture)
     module.Attention.__call__ = call
 
 
@@ -96,4 +90,4 @@ def longcat_flash_ngram(module: ModuleType) -> None:
 
         return call
 
-    replace_method(module.NgramEmbedding, "__call__", embedded)
+    wrap(module.NgramEmbedding, "__call__", embedded)

@@ -15,35 +15,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.arrays import Arrays, converted
+from vllm_metal.mlx_patches.replacing import after_init, wrap
 
-#: Of Gemma 3n's multimodal model.
+#: Parts of Gemma 3n's multimodal model.
 _PARTS = ("language_model", "vision_tower", "audio_tower", "embed_audio", "embed_vision")
 _OF_KV = ("k_proj", "v_proj", "k_norm")
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(\w+_proj\.\w+)")
-
-Arrays = dict[str, mx.array]
 
 
 def gemma3n(module: ModuleType) -> None:
     """Names, the projections that are not there, and caches where none are given."""
 
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, config: Any, layer_idx: int, is_kv_shared_layer: bool) -> None:
-            before(self, config, layer_idx, is_kv_shared_layer)
-            if is_kv_shared_layer:
-                for name in _OF_KV:
-                    delattr(self, name)
+    def drop_unused(layer: Any, config: Any, layer_idx: int, is_kv_shared_layer: bool) -> None:
+        if is_kv_shared_layer:
+            for name in _OF_KV:
+                delattr(layer, name)
 
-        return init
-
-    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
-        def sanitize(self: Any, weights: Arrays) -> Arrays:
-            first = self.model.language_model.first_kv_shared_layer_idx
-            found: Arrays = before(self, {_around(name): array for name, array in weights.items()})
-            return {name: found[name] for name in found if not _unused(name, first)}
-
-        return sanitize
+    def used(model: Any, weights: Arrays) -> Arrays:
+        first = model.model.language_model.first_kv_shared_layer_idx
+        return {_around(name): a for name, a in weights.items() if not _unused(name, first)}
 
     def cached(before: Callable[..., Any]) -> Callable[..., Any]:
         def forward(
@@ -55,9 +46,9 @@ def gemma3n(module: ModuleType) -> None:
 
         return forward
 
-    replace_method(module.Gemma3nAttention, "__init__", built)
-    replace_method(module.LanguageModel, "__call__", cached)
-    replace_method(module.Model, "sanitize", sanitized)
+    after_init(module.Gemma3nAttention, drop_unused)
+    wrap(module.LanguageModel, "__call__", cached)
+    converted(used)(module)
 
 
 def _around(name: str) -> str:
@@ -75,20 +66,7 @@ def _unused(name: str, first: int) -> bool:
     return int(parts[parts.index("self_attn") - 1]) >= first
 
 
-def qwen3_5_moe(module: ModuleType) -> None:
-    """Experts as mlx-lm has them, all in one array."""
-
-    def sanitized(before: Callable[..., Any]) -> Callable[..., Any]:
-        def sanitize(self: Any, weights: Arrays) -> Arrays:
-            found: Arrays = before(self, stacked(weights))
-            return found
-
-        return sanitize
-
-    replace_method(module.Model, "sanitize", sanitized)
-
-
-def stacked(weights: Arrays) -> Arrays:
+def stacked(model: Any, weights: Arrays) -> Arrays:
     """Puts the arrays of experts, each under its number, into one under `switch_mlp`."""
     apart: dict[str, dict[int, mx.array]] = {}
     others: Arrays = {}

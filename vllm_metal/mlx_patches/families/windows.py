@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers have a sliding window, where mlx-lm's modules do not read it as transformers does.
 
-mlx-lm's module of Gemma 2 gives every layer the whole context. That of Gemma 3 reads a period,
+mlx-lm's module of Gemma 2 gives every layer the whole context, and caps scores of attention that it
+computes by itself. That of Gemma 3 reads a period,
 `sliding_window_pattern`, which transformers does not write, and rounds a factor to bfloat16 in
 every dtype. Those of Phi 3, StarCoder 2 and Mistral know no window of all layers: the first models
 of each were trained with one (Mistral 7B v0.1: 4096 tokens).
@@ -18,14 +19,16 @@ import mlx.core as mx
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from vllm_metal.mlx_patches.patch import replace_method
+from vllm_metal.mlx_patches.families.forwards import heads, joined
+from vllm_metal.mlx_patches.replacing import replaced, wrap
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NOT_SAID = -1  # by config.json; None says that there is no window
 
 
 def gemma2(module: ModuleType) -> None:
-    """Windows, in every other layer where the configuration does not say which."""
+    """Windows, in every other layer where nothing else is said, and caches that attend."""
     base: Any = module.ModelArgs
 
     @dataclass
@@ -39,8 +42,24 @@ def gemma2(module: ModuleType) -> None:
                 self.layer_types = [pair[index % 2] for index in range(self.num_hidden_layers)]
 
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
+    wrap(module.Attention, "__call__", _capped)
     module.GemmaModel.__call__ = by_kind(_scaled_embeddings, return_array=True)
     module.Model.make_cache = caches_by_window
+
+
+def _capped(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, AttendingCache):
+            return dense(self, x, mask, cache)
+        queries, keys, values = heads(self, x, self.head_dim)
+        queries = self.rope(queries, offset=cache.offset)
+        keys, values = cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
+        softcap = self.attn_logit_softcapping
+        mixed = cache.attend(queries, keys, values, self.scale, None, softcap)
+        projected: mx.array = self.o_proj(joined(mixed))
+        return projected
+
+    return attention
 
 
 def gemma3_text(module: ModuleType) -> None:
@@ -65,22 +84,19 @@ def gemma3_text(module: ModuleType) -> None:
         def init(self: Any, args: Any, layer_idx: int) -> None:
             # mlx-lm asks for the remainder of the index, and for nothing else of it.
             sliding = args.layer_types[layer_idx] == _SLIDING
-            period, args.sliding_window_pattern = args.sliding_window_pattern, 2
-            try:
+            with replaced(args, "sliding_window_pattern", 2):
                 before(self, args, 0 if sliding else 1)
-            finally:
-                args.sliding_window_pattern = period
             self.layer_idx = layer_idx
 
         return init
 
-    replace_method(module.Attention, "__init__", built)
+    wrap(module.Attention, "__init__", built)
     module.Gemma3Model.__call__ = by_kind(_scaled_embeddings)
     module.Model.make_cache = caches_by_window
 
 
 def of_all_layers(model: str) -> Callable[[ModuleType], None]:
-    """What patches a module that gives every layer the whole context.
+    """Patches a module that gives every layer the whole context.
 
     Args:
         model: name of the module's class that calls the layers.
@@ -100,7 +116,7 @@ def of_all_layers(model: str) -> Callable[[ModuleType], None]:
                 self.layer_types = [kind] * self.num_hidden_layers
 
         module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
-        getattr(module, model).__call__ = by_kind(_embeddings)
+        getattr(module, model).__call__ = by_kind(embedded)
         module.Model.make_cache = caches_by_window
 
     return apply
@@ -129,38 +145,38 @@ def mistral(module: ModuleType) -> None:
         def init(self: Any, args: Any) -> None:
             kinds = args.layer_types
             # mlx-lm looks for a layer without a window, to make a mask by.
-            args.layer_types = kinds if _FULL in kinds else [*kinds[:-1], _FULL]
-            try:
+            shown = kinds if _FULL in kinds else [*kinds[:-1], _FULL]
+            with replaced(args, "layer_types", shown):
                 before(self, args)
-            finally:
-                args.layer_types = self.layer_types = kinds
+            self.layer_types = kinds
             for layer, kind in zip(self.layers, kinds, strict=True):
                 layer.use_sliding = kind == _SLIDING
 
         return init
 
-    replace_method(module.LlamaModel, "__init__", built)
-    module.LlamaModel.__call__ = by_kind(_embeddings)
+    wrap(module.LlamaModel, "__init__", built)
+    module.LlamaModel.__call__ = by_kind(embedded)
     module.Model.make_cache = caches_by_window
 
 
-def _embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
+def embedded(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
+    """Embeddings of tokens, or those given in their place."""
     found: mx.array = model.embed_tokens(inputs) if embeddings is None else embeddings
     return found
 
 
 def _scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
-    hidden = model.embed_tokens(inputs) if embeddings is None else embeddings
+    hidden = embedded(model, inputs, embeddings)
     return hidden * mx.array(model.args.hidden_size**0.5, hidden.dtype)
 
 
 def by_kind(
-    embedded: Callable[[Any, mx.array, mx.array | None], mx.array], **options: bool
+    embed: Callable[[Any, mx.array, mx.array | None], mx.array], **options: bool
 ) -> Callable[..., mx.array]:
     """The forward of a model whose layers differ in their window alone.
 
     Args:
-        embedded: of tokens, or of embeddings given in their place.
+        embed: makes embeddings of tokens, or takes those given in their place.
         options: of the masks.
     """
 
@@ -170,7 +186,7 @@ def by_kind(
         cache: Any = None,
         input_embeddings: mx.array | None = None,
     ) -> mx.array:
-        hidden = embedded(self, inputs, input_embeddings)
+        hidden = embed(self, inputs, input_embeddings)
         caches = [None] * len(self.layers) if cache is None else cache
         masks: dict[str, Any] = {}
         for layer, kind, of_layer in zip(self.layers, self.args.layer_types, caches, strict=True):

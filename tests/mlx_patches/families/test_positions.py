@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YaRN and LongRoPE of mlx-lm's modules have the frequencies and the factor of transformers'."""
+"""YaRN of mlx-lm's modules has the frequencies and the factor of transformers'."""
 
 import importlib
 
@@ -12,15 +12,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm_metal.mlx_patches import registry
-from vllm_metal.mlx_patches.families.ropes import fit_context
 
 DIMS, THETA = 16, 10000.0
 YARN = {"factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}
-LONG = {
-    "original_max_position_embeddings": 64,
-    "short_factor": [1.0 + index / 8 for index in range(DIMS // 2)],
-    "long_factor": [3.0 + index for index in range(DIMS // 2)],
-}
 
 
 def of_transformers(rope_type, scaling, seq_len=None):
@@ -59,33 +53,6 @@ def test_mlx_lm_reads_less_of_yarn(changes):
     rope = original(DIMS, THETA, False, {"type": "yarn", **YARN, **changes}, 512)
     freqs, factor = of_transformers("yarn", YARN | changes)
     assert not np.allclose(np.array(rope._freqs), freqs, rtol=1e-3) or rope.mscale != factor
-
-
-class Model(nn.Module):
-    def __init__(self, rope):
-        super().__init__()
-        self.layers = [nn.Linear(1, 1)]
-        self.rope = rope
-
-
-@pytest.mark.parametrize(("longest", "read_as"), [(64, 64), (65, 65)])
-def test_longrope_by_the_longest_text(longest, read_as):
-    rope = made("longrope", LONG)
-    model = Model(rope)
-    fit_context(model, longest)
-    freqs, factor = of_transformers("longrope", LONG, seq_len=read_as)
-    np.testing.assert_allclose(np.array(rope._freqs), freqs, rtol=1e-5)
-    assert rope._scale == pytest.approx(factor)
-    assert {name for name, _ in model.named_modules()} == {"layers.0", "rope", ""}
-
-
-def test_short_texts_have_their_own_scale_where_the_file_says_so():
-    registry.install()
-    given = {"short_mscale": 1.3, "long_mscale": 1.4, "max_position_embeddings": 512}
-    rope = rope_utils.SuScaledRoPE(DIMS, THETA, **LONG, **given)
-    assert rope._scale == 1.4
-    fit_context(Model(rope), 64)
-    assert rope._scale == 1.3
 
 
 def test_modules_that_imported_the_function_have_the_patched_one():
