@@ -143,7 +143,7 @@ def test_a_kernel_that_passes_stays_and_is_checked_once(tmp_path: Path):
     kernel = gated_delta.gated_delta_kernel
     for _ in range(2):
         calls = [CALLS["gated_delta"]] * 2
-        assert library_kernels.settle(calls, command, record=Record(tmp_path)) == []
+        assert library_kernels.replace_wrong(calls, command, record=Record(tmp_path)) == []
     assert runs() == 1 and gated_delta.gated_delta_kernel is kernel
 
 
@@ -163,7 +163,7 @@ def test_operations_take_the_place_of_a_kernel_that_fails(tmp_path: Path, lines:
     for _ in range(2):
         gated_delta.gated_delta_kernel = None
         calls = [CALLS["gated_delta"]]
-        (verdict,) = library_kernels.settle(calls, command, 2.0, Record(tmp_path))
+        (verdict,) = library_kernels.replace_wrong(calls, command, 2.0, Record(tmp_path))
         assert said in verdict.detail
         assert gated_delta.gated_delta_kernel is gated_delta.gated_delta_ops
     assert runs() == 1

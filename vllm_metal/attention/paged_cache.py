@@ -53,7 +53,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
 
 
 class SharedCache(PagedCache[PlanT]):
-    """The same for a layer whose K/V other layers read, which keep none themselves.
+    """The cache of a layer whose K/V other layers read, which keep none themselves.
 
     Gemma 3n hands such a layer this cache, Gemma 4 what `update_and_fetch` returned.
     """
@@ -69,7 +69,7 @@ class SharedCache(PagedCache[PlanT]):
 
 
 class LatentCache(PagedCache[PlanT]):
-    """The same for a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+    """The cache of a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     Of a token such a layer keeps one row: a latent, which every head's K and V are made of, and the
     rotated part of the keys, which all heads have in common. A row of length 1 attends to latents

@@ -129,7 +129,7 @@ def _settle_library_kernels(layers: Sequence[StatefulLayer]) -> None:
     if not calls:
         return
     logger.info("Checking mlx-lm's Metal kernels; what is found is kept for later starts")
-    for verdict in library_kernels.settle(calls):
+    for verdict in library_kernels.replace_wrong(calls):
         logger.warning(
             "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",
             verdict.call.name,

@@ -145,7 +145,7 @@ def _noting(entry: Entry, function: Callable[..., Any], calls: list[Call]) -> Ca
     return called
 
 
-def settle(
+def replace_wrong(
     calls: Iterable[Call],
     command: Sequence[str] = COMMAND,
     time_limit: float = TIME_LIMIT,

@@ -3,7 +3,12 @@
 
 A compiled graph repeats every operation that was traced, in every step. Two kinds of them give the
 same results again and again: views of weights, and the angles of rotary embeddings, which all
-layers compute from the same positions.
+layers compute from the same positions. Quantised layers have no such views, and on a GPU angles are
+computed within one operation, so this serves MLX's CPU backend most.
+
+Without both, host time of a decode step there was 20 % more for 1 request and 12 % for 32; without
+shared angles 13 % and 10 %, without views 9 % and 2 % (benchmarks/step_overhead.py's model of 28
+layers; medians of 30 pairs of 10 steps in turn, on a machine that others used as well).
 """
 
 from __future__ import annotations

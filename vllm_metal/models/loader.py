@@ -300,7 +300,7 @@ def torch_dtype(config: VllmConfig) -> torch.dtype:
 
 
 def mlx_dtype(config: VllmConfig) -> mx.Dtype:
-    """The same as MLX's dtype.
+    """The dtype that vLLM chose, as MLX's.
 
     Raises:
         ModelLoadError: no MLX model can have it.

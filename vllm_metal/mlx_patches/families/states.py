@@ -78,7 +78,7 @@ def baichuan_m1(module: ModuleType) -> None:
 
 
 def longcat_flash_ngram(module: ModuleType) -> None:
-    """As many tokens before as the longest n-gram reads."""
+    """Keeps as many tokens before as the longest n-gram reads."""
 
     def embedded(before: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, input_ids: mx.array, cache: Any = None) -> mx.array:
