@@ -6,9 +6,9 @@ same results again and again: views of weights, and the angles of rotary embeddi
 layers compute from the same positions. Quantised layers have no such views, and on a GPU angles are
 computed within one operation, so this serves MLX's CPU backend most.
 
-Without both, host time of a decode step there was 20 % more for 1 request and 12 % for 32; without
-shared angles 13 % and 10 %, without views 9 % and 2 % (benchmarks/step_overhead.py's model of 28
-layers; medians of 30 pairs of 10 steps in turn, on a machine that others used as well).
+Without both, host time of a decode step there is 17 % more for 1 request and 10 % for 32; without
+shared angles 13 % and 10 %, without views 4 % and 3 % (benchmarks/step_overhead.py's model of 28
+layers; medians of 40 rounds of 10 steps each, in turn, in one process).
 """
 
 from __future__ import annotations
