@@ -83,6 +83,16 @@ def test_every_patch_has_a_row_with_its_releases():
         assert all(said), name
 
 
+def test_every_patch_of_mlx_has_a_row_with_its_releases():
+    listed = {row[0].strip("`"): row for row in rows("What is changed in MLX and mlx-lm, and why")}
+    folder = ROOT / "vllm_metal" / "mlx_patches"
+    assert listed.keys() == {path.stem for path in folder.glob("*.py")} - {"__init__", "replacing"}
+    for name, (_, releases_of, *said) in listed.items():
+        module = importlib.import_module(f"vllm_metal.mlx_patches.{name}")
+        assert tuple(releases_of.split(", ")) == module.RELEASES, name
+        assert all(said), name
+
+
 @pytest.mark.parametrize("file", ["docs/compatibility.md", ".github/workflows/newest-vllm.yml"])
 def test_files_and_modules_that_are_named_exist(file):
     text = (ROOT / file).read_text()

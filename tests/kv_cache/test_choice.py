@@ -17,9 +17,10 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache, Scoring
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches.seam import Scoring
 
 LAYERS = [
     AttentionLayer("layers.0", 8, 2, 128, None),

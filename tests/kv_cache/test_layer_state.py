@@ -9,7 +9,6 @@ from kv_cache.recurrent import HybridModel
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
@@ -20,6 +19,7 @@ from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory import profile
+from vllm_metal.mlx_patches import seam
 from vllm_metal.models.paged_layers import PagedLayers
 
 BLOCK = 16

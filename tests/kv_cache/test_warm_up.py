@@ -12,10 +12,11 @@ from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.doubles import Recorder
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind, Scoring
+from vllm_metal.kv_cache.layer_cache import AttentionKind
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.warm_up import compile_kernels
+from vllm_metal.mlx_patches.seam import Scoring
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 70
 MOST = NUM_BLOCKS * BLOCK_SIZE - 300  # positions before a step's rows

@@ -10,11 +10,11 @@ from mlx_lm.models import llama, olmo3
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_kernels import kernel
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches import seam
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer

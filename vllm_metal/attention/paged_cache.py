@@ -7,9 +7,9 @@ from typing import Any, Generic
 
 import mlx.core as mx
 
-from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.kv_cache.layer_cache import LayerKVCache, Scoring
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope
+from vllm_metal.mlx_patches.seam import AttendingCache, Scoring
 
 
 class PagedCache(AttendingCache, Generic[PlanT]):
@@ -46,7 +46,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
 
 
 class SharedCache(PagedCache[PlanT]):
-    """The same for a layer whose K/V other layers read, which keep none themselves.
+    """The cache of a layer whose K/V other layers read, which keep none themselves.
 
     Gemma 3n hands such a layer this cache, Gemma 4 what `update_and_fetch` returned.
     """
@@ -62,7 +62,7 @@ class SharedCache(PagedCache[PlanT]):
 
 
 class LatentCache(PagedCache[PlanT]):
-    """The same for a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+    """The cache of a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     Of a token such a layer keeps one row: a latent, which every head's K and V are made of, and the
     rotated part of the keys, which all heads have in common. A row of length 1 attends to latents

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer that goes from token to token: its state, and the module that computes it."""
+"""A layer that goes from token to token: its state, and the module that computes it.
+
+The model gets T rows of length 1, so the call of such a module is taken apart: the module is called
+once for each run of sequences (`RecurrentPlan`), with the states before them in mlx-lm's own cache,
+and its results are put back in the order of the rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from vllm_metal.attention import forward_inputs, recurrent_calls
-from vllm_metal.attention.probe import Probe
-from vllm_metal.attention.recurrent_calls import Call, SequenceCache
-from vllm_metal.device import library_kernels
+from vllm_metal.attention import forward_inputs
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepScope, Storage
@@ -25,6 +27,8 @@ from vllm_metal.kv_cache.recurrent_state import (
     StateFormat,
 )
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches.module_calls import ModuleCall, SequenceCache
 
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
@@ -43,7 +47,7 @@ class RecurrentLayer(StatefulLayer):
 
     @property
     def kind(self) -> Hashable:
-        """Of all such layers in a group: a plan knows nothing of the states' form."""
+        """One kind of all such layers in a group: a plan knows nothing of the states' form."""
         return type(self)
 
     @property
@@ -129,18 +133,53 @@ class RecurrentCache(SequenceCache):
             cache: Any = ArraysCache(len(states))
             cache.cache = list(states)  # which the module writes into
             swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
-            new_args, new_kwargs = recurrent_calls.sequences_of(swapped, rows, num_rows)
+            new_args, new_kwargs = _sequences_of(swapped, rows, num_rows)
             with forward_inputs.regrouped(rows):
                 results = module(*new_args, **new_kwargs)
-            found, rebuilt = recurrent_calls.results_of(results)
+            found, rebuilt = _results_of(results)
             return found, cache.cache
 
         computed = self._state.run(self._scope.plan, compute)
         return rebuilt(computed)  # which the run has set
 
 
-class RecurrentProbe(ArraysCache, Probe):
-    """Notes what a layer keeps, and which module computes it."""
+def _sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
+    """Arguments with [n, L, ...] sequences in place of each array of [T, 1, ...] rows.
+
+    [T] integers are the rows' positions: a sequence is told the first one of its own.
+
+    Args:
+        tree: arguments.
+        rows: [n, L] int32.
+        num_rows: T.
+    """
+
+    def regrouped(leaf: Any) -> Any:
+        if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
+            return leaf[:, 0][rows]
+        if isinstance(leaf, mx.array) and leaf.shape == (num_rows,) and leaf.dtype == mx.int32:
+            return leaf[rows[:, 0]]
+        return leaf
+
+    return tree_map(regrouped, tree)
+
+
+def _results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+    """A module's results as a list of arrays, and what makes such a result of others."""
+    if isinstance(tree, mx.array):
+        return [tree], lambda arrays: arrays[0]
+    named = cast(list[tuple[str, mx.array]], tree_flatten(tree))
+    names = [name for name, _ in named]
+
+    def rebuilt(arrays: Sequence[mx.array]) -> Any:
+        found = tree_unflatten(list(zip(names, arrays, strict=True)))
+        return type(tree)(found)
+
+    return [array for _, array in named], rebuilt
+
+
+class RecurrentProbe(ArraysCache):
+    """A `Probe` that notes what a layer keeps, and which module computes it."""
 
     def __init__(self, cache: ArraysCache) -> None:
         """
@@ -148,7 +187,7 @@ class RecurrentProbe(ArraysCache, Probe):
             cache: as mlx-lm makes it for the layer.
         """
         super().__init__(len(cache.cache))
-        self._common: list[Call] | None = None
+        self._common: list[ModuleCall] | None = None
 
     def __getitem__(self, index: int) -> Any:
         self._note()
@@ -160,7 +199,7 @@ class RecurrentProbe(ArraysCache, Probe):
 
     def _note(self) -> None:
         """The calls that all uses have in common."""
-        calls = recurrent_calls.under_way()
+        calls = module_calls.under_way()
         if self._common is None:
             self._common = calls
         both = zip(self._common, calls, strict=False)
@@ -191,7 +230,7 @@ class RecurrentProbe(ArraysCache, Probe):
                 f"computes attention and a recurrence in one module in {name}, which the paged "
                 "path does not serve"
             )
-        recurrent_calls.install(type(call.module))
+        module_calls.ask_caches(type(call.module))
         form = StateFormat(
             tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
         )

@@ -14,11 +14,12 @@ from vllm.logger import init_logger
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
-from vllm_metal.device import library_kernels, selfcheck
+from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches import library_kernels
 from vllm_metal.settings import envs, extras
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
     if not calls:
         return
     logger.info("Checking mlx-lm's Metal kernels; what is found is kept for later starts")
-    for verdict in library_kernels.settle(calls):
+    for verdict in library_kernels.replace_wrong(calls):
         logger.warning(
             "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",
             verdict.call.name,

@@ -18,8 +18,9 @@ from metal_kernels.paged_attention import AttentionPlan, Tiles, reference
 from metal_kernels.paged_attention import gathered as by_gathering
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache, Scoring
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
+from vllm_metal.mlx_patches.seam import Scoring
 
 
 @dataclass(frozen=True)

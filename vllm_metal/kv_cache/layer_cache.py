@@ -14,6 +14,7 @@ import numpy as np
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceable
+from vllm_metal.mlx_patches.seam import Scoring
 
 #: Tokens of a block that the attention kernels are written for.
 BLOCK_SIZES = (16, 32)
@@ -26,14 +27,6 @@ class KVShape(NamedTuple):
     key_size: int
     value_size: int
     latent: bool = False  # values are the first `value_size` elements of keys, and kept as such
-
-
-class Scoring(NamedTuple):
-    """How attention weighs a context: softmax(scale * q @ k), with what some models add."""
-
-    scale: float
-    sinks: mx.array | None = None  # [H] logits that take part in the softmax and have no value
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
 class AttentionKind(NamedTuple):

@@ -18,8 +18,9 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.buckets import Places
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache, Scoring
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Pending, StepLayout
+from vllm_metal.mlx_patches.seam import Scoring
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from metal_kernels.selfcheck import Case
-    from vllm_metal.device.library_kernels import Call
+    from vllm_metal.mlx_patches.library_kernels import Call
 
 
 @dataclass(frozen=True)

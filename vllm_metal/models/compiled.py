@@ -15,8 +15,8 @@ from vllm.logger import init_logger
 from metal_kernels.plan_arrays import all_else, with_arrays
 from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope, Traceable
+from vllm_metal.mlx_patches.traced_layers import TransposedWeights, angles_shared
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
 
 logger = init_logger(__name__)
 

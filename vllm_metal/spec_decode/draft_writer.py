@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.input_batch import following_ids
 from vllm_metal.kv_cache.layer_state import Fenced
+from vllm_metal.mlx_patches.seam import AttendingCache
 from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm_metal.batch.requests import Requests
     from vllm_metal.batch.rows import Rows
-    from vllm_metal.kv_cache.layer_cache import Scoring
     from vllm_metal.kv_cache.layer_state import LayerState
+    from vllm_metal.mlx_patches.seam import Scoring
     from vllm_metal.models.paged_layers import PagedLayers
     from vllm_metal.models.parts import HiddenStates, ModelParts
     from vllm_metal.spec_decode.head import Head

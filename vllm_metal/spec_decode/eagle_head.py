@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 #: Layers of the target whose output EAGLE-3 reads where config.json names none, counted from 1, as
 #: functions of the target's number of layers; the choice of EAGLE-3's authors.

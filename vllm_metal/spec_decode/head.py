@@ -8,7 +8,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 
 class Head(Protocol):

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.attention.layers import decoder_layer
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.models.mtp_weights import mtp_weights

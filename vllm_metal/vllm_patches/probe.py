@@ -134,8 +134,8 @@ def parameters(found: Any) -> str | None:
     for parameter in signature.parameters.values():
         if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
             taken.append("*")
-        stars = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        taken.append(stars + parameter.name)
+        stars = {int(kind.VAR_POSITIONAL): "*", int(kind.VAR_KEYWORD): "**"}
+        taken.append(stars.get(int(parameter.kind), "") + parameter.name)
     return " ".join(taken)
 
 
