@@ -59,7 +59,7 @@ def serve_and_check(model, dense, prompts, speculative_config, **options):
 @pytest.mark.parametrize(
     ("method", "async_scheduling", "num_drafts", "block_size", "num_blocks"),
     [
-        ("ngram_gpu", True, 3, 16, 24),
+        pytest.param("ngram_gpu", True, 3, 16, 24, marks=pytest.mark.more),
         pytest.param("ngram", False, 7, 32, 24, marks=pytest.mark.more),
         pytest.param("suffix", False, 5, 16, 24, marks=pytest.mark.more),
     ],
@@ -78,6 +78,19 @@ def test_prompt_lookup(
         additional_config=FIXED,  # what pays on this machine is not for a test to know
     )
     assert cold["vllm:num_preemptions"] > 0 or block_size == 32  # room for all of these
+
+
+def test_prompt_lookup_of_two_layers(short):
+    cold, _ = serve_and_check(
+        short,
+        Dense(short),
+        make_prompts(text_tokens(short), 16, 200),
+        lookup(3, "ngram_gpu"),
+        num_gpu_blocks_override=24,
+        async_scheduling=True,
+        additional_config=FIXED,
+    )
+    assert cold["vllm:num_preemptions"] > 0
 
 
 @pytest.mark.more
