@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from darwin.run import run as run_on_mac
-from upstream import archive
 from vllm_patches import unpatched
 from vllm_patches.unpatched import PROBES
 
@@ -102,17 +101,6 @@ def test_on_macos_the_tested_vllm_needs(change, found_on_mac):
     assert_needed(change, found_on_mac[change])
 
 
-@pytest.mark.slow  # 45 MB to fetch
-@pytest.mark.parametrize("release", releases.READ_VLLM)
-def test_a_release_that_was_read_needs_them(release, folder):
-    try:
-        tree = archive.sources(release)
-    except archive.UnavailableError as error:
-        pytest.skip(str(error))
-    for change, finding in without_changes(folder, needing(release), str(tree)).items():
-        assert_needed(change, finding)
-
-
 def public(module):
     """What a module of vllm_patches offers: "module.name", or "module" where it only imports."""
     tree = ast.parse((PATCHES / f"{module}.py").read_text())
@@ -135,11 +123,11 @@ def test_no_probe_is_for_releases_that_are_gone():
     for change, probe in PROBES.items():
         module = importlib.import_module(f"vllm_metal.vllm_patches.{change.partition('.')[0]}")
         assert set(probe.releases) <= set(module.RELEASES), change
-        assert set(probe.releases) & set(releases.KNOWN_VLLM), f"delete {change}"
+        assert releases.TESTED_VLLM in probe.releases, f"delete {change}"
 
 
 def test_without_changes_means_without_all_of_them():
-    shims = {"async_output", "kv_cache_planning", "partial_imports"}  # they choose what to import
+    shims = {"async_output", "partial_imports"}  # they choose what to import
     modules = {change.partition(".")[0] for change in PROBES}
     assert set(unpatched.CHANGING) == modules - shims
 

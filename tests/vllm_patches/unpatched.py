@@ -71,7 +71,7 @@ class Probe:
 PROBES: dict[str, Probe] = {}
 
 
-def probe(change: str, releases: tuple[str, ...] = ("0.32", "0.33"), on_mac: bool = False) -> Any:
+def probe(change: str, releases: tuple[str, ...] = ("0.32",), on_mac: bool = False) -> Any:
     """Registers the probe of a change.
 
     Args:
@@ -111,15 +111,6 @@ def connector_output(folder):
     name = "get_kv_connector_output"
     there = hasattr(AsyncModelRunnerOutput, name)
     return not there or name in AsyncModelRunnerOutput.__abstractmethods__, there
-
-
-@probe("kv_cache_planning", releases=("0.32",))
-def planning(folder):
-    """The functions that plan a cache are not yet in a module of their own."""
-    from importlib.util import find_spec
-
-    found = find_spec("vllm.v1.core.kv_cache_planning")
-    return found is None, str(found)
 
 
 @probe("cache_salts.send_salts")
@@ -815,17 +806,6 @@ def engine_s_check(folder):
     config.speculative_config.method = "ngram"
     found = raised(config.__post_init__)
     return "sync scheduling" in found, found
-
-
-@probe("speculation.refuse_missing_methods", releases=("0.33",))
-def missing_methods(folder):
-    """vLLM knows nothing of two methods that this plugin serves."""
-    from typing import get_args
-
-    from vllm.config.speculative import SpeculativeMethod
-
-    missing = {"medusa", "mlp_speculator"} - set(get_args(SpeculativeMethod))
-    return bool(missing), sorted(missing)
 
 
 @probe("tokenizers.forget_tokenizers")

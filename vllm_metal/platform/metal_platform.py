@@ -24,7 +24,7 @@ from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
-from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS, propose_nothing  # noqa: E402
+from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     kv_transfer,
@@ -157,7 +157,6 @@ class MetalPlatform(Platform):
         shutdown.let_engines_end()
         shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
-        speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         model_info.answer_for_models()
         mlx_models.take_mlx_models()
         refusals.allow_min_p_and_logit_bias()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def allow_min_p_and_logit_bias() -> None:
