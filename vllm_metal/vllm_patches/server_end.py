@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse
@@ -38,9 +37,14 @@ def tell_how_servers_end() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    replace(AsyncLLM, "shutdown", remembering_the_stop(attrgetter("errored")))
+    replace(AsyncLLM, "shutdown", remembering_the_stop(_has_failed))
     replace(entry, "serve_http", _failing_without_an_engine)
     replace(entry, "serve_http", _turning_requests_away)
+
+
+def _has_failed(engine: Any) -> bool:
+    """Whether an engine has died, or was never whole, as where its weights cannot be read."""
+    return not hasattr(engine, "engine_core") or engine.errored
 
 
 def _is_stopping(engine: Any) -> bool:
