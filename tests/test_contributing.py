@@ -67,6 +67,7 @@ EXAMPLES = {
             "tests/kv_transfer/": "groups of vLLM's, whatever their layers",
             "tests/spec_decode/": "targets and drafts that have such layers",
             "vllm_metal/mlx_patches/families/": "families that have such layers",
+            "tests/upstream/touched/": "names of vLLM's that the syntax does not show",
             "vllm_metal/models/": "likewise",
         },
     ),

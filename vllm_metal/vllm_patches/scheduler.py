@@ -228,7 +228,7 @@ def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
 
 
 def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:
-    """Those of the blocks that no request holds any more.
+    """Picks the blocks that no request holds any more.
 
     With a connector, blocks of a request that a step in flight still computes count as held until
     it has ended. The next step clears them all the same: it comes after the steps in flight.

@@ -47,7 +47,7 @@ class Room:
         return min(self.max_model_len, most)
 
     def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
-        """Of each group, for so many tokens."""
+        """Blocks of each group, for so many tokens."""
         count = -(-num_tokens // self.block_size)
         starts = [1 + group * count for group in range(self.num_groups)]
         return tuple(list(range(start, start + count)) for start in starts)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_metal.kv_transfer.fingerprint import Fingerprint
-    
+
 logger = init_logger(__name__)
 
 #: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.

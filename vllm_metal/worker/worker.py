@@ -129,7 +129,7 @@ class MetalWorker(WorkerBase):
         )
 
     def _digests(self) -> Mapping[str, str] | None:
-        """Of the files just read; None where no K/V leave the pool. Later, files may be others."""
+        """Digests of the files just read, which may change; None where no K/V leave the pool."""
         if TransferConfig.of(self.vllm_config) is None:
             return None
         memo = cache_dir() / "weights" / "digests.json"
@@ -167,7 +167,7 @@ class MetalWorker(WorkerBase):
         )
 
     def _transfer_bytes(self) -> int:
-        """Of K/V that leave the pool and enter it: staging, and what peers may ask for."""
+        """Bytes for K/V that leave the pool and enter it: staging, and what peers may ask for."""
         config = TransferConfig.of(self.vllm_config)
         if config is None:
             return 0
@@ -214,7 +214,7 @@ class MetalWorker(WorkerBase):
             logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
 
     def _fingerprint(self) -> Fingerprint:
-        """Of the weights that are loaded, and of all else that K/V in the pool depend on."""
+        """Names the weights that are loaded, and all else that K/V in the pool depend on."""
         assert self._weights is not None
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         return Fingerprint.of(self.vllm_config, self._kv_cache_config, self._weights, pool)

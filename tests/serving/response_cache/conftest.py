@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores of both kinds, and a real Redis server."""
 
-import asyncio
 import socket
-import time
 
 import pytest
 from redis_server import NO_REDIS, REDIS, redis_server
 
 from vllm_metal.serving.response_cache.redis_store import RedisStore
 from vllm_metal.serving.response_cache.sqlite_store import SqliteStore
-
-EMPTY = 5 * 4096
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +32,3 @@ def make(request, tmp_path):
 
     redis.from_url(url).flushall()
     return lambda *given: RedisStore(url, *given)
-
-
-def key(number):
-    return f"{number:064x}"
-
-
-def play(make, scenario, max_bytes=10**6, ttl_s=1000.0, clock=time.time):
-    async def run():
-        store = make(max_bytes, ttl_s, clock)
-        try:
-            return await scenario(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(run())

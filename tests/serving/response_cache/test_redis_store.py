@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from redis_server import NO_REDIS, REDIS, redis_server
-from serving.response_cache.conftest import key, play
+from response_stores import key, play
 
 from vllm_metal.serving.response_cache.redis_store import RedisStore
 from vllm_metal.serving.response_cache.store import StoreError

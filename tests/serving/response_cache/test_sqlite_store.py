@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from serving.response_cache.conftest import EMPTY, key, play
+from response_stores import EMPTY, key, play
 
 from vllm_metal.serving.response_cache.sqlite_store import FILE, SqliteStore
 from vllm_metal.serving.response_cache.store import StoreError

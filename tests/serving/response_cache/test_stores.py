@@ -4,7 +4,7 @@
 import asyncio
 import random
 
-from serving.response_cache.conftest import EMPTY, key, play
+from response_stores import EMPTY, key, play
 
 
 def test_what_is_kept_is_there_also_for_another_server(make):
