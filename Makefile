@@ -80,8 +80,7 @@ DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/t
 	tests/platform tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
 	tests/vllm_patches/test_logs.py tests/vllm_patches/test_processes.py \
 	tests/vllm_patches/test_releases.py tests/kv_transfer/peer/test_wire.py \
-	tests/metal_interpreter/test_checker.py tests/metal_interpreter/test_coverage.py \
-	tests/metal_interpreter/test_coverage_of_kernels.py
+	tests/metal_interpreter/test_checker.py tests/metal_interpreter/test_coverage.py
 
 .PHONY: test-small test-darwin
 

@@ -40,7 +40,7 @@ def pytest_collection_finish() -> None:
     """Has the collector pass over what stays for as long as the process does.
 
     Each engine that ends in a test's process collects some seven times, and thaws what is frozen:
-    passes over a million objects of torch, vLLM and pytest took two fifths of an engine's test.
+    passes over a million objects of torch, vLLM and pytest took nine tenths of an engine's test.
     """
     gc.collect()
     gc.freeze()

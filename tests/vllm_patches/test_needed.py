@@ -91,11 +91,13 @@ def assert_needed(change, finding):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", needing(releases.TESTED_VLLM))
 def test_the_tested_vllm_needs(change, found):
     assert_needed(change, found[change])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", needing(releases.TESTED_VLLM, on_mac=True))
 def test_on_macos_the_tested_vllm_needs(change, found_on_mac):
     assert_needed(change, found_on_mac[change])
@@ -166,6 +168,7 @@ def found_with_changes(folder):
     return without_changes(folder, ["--applied", *MADE_AT_ONCE])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", MADE_AT_ONCE)
 def test_what_a_change_is_for_does_not_happen_where_it_is_made(change, found_with_changes):
     """The change does its work, and its probe can say no."""
