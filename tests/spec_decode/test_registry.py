@@ -185,7 +185,7 @@ def drafts_of(config, text=TEXT):
     requests.token_ids_np[requests["a"].req_idx, : len(text)] = text
     requests.num_known_np[requests["a"].req_idx] = len(text)
     speculator = make_speculator(config, requests, None)
-    speculator.begin_request(requests["a"])
+    speculator.enter(requests["a"])
     most = config.speculative_config.num_speculative_tokens
     drafts = speculator.step_drafts({"a": 1 + most}, {"a": [-1] * most})
     return np.array(drafts.token_ids)[0, : drafts.counts_np[0]].tolist()

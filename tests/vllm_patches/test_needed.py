@@ -27,6 +27,7 @@ QUESTIONS = {
     "processes.in_users_process",
     "processes.is_engine_process",
     "server_end.TurnAway",
+    "shutdown.remembering_the_stop",
 }
 
 

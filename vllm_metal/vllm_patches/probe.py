@@ -186,7 +186,7 @@ def _set_by(owner: type) -> set[str]:
         instruction.argval
         for function in vars(owner).values()
         if isinstance(function, FunctionType)
-        for instruction in dis.get_instructions(function)
+        for instruction in dis.get_instructions(inspect.unwrap(function))  # not ours
         if instruction.opname == "STORE_ATTR"
     }
 
