@@ -2,12 +2,12 @@
 """A step's device time goes to prompts and answers by rows, and adds up to all of it."""
 
 import pytest
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_metal.metrics.figures import StepFigures
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.metrics.step_rows import StepRows
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import StepResult
 
 NOTHING = StepResult(req_ids=[], req_id_to_index={})
@@ -15,7 +15,7 @@ TOKENS = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[
 LOST = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[]], pool_lost=True)
 
 
-class Output(AsyncOutput):
+class Output(AsyncModelRunnerOutput):
     def __init__(self, result):
         self.result = result
 

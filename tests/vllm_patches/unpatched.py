@@ -103,16 +103,6 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@probe("async_output.AsyncOutput")
-def connector_output(folder):
-    """One release lacks get_kv_connector_output, another demands it."""
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    name = "get_kv_connector_output"
-    there = hasattr(AsyncModelRunnerOutput, name)
-    return not there or name in AsyncModelRunnerOutput.__abstractmethods__, there
-
-
 @probe("cache_salts.send_salts")
 def salts(folder):
     """A request's cache_salt is in nothing that the scheduler sends to the worker."""

@@ -9,13 +9,12 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
 
 from metal_kernels.layout import Behind
 from vllm_metal.batch.input_batch import InputBatch
 from vllm_metal.batch.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 
@@ -45,7 +44,7 @@ class Unread:
         )
 
 
-class StepOutput(AsyncOutput):
+class StepOutput(AsyncModelRunnerOutput):
     """The results of one step, still on the device; vLLM asks for them a step later."""
 
     def __init__(

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import mlx_device
 from vllm_metal.metrics.figures import StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_rows import StepRows
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import StepResult
 
 
@@ -33,18 +32,20 @@ class StepMeter:
         self._num_failures = num_failures
         self._rows = StepRows()  # of steps whose device time is not known yet
 
-    def measured(self, output: AsyncOutput, step: StepTimes, rows: StepRows) -> AsyncOutput:
+    def measured(
+        self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
+    ) -> AsyncModelRunnerOutput:
         """The results of a step that was handed over, which will bring its figures."""
         return _MeasuredOutput(self, output, step, rows)
 
-    def figures(self, step: StepTimes, rows: StepRows, result: ModelRunnerOutput) -> StepFigures:
+    def figures(self, step: StepTimes, rows: StepRows, result: StepResult) -> StepFigures:
         """The figures of a step whose results have come just now.
 
         Its device time is divided by rows: a row of a prompt and one of an answer that are computed
         together cost the same.
         """
         self._rows += rows
-        if isinstance(result, StepResult) and result.pool_lost:
+        if result.pool_lost:
             self._clock.drop()
             self._rows = StepRows()
         prefill_seconds = decode_seconds = None
@@ -64,11 +65,11 @@ class StepMeter:
         )
 
 
-class _MeasuredOutput(AsyncOutput):
+class _MeasuredOutput(AsyncModelRunnerOutput):
     """Results that the device may still be computing."""
 
     def __init__(
-        self, meter: StepMeter, output: AsyncOutput, step: StepTimes, rows: StepRows
+        self, meter: StepMeter, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
     ) -> None:
         self._meter, self._output, self._step, self._rows = meter, output, step, rows
 
@@ -77,6 +78,3 @@ class _MeasuredOutput(AsyncOutput):
         assert isinstance(result, StepResult)
         result.figures = asdict(self._meter.figures(self._step, self._rows, result))
         return result
-
-    def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        return self._output.get_kv_connector_output()

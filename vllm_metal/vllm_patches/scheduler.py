@@ -221,10 +221,7 @@ def _with_blocks_to_clear(blocks_to_zero: Callable[..., Any]) -> Callable[..., A
 
 def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
     """Has the scheduler end requests as if their grammars had not compiled."""
-    ended = scheduler.grammar_compile_error_reqs
-    # A set in 0.32; since 0.33 a dict of request id to error. None gives the output of 0.32. With
-    # an error a server would not pass our stop reason on to the client, nor count the request.
-    ended.update(req_ids if isinstance(ended, set) else dict.fromkeys(req_ids))
+    scheduler.grammar_compile_error_reqs.update(req_ids)
 
 
 def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:

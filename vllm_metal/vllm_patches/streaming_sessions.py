@@ -152,9 +152,7 @@ def keeping_sessions(
     ) -> dict[int, EngineCoreOutputs]:
         reasons, self.sessions_to_end = getattr(self, "sessions_to_end", None), {}
         if reasons:
-            ended = self.grammar_compile_error_reqs
-            # A set in 0.32; since 0.33 a dict, where None gives the output of 0.32.
-            ended.update(reasons if isinstance(ended, set) else dict.fromkeys(reasons))
+            self.grammar_compile_error_reqs.update(reasons)
         outputs = update(self, scheduler_output, result)
         if reasons:
             for output in (each for of in outputs.values() for each in of.outputs):

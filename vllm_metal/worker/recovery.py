@@ -14,7 +14,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from vllm_metal.device import errors, mlx_device
 from vllm_metal.models.compiled import Graphs
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.results import LateOutput, PoolLoss, RequestsRefused, Step, no_result
 from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
@@ -148,7 +147,7 @@ class RecoveringRunner:
             return LateOutput(step, partial(self._no_result, step))
         return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=step.transfers)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         """Samples from the forward pass just built, and hands the step to the device."""
         step, output = self._building, None
         assert step is not None

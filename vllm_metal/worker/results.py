@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
 from vllm_metal.vllm_patches.step_result import StepResult
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
     )
 
 
-class LateOutput(AsyncOutput):
+class LateOutput(AsyncModelRunnerOutput):
     """A step's results, which are found out when vLLM asks for them."""
 
     def __init__(self, step: Step, result: Callable[[], ModelRunnerOutput]) -> None:
@@ -83,6 +84,3 @@ class LateOutput(AsyncOutput):
         result = self._result()
         result.kv_connector_output = self._transfers
         return result
-
-    def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        return self._transfers
