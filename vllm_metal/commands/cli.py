@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from vllm_metal.commands.cache import units as cache_units
-from vllm_metal.commands.fit import units
+from vllm_metal.commands import units
 
 
 def main(argv: Sequence[str] | None = None) -> int:

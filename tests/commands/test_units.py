@@ -5,7 +5,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from vllm_metal.commands.fit import units
+from vllm_metal.commands import units
 
 
 @pytest.mark.parametrize("text", ["24GB", "24 GB", "24gb", "24G", "24GiB", " 24 GiB "])
