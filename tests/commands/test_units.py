@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as people write them."""
+"""Sizes, ages and fingerprints as people write them."""
 
 from argparse import ArgumentTypeError
 
@@ -50,3 +50,23 @@ def test_plain_numbers_of_tokens():
 def test_what_is_no_size_is_named(parse, text):
     with pytest.raises(ArgumentTypeError, match=repr(text)):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30d", 2_592_000), ("12h", 43_200), ("45m", 2700), ("1.5w", 907_200)]
+)
+def test_ages(text, seconds):
+    assert units.age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "30 days", "30x"])
+def test_what_is_no_age(text):
+    with pytest.raises(ArgumentTypeError, match="30d"):
+        units.age(text)
+
+
+def test_fingerprints():
+    assert units.fingerprint("0af3") == "0af3"
+    for text in ("", "xyz", "../aa", "AA"):
+        with pytest.raises(ArgumentTypeError, match="cache ls"):
+            units.fingerprint(text)

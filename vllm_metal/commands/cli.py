@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from vllm_metal.commands.cache import units as cache_units
 from vllm_metal.commands import units
 
 
@@ -232,14 +231,14 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     removal.add_argument(
         "--fingerprint",
         metavar="HEX",
-        type=cache_units.fingerprint,
+        type=units.fingerprint,
         help="of this one, or that begin so",
     )
     removal.add_argument("--namespace", metavar="NAME", help="of this one")
     removal.add_argument(
         "--older-than",
         metavar="AGE",
-        type=cache_units.age,
+        type=units.age,
         help="not used for so long, such as 30d",
     )
     removal.add_argument("--yes", action="store_true", help="do not ask")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads sizes as people write them: 24GB of memory, 32k tokens."""
+"""Reads values of options as people write them: 24GB of memory, 32k tokens, 30d of age."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm_metal.settings import sizes
 
 _MEMORY = {"MB": 2**20, "GB": 2**30, "TB": 2**40}  # Macs are sold by these
 _TOKENS = {"": 1, "K": 2**10, "M": 2**20}  # as in "128k context"
+_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def memory(text: str) -> int:
@@ -53,6 +54,29 @@ def share(text: str) -> float:
         if 0 < (value := float(text)) <= 1:
             return value
     raise ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1, such as 0.92")
+
+
+def age(text: str) -> float:
+    """Seconds of ``30d``, ``12h``, ``45m`` or ``2w``.
+
+    Raises:
+        ArgumentTypeError: it is no age.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mhdw])", text.strip())
+    if found is None:
+        raise ArgumentTypeError(f"{text!r} is not understood; write for example 30d, 12h or 45m")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def fingerprint(text: str) -> str:
+    """A fingerprint, or how it begins.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not re.fullmatch(r"[0-9a-f]+", text):
+        raise ArgumentTypeError(f"{text!r} is no fingerprint; `vllm-metal cache ls` shows them")
+    return text
 
 
 def _parse(text: str, units: Mapping[str, int], example: str) -> int:
