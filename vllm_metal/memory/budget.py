@@ -209,7 +209,7 @@ def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: 
 
 
 def for_drafts(states: StepStates, settings: Settings, nbytes: int) -> int:
-    """Of `nbytes` for the pool and the states of steps, what is set aside for those of drafts.
+    """The part of `nbytes`, for pool and states of steps, that is set aside for drafts' states.
 
     At least those of one request, whatever there is.
     """
@@ -246,7 +246,7 @@ def enough_for(states: StepStates, settings: Settings, pool: int) -> int:
 
 
 def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tuple[int, int]:
-    """Of `nbytes` the largest pool that leaves room for the states of its requests' steps.
+    """The largest pool in `nbytes` that leaves room for the states of its requests' steps.
 
     Returns:
         Its size, no more than the most that is made, and not positive where there is no room for
