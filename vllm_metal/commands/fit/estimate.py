@@ -97,7 +97,7 @@ class Estimate:
 
     @property
     def num_blocks(self) -> int:
-        """Of the pool."""
+        """Blocks of the pool."""
         return max(self.pool // self.needs.block_bytes, 0)
 
     @property
@@ -113,7 +113,7 @@ class Estimate:
         return self.num_blocks * length // self.needs.blocks(length)
 
     def of_length(self, tokens: int) -> Estimate:
-        """The same for requests of so many tokens, asked for by name."""
+        """An estimate for requests of so many tokens, asked for by name."""
         return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
 
     def request(self, count: int = 1) -> Request:
