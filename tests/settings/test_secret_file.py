@@ -55,3 +55,20 @@ def test_one_secret_is_made_however_many_ask_for_it(tmp_path):
     assert secret_file.read_or_make(write(tmp_path / "mine", KEY), "the setting") == KEY
     with pytest.raises(ValueError, match="a secret needs 16"):
         secret_file.read_or_make(write(tmp_path / "short", b"short"), "the setting")
+
+
+def test_a_private_file_is_whole_or_as_before(tmp_path, monkeypatch):
+    path = write(tmp_path / "file", b"before", 0o644)
+    secret_file.write_private(path, "not taken", replace=False)
+    assert path.read_text() == "before"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(secret_file.os, "fsync", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        secret_file.write_private(path, "after")
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
+    monkeypatch.undo()
+    secret_file.write_private(path, "after")
+    assert path.read_text() == "after" and path.stat().st_mode & 0o777 == 0o600

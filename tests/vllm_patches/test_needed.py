@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from darwin.run import run as run_on_mac
-from upstream import archive
 from vllm_patches import unpatched
 from vllm_patches.unpatched import PROBES
 
@@ -28,6 +27,7 @@ QUESTIONS = {
     "processes.in_users_process",
     "processes.is_engine_process",
     "server_end.TurnAway",
+    "shutdown.remembering_the_stop",
 }
 
 
@@ -92,25 +92,16 @@ def assert_needed(change, finding):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", needing(releases.TESTED_VLLM))
 def test_the_tested_vllm_needs(change, found):
     assert_needed(change, found[change])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", needing(releases.TESTED_VLLM, on_mac=True))
 def test_on_macos_the_tested_vllm_needs(change, found_on_mac):
     assert_needed(change, found_on_mac[change])
-
-
-@pytest.mark.slow  # 45 MB to fetch
-@pytest.mark.parametrize("release", releases.READ_VLLM)
-def test_a_release_that_was_read_needs_them(release, folder):
-    try:
-        tree = archive.sources(release)
-    except archive.UnavailableError as error:
-        pytest.skip(str(error))
-    for change, finding in without_changes(folder, needing(release), str(tree)).items():
-        assert_needed(change, finding)
 
 
 def public(module):
@@ -135,11 +126,11 @@ def test_no_probe_is_for_releases_that_are_gone():
     for change, probe in PROBES.items():
         module = importlib.import_module(f"vllm_metal.vllm_patches.{change.partition('.')[0]}")
         assert set(probe.releases) <= set(module.RELEASES), change
-        assert set(probe.releases) & set(releases.KNOWN_VLLM), f"delete {change}"
+        assert releases.TESTED_VLLM in probe.releases, f"delete {change}"
 
 
 def test_without_changes_means_without_all_of_them():
-    shims = {"async_output", "kv_cache_planning", "partial_imports"}  # they choose what to import
+    shims = {"partial_imports"}  # it chooses what to import
     modules = {change.partition(".")[0] for change in PROBES}
     assert set(unpatched.CHANGING) == modules - shims
 
@@ -178,6 +169,7 @@ def found_with_changes(folder):
     return without_changes(folder, ["--applied", *MADE_AT_ONCE])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", MADE_AT_ONCE)
 def test_what_a_change_is_for_does_not_happen_where_it_is_made(change, found_with_changes):
     """The change does its work, and its probe can say no."""

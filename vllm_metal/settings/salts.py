@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests' K/V are kept on disk, and in which folder: told by their `cache_salt`.
+"""Decides whose K/V are kept on disk, and in which folder, by a request's `cache_salt`.
 
 vLLM mixes a request's salt into the hash of its first block, so requests of different salts never
 share blocks. A salt that a client chose is secret only as long as the client keeps it, and may be

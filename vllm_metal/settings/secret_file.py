@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets that users keep in files."""
+"""Reads secrets that users keep in files, and writes files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(path: Path, setting: str) -> bytes:
 
 
 def read_or_make(path: Path, setting: str) -> bytes:
-    """The same; where there is no file, one is made, with 256 random bits, for its owner alone.
+    """The secret in a file, as `read`; where there is none, one is made, of 256 random bits.
 
     Raises:
         ValueError: as `read`.
@@ -54,14 +54,32 @@ def read_or_make(path: Path, setting: str) -> bytes:
     """
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-        try:
-            with open(handle, "w") as file:
-                file.write(f"{secrets.token_hex(32)}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):  # of another process that makes it at the same time
-                os.link(name, path)
-        finally:
-            os.unlink(name)
+        # Another process may make it at the same time.
+        write_private(path, f"{secrets.token_hex(32)}\n", replace=False)
     return read(path, setting)
+
+
+def write_private(path: Path, text: str, replace: bool = True) -> None:
+    """Writes a file for its owner alone. Whoever reads it finds all of it, or none.
+
+    Args:
+        path: of the file.
+        text: its content.
+        replace: whether a file that is there makes room; else it stays, and nothing is written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            os.replace(name, path)
+        else:
+            with suppress(FileExistsError):
+                os.link(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults and choices of vLLM's engine arguments."""
+"""Sets defaults and choices of vLLM's engine arguments; their values are platform's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:

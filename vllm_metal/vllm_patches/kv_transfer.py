@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default of a setting of `--kv-transfer-config`."""
+"""Sets the default of kv_load_failure_policy in `--kv-transfer-config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.dataclasses import rebuild_dataclass
 
 #: The vLLM releases that this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 _SETTING = "kv_load_failure_policy"
 
 

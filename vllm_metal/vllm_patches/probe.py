@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the installed vLLM has every name in the table `touched`, as the table states it.
+"""Checks that the installed vLLM has every name in touched.json, as the file states it.
 
-`python -m vllm_metal.vllm_patches.probe` prints the names that are missing or changed, and exits
-with 1 if there are any.
+scripts/touched.py writes the file, from our sources and the tested vLLM. `python -m
+vllm_metal.vllm_patches.probe` prints the names that are missing or changed, and exits with 1 if
+there are any.
 """
 
 from __future__ import annotations
@@ -12,16 +13,36 @@ import dis
 import functools
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, get_args
 
 from vllm_metal.vllm_patches import releases
-from vllm_metal.vllm_patches.touched import GPU_WORKER, TOUCHED, Touched
 
-_MISSING: Any = object()
+FILE = Path(__file__).with_name("touched.json")
+#: vLLM's worker for GPUs, which has the methods that vLLM calls beyond those of the base class.
+#: vLLM does not load it for this platform, and importing it takes seconds.
+GPU_WORKER = "vllm.v1.worker.gpu_worker"
+MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Touched:
+    """One name of vLLM's that our sources import, extend, replace, call or read.
+
+    Parameters are names in order, without `self`; a lone `*` stands before keyword-only ones.
+    """
+
+    name: str  # "module:", "module:name" or "module:name.attribute"
+    by: tuple[str, ...]  # our files that use it, below vllm_metal/
+    #: Arguments of our calls: names of parameters by position, `name=` by keyword; `...` for more
+    #: that the sources do not show.
+    called: tuple[str, ...] = ()
+    takes: str | None = None  # parameters, if a function of ours stands in its place
 
 
 @dataclass(frozen=True)
@@ -36,21 +57,29 @@ class Finding:
         return f"{self.name} {self.problem} (used by {self.by})"
 
 
-def probe(touched: Iterable[Touched] = TOUCHED, quick: bool = False) -> list[Finding]:
-    """Imports every name of the table and checks its signature and fields; empty if all agree.
+def table() -> Iterator[Touched]:
+    """Reads touched.json: a class comes before its attributes."""
+    for name, entry in json.loads(FILE.read_text()).items():
+        lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+        yield Touched(**{"name": name} | entry | lists)
+
+
+def probe(touched: Iterable[Touched] | None = None, quick: bool = False) -> list[Finding]:
+    """Imports every name of the table and checks its signature; empty if all agree.
 
     Args:
-        touched: the table. Only entries of the installed release are checked; for a release that
-            is not in KNOWN_VLLM, those of the newest one there.
+        touched: names with their classes before them; None: the table.
         quick: whether to leave out vLLM's own worker, which takes seconds to import.
     """
-    release = _release()
-    return [
-        finding
-        for entry in touched
-        if release in entry.releases and not (quick and entry.name.startswith(f"{GPU_WORKER}:"))
-        for finding in _check(entry)
-    ]
+    findings: dict[str, Finding] = {}
+    for entry in table() if touched is None else touched:
+        owner = entry.name.rpartition(".")[0] if "." in entry.name.partition(":")[2] else ""
+        slow = quick and entry.name.startswith(f"{GPU_WORKER}:")
+        if slow or owner in findings:
+            continue
+        if (problem := _problem(entry)) is not None:
+            findings[entry.name] = Finding(entry.name, problem, " ".join(entry.by))
+    return list(findings.values())
 
 
 @functools.cache
@@ -78,50 +107,77 @@ def warn_if_untested() -> None:
     )
 
 
-def _release() -> str:
-    found = releases.installed_vllm() or ""
-    known = (name for name in releases.KNOWN_VLLM if f"{found}.".startswith(f"{name}."))
-    return next(known, releases.KNOWN_VLLM[-1])
+def look_up(name: str) -> Any:
+    """What "module:name.attribute" names: a module, an object, or a method's `inspect.Signature`.
+
+    Returns:
+        None for an attribute that is only declared, or set by methods; MISSING if there is none.
+
+    Raises:
+        Exception: whatever the module raises as it is imported.
+    """
+    module, _, path = name.partition(":")
+    owner = importlib.import_module(module)
+    first, _, attribute = path.partition(".")
+    found = getattr(owner, first, MISSING) if first else owner
+    if not attribute or found is MISSING:
+        return found
+    return _member(found, attribute)
 
 
-def _check(entry: Touched) -> Iterator[Finding]:
-    module, _, name = entry.name.partition(":")
+def parameters(found: Any) -> str | None:
+    """A callable's parameters as a Touched has them; None: it cannot be called."""
+    signature = _signature(found)
+    if signature is None:
+        return None
+    taken, kind = [], inspect.Parameter
+    for parameter in signature.parameters.values():
+        if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
+            taken.append("*")
+        stars = {int(kind.VAR_POSITIONAL): "*", int(kind.VAR_KEYWORD): "**"}
+        taken.append(stars.get(int(parameter.kind), "") + parameter.name)
+    return " ".join(taken)
+
+
+def _problem(entry: Touched) -> str | None:
+    """What is wrong with a name; None: nothing."""
     try:
-        found: Any = importlib.import_module(module)
+        found = look_up(entry.name)
     except Exception as error:  # whatever a module raises, its names cannot be used
-        yield Finding(entry.name, f"cannot be imported: {error}", entry.by)
-        return
-    if name:
-        found = getattr(found, name, _MISSING)
-    if found is _MISSING:
-        yield Finding(entry.name, "is not there", entry.by)
-        return
-    if entry.called is not None and (problem := _not_called_so(found, entry.called)):
-        yield Finding(entry.name, problem, entry.by)
-    if entry.replaced is not None and (problem := _takes_else(found, entry.replaced)):
-        yield Finding(entry.name, problem, entry.by)
-    for field in entry.fields.split():
-        if not _has(found, field):
-            yield Finding(f"{entry.name}.{field}", "is not there", entry.by)
-    for expected, check in ((entry.calls, _not_called_so), (entry.methods, _takes_else)):
-        for method, needs in expected.items():
-            problem = _of_method(found, method, needs, check)
-            if problem:
-                yield Finding(f"{entry.name}.{method}", problem, entry.by)
+        return f"cannot be imported: {error}"
+    if found is MISSING:
+        return "is not there"
+    for arguments in entry.called:
+        if problem := _not_called_so(found, arguments):
+            return problem
+    if entry.takes is not None and (taken := parameters(found)) != entry.takes:
+        if taken is None:
+            return "cannot be called any more"
+        expected = ", ".join(entry.takes.split())
+        return f"takes ({', '.join(taken.split())}) and not ({expected}) any more"
+    return None
 
 
-def _has(owner: Any, name: str) -> bool:
-    """Whether a class's objects, a module, a mapping or a Literal's values include `name`."""
+def _member(owner: Any, name: str) -> Any:
+    """An attribute of a class's objects, a module's, a mapping's key or a Literal's value."""
     if isinstance(owner, Mapping):
-        return name in owner
+        return None if name in owner else MISSING
     if isinstance(owner, ModuleType):
-        return hasattr(owner, name)
-    if name in get_args(owner) or inspect.getattr_static(owner, name, _MISSING) is not _MISSING:
-        return True
+        return getattr(owner, name, MISSING)
+    if name in get_args(owner):
+        return None
+    found = inspect.getattr_static(owner, name, MISSING)
+    if isinstance(found, staticmethod):
+        return found.__func__
+    if isinstance(found, FunctionType) and isinstance(owner, type):
+        signature = inspect.signature(found)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+    if found is not MISSING:
+        return getattr(owner, name, None)
     bases = owner.__mro__ if isinstance(owner, type) else ()
-    return any(
-        name in vars(base).get("__annotations__", ()) or name in _set_by(base) for base in bases
-    )
+    declared = (vars(base).get("__annotations__", ()) for base in bases)
+    there = any(name in names for names in declared) or any(name in _set_by(b) for b in bases)
+    return None if there else MISSING
 
 
 def _set_by(owner: type) -> set[str]:
@@ -130,26 +186,9 @@ def _set_by(owner: type) -> set[str]:
         instruction.argval
         for function in vars(owner).values()
         if isinstance(function, FunctionType)
-        for instruction in dis.get_instructions(function)
+        for instruction in dis.get_instructions(inspect.unwrap(function))  # not ours
         if instruction.opname == "STORE_ATTR"
     }
-
-
-def _of_method(owner: Any, name: str, needs: str, check: Any) -> str | None:
-    """What the check finds wrong with a method, called on an object; None: nothing."""
-    found = inspect.getattr_static(owner, name, _MISSING)
-    if found is _MISSING:
-        return "is not there"
-    if isinstance(found, staticmethod):
-        return check(found.__func__, needs)
-    if isinstance(found, classmethod) or not isinstance(owner, type):
-        return check(getattr(owner, name), needs)
-    return check(_without_self(found), needs)
-
-
-def _without_self(function: Any) -> inspect.Signature:
-    signature = inspect.signature(function)
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def _signature(found: Any) -> inspect.Signature | None:
@@ -166,34 +205,18 @@ def _not_called_so(found: Any, arguments: str) -> str | None:
     signature = _signature(found)
     if signature is None:
         return "cannot be called any more"
-    given = arguments.split()
+    given = [name for name in arguments.split() if name != "..."]
     by_place = [name for name in given if not name.endswith("=")]
     by_name = {name[:-1]: None for name in given if name.endswith("=")}
     try:
-        signature.bind(*by_place, **by_name)
+        bind = signature.bind_partial if "..." in arguments else signature.bind
+        bind(*by_place, **by_name)
     except TypeError as error:
         return f"is not called so any more, with ({', '.join(given)}): {error}"
     taken = [*signature.parameters][: len(by_place)]
-    if taken != by_place and "args" not in taken:
+    if taken != by_place:
         return f"takes {taken} in the place of {by_place}"
     return None
-
-
-def _takes_else(found: Any, parameters: str) -> str | None:
-    """How a callable's parameters differ from those of our replacement; None: they do not."""
-    signature = _signature(found)
-    if signature is None:
-        return "cannot be called any more"
-    taken, kind = [], inspect.Parameter
-    for parameter in signature.parameters.values():
-        if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
-            taken.append("*")
-        stars = "*" * (parameter.kind is kind.VAR_POSITIONAL)
-        stars = stars or "**" * (parameter.kind is kind.VAR_KEYWORD)
-        taken.append(stars + parameter.name)
-    if taken == parameters.split():
-        return None
-    return f"takes ({', '.join(taken)}) and not ({', '.join(parameters.split())}) any more"
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters that vLLM refuses beside speculation, and this plugin honours."""
+"""Has vLLM take what it refuses beside speculation and this plugin honours: min_p, logit_bias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def allow_min_p_and_logit_bias() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM release that this plugin is tested with; any other is refused unless allowed."""
+"""Names the tested vLLM release; refuses any other, with the reason, unless it is allowed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from vllm_metal.settings import envs
 
 #: The worker contract changes between minor releases, so the tested minor is the whole range.
 TESTED_VLLM = "0.32"
-#: Releases whose source was read and whose changes are handled; refused until they are tested.
-READ_VLLM = ("0.33",)
-#: The releases a module of this package may be true for; each says which in its `RELEASES`.
-KNOWN_VLLM = (TESTED_VLLM, *READ_VLLM)
 
 
 class UntestedVersionError(SystemExit):

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-from vllm_metal.vllm_patches.releases import TESTED_VLLM, installed_vllm
-from vllm_metal.vllm_patches.replacing import replace
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.config import SpeculativeConfig
 
 #: The vLLM releases that need these changes.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def allow_lookup_methods() -> None:
@@ -38,37 +33,3 @@ def schedule_ahead_with_ngram(speculative_config: SpeculativeConfig | None) -> N
     """
     if speculative_config is not None and speculative_config.method == "ngram":
         speculative_config.method = "ngram_gpu"
-
-
-def refuse_missing_methods(methods: Sequence[str]) -> None:
-    """Refuses by name the methods that vLLM no longer has: `medusa`, `mlp_speculator` since 0.33.
-
-    Without this, vLLM's own error would list its methods, some of which this plugin does not serve.
-
-    Args:
-        methods: those that this plugin serves.
-    """
-    from vllm.config.speculative import SpeculativeMethod
-    from vllm.engine.arg_utils import EngineArgs
-
-    missing = set(methods) - set(get_args(SpeculativeMethod))
-
-    def make(create: Callable[..., SpeculativeConfig | None]) -> Callable[..., Any]:
-        def create_speculative_config(
-            self: EngineArgs,
-            target_model_config: ModelConfig,
-            target_parallel_config: ParallelConfig,
-        ) -> SpeculativeConfig | None:
-            method = self.spec_method or (self.speculative_config or {}).get("method")
-            if method in missing:
-                raise ValueError(
-                    f"--speculative-config method {method!r} is not known to vLLM "
-                    f"{installed_vllm()} any more: install vLLM {TESTED_VLLM}, or choose one of "
-                    f"{', '.join(name for name in methods if name not in missing)}"
-                )
-            return create(self, target_model_config, target_parallel_config)
-
-        return create_speculative_config
-
-    if missing:
-        replace(EngineArgs, "create_speculative_config", make)

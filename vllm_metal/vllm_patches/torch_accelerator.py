@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def answer_for_torch_accelerator() -> None:

@@ -12,10 +12,10 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
-from vllm_metal.batch.requests import BlockTables, Requests, remember_salt
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
+from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
 from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
@@ -29,8 +29,10 @@ from vllm_metal.models.dense_check import Told
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown, tokenizers
+from vllm_metal.vllm_patches.cache_salts import send_salts
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
@@ -38,6 +40,7 @@ from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
+from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +91,7 @@ class MetalWorker(WorkerBase):
         self.transfers.weights_loaded()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
-        self._settle_block_size()
+        self._choose_block_size()
         self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
             self.networks.all_layers,
@@ -104,10 +107,10 @@ class MetalWorker(WorkerBase):
             self.current_platform.get_device_name(),
         )
 
-    def _settle_block_size(self) -> None:
+    def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
         cache = self.cache_config
-        state_bytes = settle_block_size(cache, self.networks.all_layers, self._pool_dtype)
+        state_bytes = choose_block_size(cache, self.networks.all_layers, self._pool_dtype)
         if not state_bytes:
             return
         logger.info(
@@ -169,11 +172,13 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        serve_sessions(remember_salt)
+        serve_sessions()
+        send_salts()
         end_chunks_within_blocks()
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
-        hooks, self._clock = self.transfers.open(kv_cache_config, pool), StepClock()
-        self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
+        self.transfers.open(kv_cache_config, pool)
+        self._clock = StepClock()
+        self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks)
         self._wire()
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
@@ -208,10 +213,11 @@ class MetalWorker(WorkerBase):
         )
         mx.eval(executor.pool_arrays())
         requests, proposer, writer = self._requests, None, None
+        pool = DraftPool(kv_caches, group_of, requests.block_tables, graphs)
         if networks.draft is not None and drafts_for_others(self.vllm_config):
-            writer = networks.draft.writer(kv_caches, group_of, requests)
+            writer = networks.draft.writer(pool, requests)
         elif networks.draft is not None:
-            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
+            proposer = networks.draft.proposer(pool)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,
@@ -222,7 +228,16 @@ class MetalWorker(WorkerBase):
         )
         most_drafts = None if self._memory is None else self._memory.most_drafts
         speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
-        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
+        return ModelRunner(
+            executor,
+            requests,
+            SamplingEnd(executor, requests, sampler),
+            max_num_reqs,
+            speculator,
+            writer,
+            hooks=self.transfers.hooks,
+            clock=self._clock,
+        )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -265,6 +280,8 @@ class MetalWorker(WorkerBase):
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
         self._rows = StepRows.of(scheduler_output)
+        if result is None and self.runner.runner.ends_at_once:
+            return self.sample_tokens(None)
         return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
