@@ -139,7 +139,7 @@ def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
     for prompt, tokens in zip(prompts[:2], alone, strict=False):
         found = decode(d, prompt, prefill(p, prompt))
         assert (found.tokens, found.pulled) == (tokens, 0)
-    assert peer_store(p).figures().outbox.sent_bytes == 0
+    assert peer_store(p).figures().sent_bytes == 0
 
 
 @MORE
@@ -222,11 +222,11 @@ def test_leases_end_with_what_they_were_for(pair, prompts, asked, monkeypatch):
     decode(d, prompts[0], prefill(p, prompts[0]))
     deadline = threading.Event()
     for _ in range(200):
-        if peer_store(p).figures().outbox.leased_bytes == 0:
+        if peer_store(p).figures().leased_bytes == 0:
             break
         deadline.wait(0.05)
-    assert peer_store(p).figures().outbox.leased_bytes == 0
-    assert peer_store(p).figures().outbox.bytes > 0
+    assert peer_store(p).figures().leased_bytes == 0
+    assert peer_store(p).figures().outbox_bytes > 0
 
 
 def test_a_load_that_fails_fails_the_request_where_a_user_says_so(pair, prompts, monkeypatch):

@@ -13,7 +13,7 @@ from kv_transfer.small_pool import PAGE_BYTES, SmallPool, keys_of, on_disk, stor
 
 from vllm_metal.kv_transfer import stores as module
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-from vllm_metal.kv_transfer.registry import DROPPED
+from vllm_metal.kv_transfer.page_store import TRANSFERS
 from vllm_metal.kv_transfer.stores import Stores
 
 
@@ -165,7 +165,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(store, pool,
         step(stores)
         assert stores.staged_bytes <= 4 * PAGE_BYTES
     stores.copy_now({7, 8})  # their blocks are about to be others'
-    assert store.take_figures().reduce()[DROPPED] == 2
+    assert store.figures()[TRANSFERS] == {"num_dropped": 2}
     assert {job.job_id for job in stores.finished()} == {7, 8}
     blocked.set()
     while stores.busy:

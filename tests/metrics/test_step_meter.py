@@ -4,7 +4,7 @@
 import pytest
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.metrics.step_rows import StepRows
@@ -37,7 +37,7 @@ class Engine:
         output = self.meter.measured(Output(result), times, StepRows(prefill, decode))
         self.now += 3
         made = output.get_output()
-        return StepFigures(**made.figures)
+        return StepFigures(**made.figures[STEP])
 
 
 @pytest.mark.parametrize(("prefill", "decode", "seconds"), [(9, 0, 4), (0, 9, 0), (3, 1, 3)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -22,12 +22,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_metal.kv_transfer.messages import Discard, PageKeys, TransferNews, Use
-from vllm_metal.kv_transfer.registry import METRICS
 from vllm_metal.kv_transfer.store import Lookup, View
 from vllm_metal.settings import salts
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 #: A request whose loads failed so often computes. Each failure took a bad page out of its store, or
 #: the machine cannot open files now.
@@ -236,12 +232,6 @@ def _page_keys(
 
 class MetalOffloadingSpec(OffloadingSpec):
     """What vLLM's offloading connector makes its scheduler's side from."""
-
-    @classmethod
-    def build_metric_definitions(
-        cls, extra_config: dict[str, Any]
-    ) -> dict[str, OffloadingMetricMetadata]:
-        return dict(METRICS)
 
     def get_manager(self) -> OffloadingManager:
         return PageManager()

@@ -5,19 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
 from vllm_metal.kv_transfer.messages import Discard, TransferHandshake, TransferNews, Use
-from vllm_metal.kv_transfer.registry import BY_NAME, DROPPED
 from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.metrics.metric import metric
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.vllm_patches.step_result import Figures
+
+#: Whose figures TransferStats are, beside those of each store.
+TRANSFERS = "transfers"
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """What became of pages on their way to the stores."""
+
+    #: The metric's name is older than stores other than the disk.
+    num_dropped: int = metric(
+        "total",
+        "vllm:prefix_cache_disk_dropped",
+        "Pages not written, for the disk was slower than prefill.",
+    )
 
 
 @dataclass(frozen=True)
@@ -145,21 +160,17 @@ class PageStore:
         told = {name: store.news() for name, store in self.stores.items()}
         news.stores |= {name: each for name, each in told.items() if each is not None}
 
-    def take_figures(self) -> OffloadingConnectorStats | None:
-        """What vLLM's logger adds to its metrics since the last call; None: nothing."""
-        stats = OffloadingConnectorStats()
-        for name, store in self.stores.items():
-            figures = store.figures()
-            before = self._figures.get(name)
-            if figures is None or figures == before:
-                continue
-            for metric in BY_NAME[name].metrics:
-                metric.add_to(stats, figures, before)
-            self._figures[name] = figures
-        if self._num_dropped:
-            stats.increase_counter(DROPPED, self._num_dropped)
-            self._num_dropped = 0
-        return None if stats.is_empty() else stats
+    def figures(self) -> Figures:
+        """Figures that are others than at the last call, by store and of all."""
+        now = {name: store.figures() for name, store in self.stores.items()}
+        now[TRANSFERS] = TransferStats(self._num_dropped)
+        new = {
+            name: each
+            for name, each in now.items()
+            if each is not None and each != self._figures.get(name)
+        }
+        self._figures |= new
+        return {name: asdict(each) for name, each in new.items()}
 
     def close(self) -> None:
         """Ends the threads; what the writer has not begun is not written."""

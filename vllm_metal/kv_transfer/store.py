@@ -9,19 +9,12 @@ travels with a step, pickled if need be: see `messages.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
     import numpy as np
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
     from vllm_metal.kv_transfer.fingerprint import PoolContent
     from vllm_metal.settings import values
@@ -104,7 +97,7 @@ class Store:
         return None
 
     def figures(self) -> Any | None:
-        """Figures, a dataclass with a field for each of the row's metrics; None: none are new."""
+        """Figures, of the class that the settings name; None: as they were."""
         return None
 
     def close(self) -> None:
@@ -179,36 +172,6 @@ class View:
         """Ends the threads."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A figure in /metrics."""
-
-    name: str
-    field: str  # of what `Store.figures` gives
-    text: str  # for people
-    counts: bool = False  # whether it only grows: a counter, in place of a gauge
-
-    @property
-    def metadata(self) -> OffloadingMetricMetadata:
-        """The metric as vLLM defines it."""
-        kind = OffloadingCounterMetadata if self.counts else OffloadingGaugeMetadata
-        return kind(self.text)
-
-    def add_to(self, stats: OffloadingConnectorStats, now: Any, before: Any | None) -> None:
-        """Adds a gauge as it is, and a counter by what it has grown.
-
-        Args:
-            stats: of the step.
-            now, before: what `Store.figures` gave, and gave before; None: nothing was told yet.
-        """
-        read = attrgetter(self.field)
-        value = read(now)
-        if not self.counts:
-            stats.set_gauge(self.name, value)
-        elif more := value - (0 if before is None else read(before)):
-            stats.increase_counter(self.name, more)
-
-
 class StoreConfig:
     """The settings of a store that the user asked for; `registry.py` lists the subclasses."""
 
@@ -218,7 +181,7 @@ class StoreConfig:
     readers: ClassVar[Mapping[str, values.Reader]]  # of its keys in kv_connector_extra_config
     #: Its keys of --additional-config, and the keys that they stand for.
     short: ClassVar[Mapping[str, str]] = {}
-    metrics: ClassVar[Sequence[Metric]] = ()
+    figures: ClassVar[type]  # what `Store.figures` gives: a dataclass of `metrics.metric` fields
 
     @classmethod
     def is_asked_for(cls, given: Mapping[str, Any]) -> bool:

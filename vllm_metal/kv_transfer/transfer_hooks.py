@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_metal.vllm_patches.step_result import Figures
+
 logger = init_logger(__name__)
 
 #: Most memory of copies on their way out, and of pages on their way in: eight pieces of each.
@@ -201,7 +203,7 @@ class TransferHooks(StepHooks):
 
     def _outcome(self) -> KVConnectorOutput | None:
         """What has ended since the step before."""
-        news, figures = TransferNews(), self.store.take_figures()
+        news = TransferNews()
         loaded = self.loads.finished()
         for store in self.stores.finished():
             self.store.expect_no_more(self._expected.pop(store.job_id))
@@ -214,14 +216,16 @@ class TransferHooks(StepHooks):
                 news.transfer_stats.load.record(load.num_bytes, load.seconds)
         self.store.tell(news)
         news.content, self._untold_content = self._untold_content, None
-        if figures is None and news == TransferNews():
+        if news == TransferNews():
             return None
         return KVConnectorOutput(
             finished_recving={load.req_id for load in loaded},
             failed_recving={load.req_id for load in loaded if load.failed},
-            kv_connector_stats=figures,
             kv_connector_worker_meta=news,
         )
+
+    def figures(self) -> Figures:
+        return self.store.figures()
 
     def close(self) -> None:
         """Ends the threads; there is no pool any more."""

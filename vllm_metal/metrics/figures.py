@@ -12,6 +12,10 @@ _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 _BUSY = "Device time of steps, by what its rows were for: prompts (prefill), answers (decode)."
 
 
+#: Whose figures these are, among all that a step's results bring.
+STEP = "step"
+
+
 @dataclass(frozen=True)
 class StepFigures:
     """One step that was handed to the device, and the engine after it; None: not known."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
@@ -60,16 +60,16 @@ class Shown:
                 names = (*labels, *(each.label or ())[:1])
                 self._by_name[each.name] = _registered(each, names)
 
-    def of(self, *labels: str) -> Callable[[object], None]:
-        """Has all of them begin for the values of `labels`; returns what takes in figures."""
+    def of(self, *labels: str) -> Callable[[Mapping[str, Any]], None]:
+        """Has all begin for the values of `labels`; returns what takes in figures, by field."""
         takers = []
         for name, each in self._fields.items():
             series = self._by_name[each.name].labels(*labels, *(each.label or ())[1:])
             takers.append((name, _taker(each.kind, series)))
 
-        def take(figures: object) -> None:
+        def take(figures: Mapping[str, Any]) -> None:
             for name, taker in takers:
-                if (value := getattr(figures, name)) is not None:
+                if (value := figures[name]) is not None:
                     taker(value)
 
         return take

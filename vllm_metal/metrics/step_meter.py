@@ -9,7 +9,7 @@ from dataclasses import asdict
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import mlx_device
-from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_rows import StepRows
 from vllm_metal.vllm_patches.step_result import StepResult
@@ -76,5 +76,6 @@ class _MeasuredOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         result = self._output.get_output()
         assert isinstance(result, StepResult)
-        result.figures = asdict(self._meter.figures(self._step, self._rows, result))
+        figures = self._meter.figures(self._step, self._rows, result)
+        result.figures = {**result.figures, STEP: asdict(figures)}
         return result

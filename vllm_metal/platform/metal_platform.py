@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
@@ -145,6 +146,7 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        from vllm_metal.kv_transfer.transfers import figures_of
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
@@ -163,7 +165,7 @@ class MetalPlatform(Platform):
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         kv_transfer.recompute_by_default()
-        stat_loggers.add_stat_logger(MetalStatLogger)
+        stat_loggers.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
 

@@ -130,12 +130,13 @@ class ModelRunner:
         """Tells hooks once that a step is with the device, had no rows, or has failed.
 
         Args:
-            step: gets what the scheduler is to hear of transfers.
+            step: gets what the scheduler is to hear of transfers, and figures of them.
             computed: whether the pool holds what the scheduler believes, this step included.
         """
         if not step.ended:
             step.ended = True
             step.transfers = self._hooks.after_step(computed)
+            step.figures = self._hooks.figures()
 
     def twin(self, sampler: Sampler) -> ModelRunner:
         """A runner over the same networks, pool and requests. This one learns nothing of its steps.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the prefix cache on disk, its metrics, and its row of the registry."""
+"""DiskConfig: the settings of the prefix cache on disk, and its row of the registry."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from vllm_metal.kv_transfer.disk.limits import (
     Limits,
     default_max_bytes,
 )
+from vllm_metal.kv_transfer.disk.stats import DiskStats
 from vllm_metal.kv_transfer.disk.store import DiskStore, DiskView
 from vllm_metal.kv_transfer.fingerprint import PoolContent
-from vllm_metal.kv_transfer.store import Metric, StoreConfig
+from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import values
 
 logger = init_logger(__name__)
@@ -46,47 +47,7 @@ class DiskConfig(StoreConfig):
             "prefix_cache_salt_key": "salt_key",
         }
     )
-    metrics = (
-        Metric(
-            "vllm:prefix_cache_disk_bytes",
-            "bytes",
-            "Bytes of all files of the prefix cache on disk.",
-        ),
-        Metric(
-            "vllm:prefix_cache_disk_limit_bytes",
-            "max_bytes",
-            "Most bytes of those files (prefix_cache_bytes).",
-        ),
-        Metric(
-            "vllm:prefix_cache_disk_written_today_bytes",
-            "written_today",
-            "Bytes that all engines wrote there today.",
-        ),
-        Metric(
-            "vllm:prefix_cache_disk_written_bytes",
-            "written_bytes",
-            "Bytes that this engine has written there.",
-            True,
-        ),
-        Metric(
-            "vllm:prefix_cache_disk_read_bytes",
-            "read_bytes",
-            "Bytes that this engine has read from there.",
-            True,
-        ),
-        Metric(
-            "vllm:prefix_cache_disk_corrupt",
-            "num_corrupt",
-            "Files that were not what was written: removed.",
-            True,
-        ),
-        Metric(
-            "vllm:prefix_cache_disk_evicted",
-            "num_evicted",
-            "Files that this engine removed to make room.",
-            True,
-        ),
-    )
+    figures = DiskStats
 
     directory: Path  # absolute
     max_bytes: int  # of all that the folder holds

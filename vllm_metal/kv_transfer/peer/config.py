@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of engines that hand each other pages, their metrics, and their registry's row.
+"""PeerConfig: the settings of engines that hand each other pages, and their row of the registry.
 
 Which settings an engine needs follows from its kv_role: a producer prefills, and others get its
 pages; a consumer asks producers for pages, and decodes; kv_both may do either.
@@ -18,9 +18,9 @@ from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.store import PeerStore
+from vllm_metal.kv_transfer.peer.store import PeerStats, PeerStore
 from vllm_metal.kv_transfer.peer.view import PeerView
-from vllm_metal.kv_transfer.store import Metric, StoreConfig
+from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
 
 logger = init_logger(__name__)
@@ -80,46 +80,7 @@ class PeerConfig(StoreConfig):
             "outbox_bytes": values.size,
         }
     )
-    metrics = (
-        Metric("vllm:kv_outbox_bytes", "outbox.bytes", "Bytes of pages that peers may ask for."),
-        Metric(
-            "vllm:kv_outbox_limit_bytes",
-            "outbox_limit_bytes",
-            "Most bytes of those (outbox_bytes).",
-        ),
-        Metric(
-            "vllm:kv_outbox_leased_bytes",
-            "leased_bytes",
-            "Bytes of those that peers still wait for.",
-        ),
-        Metric(
-            "vllm:kv_outbox_refused",
-            "outbox.num_refused",
-            "Pages that the outbox had no room for.",
-            True,
-        ),
-        Metric(
-            "vllm:kv_outbox_evicted",
-            "outbox.num_evicted",
-            "Pages that left the outbox to make room.",
-            True,
-        ),
-        Metric(
-            "vllm:kv_peer_sent_bytes",
-            "outbox.sent_bytes",
-            "Bytes of pages that peers got from here.",
-            True,
-        ),
-        Metric(
-            "vllm:kv_peer_fetched_bytes", "fetched_bytes", "Bytes of pages got from peers.", True
-        ),
-        Metric(
-            "vllm:kv_peer_failed_fetches", "num_failed", "Fetches that brought too few pages.", True
-        ),
-        Metric(
-            "vllm:kv_peer_corrupt_pages", "num_corrupt", "Peers' pages with wrong checksums.", True
-        ),
-    )
+    figures = PeerStats
 
     listen: Address | None  # where peers ask for pages; None: nobody may
     peers: tuple[Address, ...]  # whom to ask for pages

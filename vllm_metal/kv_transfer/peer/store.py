@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other engines as a store of pages, the worker's side: an outbox for those that ask, and those
-that are asked. `view.py` is the scheduler's side.
+"""PeerStore: the worker's side of peers, who ask for pages of the outbox, and are asked for theirs.
+
+`view.py` is the scheduler's side.
 """
 
 from __future__ import annotations
@@ -15,19 +16,47 @@ from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.handshake import Terms
-from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
+from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.metrics.metric import metric
 
 
 @dataclass(frozen=True)
-class PeerFigures:
+class PeerStats:
     """Figures of this process."""
 
-    outbox: OutboxStats
-    fetched_bytes: int
-    num_failed: int  # fetches that did not bring all pages
-    num_corrupt: int  # pages whose checksum was wrong
+    outbox_bytes: int = metric(
+        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
+    )
+    outbox_limit_bytes: int = metric(
+        "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
+    )
+    leased_bytes: int = metric(
+        "gauge",
+        "vllm:kv_outbox_leased_bytes",
+        "Bytes of those that peers have asked for and not got yet.",
+    )
+    num_refused: int = metric(
+        "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
+    )
+    num_evicted: int = metric(
+        "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
+    )
+    sent_bytes: int = metric(
+        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
+    )
+    fetched_bytes: int = metric(
+        "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
+    )
+    num_failed: int = metric(
+        "total",
+        "vllm:kv_peer_failed_fetches",
+        "Requests to peers that did not bring all pages.",
+    )
+    num_corrupt: int = metric(
+        "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
+    )
 
 
 class Clients:
@@ -172,10 +201,15 @@ class PeerStore(Store):
         new, self._down = down - self._down, down
         return sorted(new) or None
 
-    def figures(self) -> PeerFigures:
-        clients = [peer.stats() for peer in self._clients.peers]
-        return PeerFigures(
-            self.outbox.stats(),
+    def figures(self) -> PeerStats:
+        outbox, clients = self.outbox.stats(), [peer.stats() for peer in self._clients.peers]
+        return PeerStats(
+            outbox_bytes=outbox.bytes,
+            outbox_limit_bytes=outbox.max_bytes,
+            leased_bytes=outbox.leased_bytes,
+            num_refused=outbox.num_refused,
+            num_evicted=outbox.num_evicted,
+            sent_bytes=outbox.sent_bytes,
             fetched_bytes=sum(each.fetched_bytes for each in clients),
             num_failed=sum(each.failed_fetches for each in clients),
             num_corrupt=sum(each.bad_checksums for each in clients),
