@@ -47,7 +47,7 @@ class Fingerprint:
         weights: Mapping[str, str],
         pool: str,
     ) -> Fingerprint:
-        """Of an engine.
+        """Returns the fingerprint of an engine.
 
         Args:
             vllm_config: after the platform's check.
@@ -223,7 +223,7 @@ def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, An
 
 
 def _pool_dtype(cache_dtype: str, model_dtype: str) -> str:
-    """Of the pool's elements by one name: a model's own dtype may be given as "auto", too."""
+    """Returns one name for the dtype of the pool: a model's own may be given as "auto", too."""
     name = formats.canonical(cache_dtype)
     return model_dtype if name == "auto" else name
 

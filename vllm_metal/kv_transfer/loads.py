@@ -126,7 +126,7 @@ class Loads:
         self._staging_bytes = staging_bytes
         self._clock = clock
         self._readers = ThreadPoolExecutor(NUM_READERS, "kv-load")
-        self._jobs: dict[str, _Job] = {}  # by request id, of those that have not ended
+        self._of_requests: dict[str, _Job] = {}  # by request id, of those that have not ended
         self._waiting: deque[tuple[_Job, int, bytes, int]] = deque()  # group, key, block
         self._read: SimpleQueue[tuple[_Piece, bool]] = SimpleQueue()
         self._ready: deque[_Piece] = deque()
@@ -141,17 +141,17 @@ class Loads:
     @property
     def busy(self) -> bool:
         """Whether a job has not ended."""
-        return bool(self._jobs)
+        return bool(self._of_requests)
 
     @property
     def req_ids(self) -> Collection[str]:
         """Requests that wait for pages."""
-        return self._jobs.keys()
+        return self._of_requests.keys()
 
     @property
     def is_quiet(self) -> bool:
         """Whether, besides, no thread reads, and no page waits to be put into the pool."""
-        return not (self._jobs or self._num_reading or self._ready)
+        return not (self._of_requests or self._num_reading or self._ready)
 
     @property
     def num_ready(self) -> int:
@@ -181,7 +181,7 @@ class Loads:
         pages = list(zip(keys.keys, blocks, strict=True))
         shelves = self._store.shelf(keys.namespace)
         job = _Job(job_id, req_id, keys, shelves, self._clock(), len(pages))
-        self._jobs[req_id] = job
+        self._of_requests[req_id] = job
         if not pages:
             self._end(job)
         for key, block in pages:
@@ -192,7 +192,7 @@ class Loads:
 
         They have not failed: the scheduler has taken the blocks away, or is about to.
         """
-        jobs = self._jobs.values()
+        jobs = self._of_requests.values()
         for job in [job for job in jobs if req_ids is None or job.req_id in req_ids]:
             self._stop(job, failed=False)
 
@@ -203,7 +203,7 @@ class Loads:
             self._end(job)
 
     def _end(self, job: _Job) -> None:
-        del self._jobs[job.req_id]
+        del self._of_requests[job.req_id]
         seconds = self._clock() - job.started
         self._ended.append(FinishedLoad(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
 
@@ -280,7 +280,7 @@ class Loads:
                 if job.pages_left == 0:
                     self._end(job)
             piece.let_go()
-        if not self._jobs and not self._num_reading:
+        if not self._of_requests and not self._num_reading:
             self._staging.clear()
 
     def finished(self) -> list[FinishedLoad]:

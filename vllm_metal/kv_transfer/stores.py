@@ -179,7 +179,7 @@ class Stores:
         return _ends(islice(self._due, self._num_fitting() if self._worthwhile() else 0))
 
     def all_due_ends(self, job_ids: Collection[int] | None = None) -> dict[str, int]:
-        """The same of all due pages, or those of some jobs: call it before `copy_now`."""
+        """What `due_ends` says of all due pages, or some jobs': call it before `copy_now`."""
         due = self._due
         return _ends(page for page in due if job_ids is None or page.job.job_id in job_ids)
 

@@ -442,7 +442,7 @@ def test_a_root_whose_mode_forbids_writing(make_cache, root):
 
 
 def test_an_engine_that_holds_the_lock_for_ever_stops_no_read(make_cache, root, monkeypatch):
-    monkeypatch.setattr("vllm_metal.kv_transfer.disk.ledger._LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("vllm_metal.kv_transfer.disk.ledger.LOCK_TIMEOUT", 0.05)
     folder = blocks(make_cache())
     write(folder, 1)
     ledger = Ledger(root)

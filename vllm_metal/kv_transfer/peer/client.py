@@ -125,7 +125,7 @@ class Peer:
 
     @property
     def engine_id(self) -> str | None:
-        """Of the engine that last answered; None before. `ask(())` makes it known."""
+        """The id of the engine that last answered; None before. `ask(())` makes it known."""
         return self._engine_id
 
     @property

@@ -90,7 +90,7 @@ class Outbox:
             self._changed.notify_all()
 
     def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
-        """Those that are there, in the order of `keys`, once none of them is being made.
+        """Returns the pages that are there, in the order of `keys`, once none is being made.
 
         Args:
             keys: of pages.

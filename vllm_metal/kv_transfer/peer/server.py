@@ -91,6 +91,16 @@ class PageServer:
         self._acceptor = threading.Thread(target=self._accept, name="kv-peer-accept", daemon=True)
         self._acceptor.start()
 
+    @property
+    def num_connections(self) -> int:
+        """Connections that are served."""
+        return len(self._threads)
+
+    @property
+    def num_sessions(self) -> int:
+        """Engines that these connections are of."""
+        return len(self._sessions)
+
     def close(self) -> None:
         """Ends all connections, and waits for their threads."""
         if self._closed.is_set():
