@@ -94,7 +94,6 @@ EXAMPLES = {
     "a metric": Example(
         r"\bfailed_steps\b",
         {
-            "deploy/": "the alarm that it has",
             "vllm_metal/metrics/stat_logger.py": "the line of the log, which has some of them",
         },
     ),
