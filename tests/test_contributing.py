@@ -92,8 +92,10 @@ EXAMPLES = {
         },
     ),
     "a metric": Example(
-        r"\bfailed_steps\b",
+        r"failed_steps",
         {
+            "tests/deploy/test_prometheus.py": "the alarm that it has",
+            "tests/e2e/test_device_errors.py": "a failure, which this one counts",
             "vllm_metal/metrics/stat_logger.py": "the line of the log, which has some of them",
         },
     ),
