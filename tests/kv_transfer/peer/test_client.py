@@ -24,6 +24,7 @@ from vllm_metal.kv_transfer.peer import handshake, limits
 from vllm_metal.kv_transfer.peer import secret as secrets
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.messages import Found
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 
 
@@ -249,6 +250,14 @@ def test_another_secret_gets_nothing(make_server, make_peer, outbox, log, server
     assert peer.engine_id is None and outbox.stats().sent_pages == 0
 
 
+@pytest.mark.parametrize("there", [[], [True] * 3])
+def test_an_answer_for_other_pages_is_none(monkeypatch, make_server, make_peer, log, there):
+    monkeypatch.setattr("vllm_metal.kv_transfer.peer.server.Found", lambda _: Found(there))
+    peer = make_peer(make_server().port)
+    assert peer.ask([b"one", b"two"]) == set() and peer.is_down
+    assert f"it tells of {len(there)} pages in place of 2" in log.warnings()[0]
+
+
 def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server, make_peer, log):
     from vllm_metal.kv_transfer.peer.wire import Link
 
@@ -266,13 +275,13 @@ def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server,
 def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer, log, clock):
     server = make_server()
     ours = handshake.PREAMBLE
-    monkeypatch.setattr(handshake, "PREAMBLE", ours[:8] + struct.pack("<I", 2))
+    monkeypatch.setattr(handshake, "PREAMBLE", ours[:8] + struct.pack("<I", 9))
     peer = make_peer(server.port)
     for _ in range(3):
         assert peer.ask([b"key"]) == set()
         clock.now += 100
     (said,) = log.warnings()
-    assert f"127.0.0.1:{server.port}" in said and "version 2, this engine 1" in said
+    assert f"127.0.0.1:{server.port}" in said and "version 9, this engine 2" in said
     monkeypatch.undo()
     peer.ask(())
     assert peer.engine_id == "prefill-1"
@@ -281,7 +290,7 @@ def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer,
 
 def test_a_proof_of_another_version_is_none(monkeypatch, make_server, make_peer, log):
     server = make_server()
-    monkeypatch.setattr(secrets, "PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(secrets, "PROTOCOL_VERSION", 1)
     right = secrets.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
     monkeypatch.undo()
     assert right != secrets.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")

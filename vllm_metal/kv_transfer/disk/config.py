@@ -63,7 +63,6 @@ class DiskConfig(StoreConfig):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DiskConfig:
-        """See `StoreConfig`."""
         most = given.get("bytes")
         if most is None:  # of a full disk the default is 0, which is no size
             most = max(default_max_bytes(given["path"]), 1)
@@ -71,7 +70,6 @@ class DiskConfig(StoreConfig):
         return DiskConfig(given["path"], most, None if daily == values.UNLIMITED else daily)
 
     def as_json(self) -> dict[str, Any]:
-        """See `StoreConfig`."""
         daily = self.daily_write_bytes
         return {
             "path": str(self.directory),
@@ -80,7 +78,6 @@ class DiskConfig(StoreConfig):
         }
 
     def open(self, engine_id: str) -> DiskStore:
-        """See `StoreConfig`."""
         limits = Limits(self.max_bytes, self.daily_write_bytes)
         store = DiskStore(partial(DiskCache, self.directory, limits))
         logger.info(
@@ -94,7 +91,6 @@ class DiskConfig(StoreConfig):
         return store
 
     def view(self, engine_id: str, content: PoolContent, handshake: None) -> DiskView:
-        """See `StoreConfig`."""
         return DiskView(self.directory, content)
 
 

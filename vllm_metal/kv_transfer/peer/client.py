@@ -39,7 +39,6 @@ from vllm_metal.kv_transfer.peer.messages import (
     Row,
     Waiting,
     decode,
-    flags,
 )
 from vllm_metal.kv_transfer.peer.page import Checksum
 from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
@@ -333,8 +332,9 @@ def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:
     link.send(Ask(keys, wait_ms))
     while isinstance(answer := decode(link.receive(MAX_MESSAGE_BYTES), Found, Waiting), Waiting):
         pass
-    there = flags(answer.bitmap, len(keys))
-    return {key for key, is_there in zip(keys, there, strict=True) if is_there}
+    if len(answer.there) != len(keys):
+        raise ProtocolError(f"it tells of {len(answer.there)} pages in place of {len(keys)}")
+    return {key for key, is_there in zip(keys, answer.there, strict=True) if is_there}
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:

@@ -89,17 +89,14 @@ class PeerConfig(StoreConfig):
 
     @property
     def memory_bytes(self) -> int:
-        """See `StoreConfig`."""
         return self.outbox_bytes
 
     @property
     def is_waited_for(self) -> bool:
-        """See `StoreConfig`."""
         return self.listen is not None
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
-        """See `StoreConfig`."""
         needed, useless = _OF_ROLE[role]
         if needed is not None and instead is not None and not given.get(needed):
             meaning = _MEANINGS[needed]
@@ -120,7 +117,6 @@ class PeerConfig(StoreConfig):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> PeerConfig:
-        """See `StoreConfig`."""
         most = given.get("outbox_bytes")
         if most is None:
             most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
@@ -136,7 +132,6 @@ class PeerConfig(StoreConfig):
         return b"" if self.secret is None else secret_file.read(self.secret, "secret")
 
     def as_json(self) -> dict[str, Any]:
-        """See `StoreConfig`."""
         found: dict[str, Any] = {}
         if self.peers:
             found["peers"] = [str(peer) for peer in self.peers]
@@ -147,7 +142,6 @@ class PeerConfig(StoreConfig):
         return found
 
     def open(self, engine_id: str) -> PeerStore:
-        """See `StoreConfig`."""
         if self.listen is not None:
             most = self.outbox_bytes / 1e9
             logger.info(
@@ -159,7 +153,6 @@ class PeerConfig(StoreConfig):
         return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
-        """See `StoreConfig`."""
         return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
 
 

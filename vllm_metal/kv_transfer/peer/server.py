@@ -33,7 +33,6 @@ from vllm_metal.kv_transfer.peer.messages import (
     Renew,
     Row,
     Waiting,
-    bitmap,
     decode,
 )
 from vllm_metal.kv_transfer.peer.outbox import Outbox
@@ -222,7 +221,7 @@ class PageServer:
         self._outbox.lease(session, there, self._timeouts.lease)
         self._check(terms)
         known = set(there)
-        return Found(bitmap([key in known for key in ask.keys]))
+        return Found([key in known for key in ask.keys])
 
     def _send_pages(self, link: Link, terms: Terms, keys: list[bytes]) -> None:
         """Sends page by page, so that a connection keeps one evicted page in memory at most."""
