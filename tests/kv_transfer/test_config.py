@@ -17,7 +17,7 @@ from vllm_metal.kv_transfer.config import (
     CONNECTOR,
     CONNECTOR_MODULE,
     TransferConfig,
-    settle_kv_transfer,
+    complete_kv_transfer,
 )
 from vllm_metal.kv_transfer.disk import limits
 from vllm_metal.kv_transfer.disk.config import DiskConfig
@@ -67,7 +67,7 @@ def test_without_a_setting_nothing_changes(config):
     before = copy.deepcopy(config.cache_config)
     assert checked(config) is None
     assert config.kv_transfer_config is None and config.cache_config == before
-    settle_kv_transfer(VllmConfig())  # vLLM makes one without a model, too
+    complete_kv_transfer(VllmConfig())  # vLLM makes one without a model, too
 
 
 def test_the_short_way_and_vllm_s_are_the_same(config, made, tmp_path, key):
@@ -104,7 +104,9 @@ def test_the_short_way_and_vllm_s_are_the_same(config, made, tmp_path, key):
 
 
 @pytest.mark.parametrize("way", ["short", "full"])
-def test_the_engine_s_process_settles_again_and_finds_the_same(config, tmp_path, monkeypatch, way):
+def test_the_engine_s_process_completes_it_again_and_finds_the_same(
+    config, tmp_path, monkeypatch, way
+):
     path = tmp_path / "cache"
     if way == "short":
         config.additional_config = {"prefix_cache_dir": str(path)}
@@ -201,8 +203,8 @@ def test_one_block_a_chunk_may_be_written(config, tmp_path):
     for extra in ({"blocks_per_chunk": 1}, {"block_size": 16}, {"offload_prompt_only": True}):
         config.kv_transfer_config = full(tmp_path, **extra)
         assert checked(config).directory == tmp_path
-        settled = config.kv_transfer_config.kv_connector_extra_config
-        assert settled["offload_prompt_only"] == ("offload_prompt_only" in extra)
+        complete = config.kv_transfer_config.kv_connector_extra_config
+        assert complete["offload_prompt_only"] == ("offload_prompt_only" in extra)
 
 
 def test_a_connector_without_a_path_is_named(config):

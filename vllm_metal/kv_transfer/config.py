@@ -72,7 +72,7 @@ class TransferConfig:
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> TransferConfig | None:
-        """Reads a configuration that `settle_kv_transfer` has seen; None: no connector is on."""
+        """Reads a configuration that `complete_kv_transfer` has seen; None: no connector is on."""
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector is None:
             return None
@@ -95,10 +95,10 @@ def _stores(given: Mapping[str, Any]) -> dict[str, StoreConfig]:
     return {kind.name: kind.of(given) for kind in STORES if kind.is_asked_for(given)}
 
 
-def settle_kv_transfer(vllm_config: VllmConfig) -> None:
+def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     """Makes vLLM's configuration whole: the connector, and the hashes that it needs.
 
-    vLLM checks a configuration again in the engine's process; a settled one stays as it is.
+    vLLM checks a configuration again in the engine's process; a complete one stays as it is.
 
     Raises:
         ValueError: the settings contradict each other or cannot be honoured. The message names the
@@ -113,20 +113,20 @@ def settle_kv_transfer(vllm_config: VllmConfig) -> None:
     assert transfer.kv_role is not None  # vLLM asks for it
     _check_cache(vllm_config, given)
     _check_stores(transfer.kv_role, given)
-    settled = {"spec_name": SPEC, "offload_prompt_only": given.get("offload_prompt_only", False)}
+    complete = {"spec_name": SPEC, "offload_prompt_only": given.get("offload_prompt_only", False)}
     if "salt_key" in given:
         secret_file.read(given["salt_key"], salts.SALT_KEY)
-        settled["salt_key"] = str(given["salt_key"])
+        complete["salt_key"] = str(given["salt_key"])
     for config in _stores(given).values():
-        settled |= config.as_json()
-    transfer.kv_connector_extra_config = settled
+        complete |= config.as_json()
+    transfer.kv_connector_extra_config = complete
     vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM
 
 
 def _take_short_way(vllm_config: VllmConfig) -> None:
     """Writes keys of --additional-config as vLLM's way has them.
 
-    Only that is left for the engine's process, which settles again.
+    Only that is left for the engine's process, which does this again.
     """
     from vllm.config import KVTransferConfig
 

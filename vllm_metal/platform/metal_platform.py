@@ -23,7 +23,7 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
+from vllm_metal.kv_transfer.config import complete_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
@@ -201,7 +201,7 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-        settle_kv_transfer(vllm_config)
+        complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
 
     @classmethod

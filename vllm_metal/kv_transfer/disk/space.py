@@ -22,7 +22,7 @@ from vllm_metal.kv_transfer.disk import eviction, layout
 from vllm_metal.kv_transfer.disk.engine_lock import EngineLock
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Balance, Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.scan import Found, FoundBlock, scan
+from vllm_metal.kv_transfer.disk.scan import FoundBlock, RootFiles, scan
 from vllm_metal.kv_transfer.disk.stats import Counters
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class Space:
             return balance
         return self._evicted(balance, found, room, path.relative_to(self._root).parts[0])
 
-    def _evicted(self, balance: Balance, found: Found, room: int, keep: str | None) -> Balance:
+    def _evicted(self, balance: Balance, found: RootFiles, room: int, keep: str | None) -> Balance:
         limit = self._limits.max_bytes
         allowed = min(limit - room, limit * _KEPT_OF_100 // 100)
         left = eviction.evict(self._root, found, allowed, self._gone, keep)
