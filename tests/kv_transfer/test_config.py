@@ -104,7 +104,7 @@ def test_the_short_way_and_vllm_s_are_the_same(config, made, tmp_path, key):
 
 
 @pytest.mark.parametrize("way", ["short", "full"])
-def test_the_engine_s_process_completes_it_again_and_finds_the_same(
+def test_the_engines_process_completes_it_again_and_finds_the_same(
     config, tmp_path, monkeypatch, way
 ):
     path = tmp_path / "cache"
