@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from vllm_metal.batch.requests import Requests
     from vllm_metal.models.parts import ModelParts
-    from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
     from vllm_metal.spec_decode.network import DraftNetwork
     from vllm_metal.spec_decode.proposer import Proposer
     from vllm_metal.spec_decode.speculator import Speculator
@@ -199,16 +198,16 @@ def make_speculator(
         ValueError: no row has the method's name, or --additional-config holds what nobody reads.
     """
     from vllm_metal.settings.additional_config import AdditionalConfig
-    from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, FixedDraftLengths
+    from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
     from vllm_metal.spec_decode.speculator import Speculator
 
     method, speculation = method_of(config), config.speculative_config
     if method is None or speculation is None or drafts_for_others(config):
         return None
     num_drafts = speculation.num_speculative_tokens
-    lengths: DraftLengthPolicy
+    lengths: DraftLengths
     if AdditionalConfig.of(config).fixed_draft_length:
-        lengths = FixedDraftLengths(num_drafts)
+        lengths = DraftLengths(num_drafts)
     else:
         lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
     proposer = network if method.has_network else method.load().from_config(speculation)
