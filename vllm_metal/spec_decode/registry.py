@@ -3,18 +3,13 @@
 
 The platform reads the rows before a model is loaded, so this module imports neither MLX nor vLLM; a
 method's own code is imported when an engine uses it. A new method is its module and a row here.
-
-`python -m vllm_metal.spec_decode.registry` prints the table that docs/speculation.md shows;
-with the page's path as an argument it renews the table there.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.models.eagle_families import EAGLE_FAMILIES
@@ -213,38 +208,3 @@ def make_speculator(
     proposer = network if method.has_network else method.load().from_config(speculation)
     assert proposer is not None  # the worker has loaded the network before
     return Speculator(requests, proposer, lengths, num_drafts, most_drafts)
-
-
-def methods_table() -> str:
-    """The methods as a Markdown table for users."""
-    lines = ["| `method` | drafts come from | needs |", "| --- | --- | --- |"]
-    for method in METHODS:
-        names = ", ".join(f"`{name}`" for name in method.names)
-        note = "" if method.schedules_ahead else " (async scheduling goes off)"
-        lines.append(f"| {names} | {method.drafts_come_from}{note} | {method.needs} |")
-    return "\n".join(lines)
-
-
-#: Lines of a page between which the table stands.
-BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
-
-
-def renew_table(page: str) -> str:
-    """The page with the present table between its two marks.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no lines {BEGIN} and {END}, between which the table goes")
-    return f"{before}{begin}\n{methods_table()}\n{end}{after}"
-
-
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        path = Path(sys.argv[1])
-        path.write_text(renew_table(path.read_text()))
-    else:
-        print(methods_table())
