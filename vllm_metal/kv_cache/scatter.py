@@ -16,7 +16,7 @@ from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Places
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Pending, StepLayout
@@ -28,7 +28,7 @@ class ScatterPlan:
     """A step of one group and kind of layer."""
 
     slot_mapping: mx.array  # [T] int32
-    attention: reference.BucketPlan
+    attention: buckets.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
@@ -61,7 +61,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        attention = reference.plan(
+        attention = buckets.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
             layout.block_tables_np,
