@@ -54,7 +54,7 @@ class DraftModel(DraftNetwork):
         self._num_drafts = speculation.num_speculative_tokens
         self._max_len = speculation.draft_model_config.max_model_len
         loader.check_draft_vocabulary(config)
-        model = loader.load_draft(config)
+        model = loader.load(config, speculation.draft_model_config)
         family = str(speculation.draft_model_config.hf_config.model_type)
         self.layers = [
             replace(layer, name=LAYER_PREFIX + layer.name)
