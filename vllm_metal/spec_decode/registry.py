@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.models.mtp_families import MTP_FAMILIES
 
 if TYPE_CHECKING:
@@ -49,6 +48,12 @@ class Method:
         return getattr(import_module(f"{__package__}.{module}"), name)
 
 
+#: Generations of EAGLE heads, whose layers are Llama's, by architecture, as vLLM names it.
+EAGLE_HEADS = {
+    "EagleLlamaForCausalLM": "eagle",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
 METHODS = (
     Method(
         ("ngram", "ngram_gpu"),
@@ -80,7 +85,7 @@ METHODS = (
         "`model`",
         has_network=True,
         keeps_kv=True,
-        architectures=tuple(EAGLE_FAMILIES),
+        architectures=tuple(EAGLE_HEADS),
         hidden_size_keys=("target_hidden_size", "hidden_size"),
     ),
     Method(
