@@ -8,7 +8,6 @@ the target's own: it stacks experts, splits the projections of MLA, decodes fp8,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -66,7 +65,7 @@ def mtp_weights(
 
 
 def _read_as_a_layer(
-    model: nn.Module, arrays: Mapping[str, mx.array], norms_from_zero: bool
+    model: nn.Module, arrays: dict[str, mx.array], norms_from_zero: bool
 ) -> dict[str, mx.array]:
     """What the family's `sanitize` makes of the arrays, by the same names."""
     sanitize = getattr(model, "sanitize", None)
