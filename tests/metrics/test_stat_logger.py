@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_metal.metrics.figures import STEP, StepFigures
-from vllm_metal.metrics.metric import metric as figure
+from vllm_metal.metrics.metric import Metric
 from vllm_metal.metrics.stat_logger import MetalStatLogger, logger
 from vllm_metal.vllm_patches.step_result import send_figures
 
@@ -22,8 +22,8 @@ CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model
 
 @dataclass(frozen=True)
 class ShelfFigures:
-    num_kept: int = figure("total", "vllm:shelf_kept", "Pages kept.")
-    num_there: int = figure("gauge", "vllm:shelf_there", "Pages there.")
+    num_kept: int = Metric("total", "vllm:shelf_kept", "Pages kept.").field()
+    num_there: int = Metric("gauge", "vllm:shelf_there", "Pages there.").field()
 
 
 @pytest.fixture

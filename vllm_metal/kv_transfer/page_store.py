@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_metal.kv_transfer.messages import Discard, TransferHandshake, TransferNews, Use
 from vllm_metal.kv_transfer.store import Shelf, Store
-from vllm_metal.metrics.metric import metric
+from vllm_metal.metrics.metric import Metric
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.fingerprint import PoolContent
@@ -28,11 +28,11 @@ class TransferStats:
     """What became of pages on their way to the stores."""
 
     #: The metric's name is older than stores other than the disk.
-    num_dropped: int = metric(
+    num_dropped: int = Metric(
         "total",
         "vllm:prefix_cache_disk_dropped",
         "Pages not written, for the disk was slower than prefill.",
-    )
+    ).field()
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric: how a figure is shown in /metrics, written beside the field that holds it."""
+"""Metric: one metric of ours in /metrics; of figures it stands beside the field that it shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Any, Literal
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 #: A value as it is; what is added to a count; a count since the engine started; an observation.
 Kind = Literal["gauge", "counter", "total", "histogram"]
@@ -17,30 +18,41 @@ _KEY = "metric"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of an engine."""
+    """One metric.
+
+    Its registry has one of a name: fields whose metrics differ in `known` alone are series of one.
+    """
 
     kind: Kind
     name: str  # as Prometheus has it, without the `_total` of counters
     help: str
-    label: tuple[str, str] | None = None  # name and value; beside the model's and the engine's
+    labels: tuple[str, ...] = ()  # names; beside those of the model and the engine, of figures
+    #: Values of the only label, whose series are there from the start, for a rate sees nothing of a
+    #: series' first value. Of a figure: the one that it counts in.
+    known: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
 
+    def field(self) -> Any:
+        """A field of a dataclass of figures, shown by this metric. None leaves it as it was."""
+        return dataclass_field(metadata={_KEY: self})
 
-def metric(
-    kind: Kind,
-    name: str,
-    help: str,
-    *,
-    label: tuple[str, str] | None = None,
-    buckets: tuple[float, ...] = (),
-) -> Any:
-    """A field of a dataclass of figures, and the metric that shows it. None leaves it as it was."""
-    return field(metadata={_KEY: Metric(kind, name, help, label, buckets)})
+    def registered(
+        self, labels: Sequence[str] = (), registry: CollectorRegistry = REGISTRY
+    ) -> Gauge | Counter | Histogram:
+        """Makes it in a registry.
 
-
-def metrics_of(figures: type) -> dict[str, Metric]:
-    """The metrics of a dataclass of figures, by field."""
-    return {each.name: each.metadata[_KEY] for each in fields(figures) if _KEY in each.metadata}
+        Args:
+            labels: names that it has before its own.
+            registry: which has none of its name.
+        """
+        names = (*labels, *self.labels)
+        if self.kind == "gauge":
+            return Gauge(
+                self.name, self.help, names, registry=registry, multiprocess_mode="mostrecent"
+            )
+        if self.kind == "histogram":
+            return Histogram(self.name, self.help, names, registry=registry, buckets=self.buckets)
+        return Counter(self.name, self.help, names, registry=registry)
 
 
 class Shown:
@@ -50,22 +62,22 @@ class Shown:
         """Registers them.
 
         Args:
-            figures: a dataclass whose fields are made with `metric`.
+            figures: a dataclass whose fields are made with `Metric.field`.
             labels: names that all of them have.
         """
-        self._fields = metrics_of(figures)
-        self._by_name: dict[str, Any] = {}
-        for each in self._fields.values():
-            if each.name not in self._by_name:
-                names = (*labels, *(each.label or ())[:1])
-                self._by_name[each.name] = _registered(each, names)
+        every = ((each.name, each.metadata.get(_KEY)) for each in fields(figures))
+        self._fields: dict[str, Metric] = {name: metric for name, metric in every if metric}
+        by_name = {metric.name: metric for metric in self._fields.values()}
+        self._by_name: dict[str, Any] = {
+            name: metric.registered(labels) for name, metric in by_name.items()
+        }
 
     def of(self, *labels: str) -> Callable[[Mapping[str, Any]], None]:
         """Has all begin for the values of `labels`; returns what takes in figures, by field."""
         takers = []
-        for name, each in self._fields.items():
-            series = self._by_name[each.name].labels(*labels, *(each.label or ())[1:])
-            takers.append((name, _taker(each.kind, series)))
+        for name, metric in self._fields.items():
+            series = self._by_name[metric.name].labels(*labels, *metric.known)
+            takers.append((name, _taker(metric.kind, series)))
 
         def take(figures: Mapping[str, Any]) -> None:
             for name, taker in takers:
@@ -73,14 +85,6 @@ class Shown:
                     taker(value)
 
         return take
-
-
-def _registered(metric: Metric, labels: Sequence[str]) -> Gauge | Counter | Histogram:
-    if metric.kind == "gauge":
-        return Gauge(metric.name, metric.help, labels, multiprocess_mode="mostrecent")
-    if metric.kind == "histogram":
-        return Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
-    return Counter(metric.name, metric.help, labels)
 
 
 def _taker(kind: Kind, series: Any) -> Callable[[float], None]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_metal.metrics.metric import metric
+from vllm_metal.metrics.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -20,38 +20,38 @@ class DiskStats:
     num_read: int
     num_vanished: int  # files that the index knew and the disk did not have
     num_refused: Mapping[str, int]  # writes, by reason: over_budget, no_room, paused, failed
-    bytes: int = metric(
+    bytes: int = Metric(
         "gauge", "vllm:prefix_cache_disk_bytes", "Bytes of all files of the prefix cache on disk."
-    )
-    max_bytes: int = metric(
+    ).field()
+    max_bytes: int = Metric(
         "gauge",
         "vllm:prefix_cache_disk_limit_bytes",
         "Most bytes those files may take (prefix_cache_bytes).",
-    )
+    ).field()
     #: What counts against the budget.
-    written_today: int = metric(
+    written_today: int = Metric(
         "gauge",
         "vllm:prefix_cache_disk_written_today_bytes",
         "Bytes that all engines have written there today.",
-    )
-    written_bytes: int = metric(
+    ).field()
+    written_bytes: int = Metric(
         "total",
         "vllm:prefix_cache_disk_written_bytes",
         "Bytes that this engine has written there.",
-    )
-    read_bytes: int = metric(
+    ).field()
+    read_bytes: int = Metric(
         "total", "vllm:prefix_cache_disk_read_bytes", "Bytes that this engine has read from there."
-    )
-    num_corrupt: int = metric(
+    ).field()
+    num_corrupt: int = Metric(
         "total",
         "vllm:prefix_cache_disk_corrupt",
         "Files that were not what was written, and removed.",
-    )
-    num_evicted: int = metric(
+    ).field()
+    num_evicted: int = Metric(
         "total",
         "vllm:prefix_cache_disk_evicted",
         "Files that this engine has removed to make room.",
-    )
+    ).field()
 
 
 class Counters:

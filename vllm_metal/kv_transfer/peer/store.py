@@ -19,44 +19,44 @@ from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.store import Shelf, Store
-from vllm_metal.metrics.metric import metric
+from vllm_metal.metrics.metric import Metric
 
 
 @dataclass(frozen=True)
 class PeerStats:
     """Figures of this process."""
 
-    outbox_bytes: int = metric(
+    outbox_bytes: int = Metric(
         "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
-    )
-    outbox_limit_bytes: int = metric(
+    ).field()
+    outbox_limit_bytes: int = Metric(
         "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
-    )
-    leased_bytes: int = metric(
+    ).field()
+    leased_bytes: int = Metric(
         "gauge",
         "vllm:kv_outbox_leased_bytes",
         "Bytes of those that peers have asked for and not got yet.",
-    )
-    num_refused: int = metric(
+    ).field()
+    num_refused: int = Metric(
         "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
-    )
-    num_evicted: int = metric(
+    ).field()
+    num_evicted: int = Metric(
         "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
-    )
-    sent_bytes: int = metric(
+    ).field()
+    sent_bytes: int = Metric(
         "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
-    )
-    fetched_bytes: int = metric(
+    ).field()
+    fetched_bytes: int = Metric(
         "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
-    )
-    num_failed: int = metric(
+    ).field()
+    num_failed: int = Metric(
         "total",
         "vllm:kv_peer_failed_fetches",
         "Requests to peers that did not bring all pages.",
-    )
-    num_corrupt: int = metric(
+    ).field()
+    num_corrupt: int = Metric(
         "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
-    )
+    ).field()
 
 
 class Clients:
