@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from vllm_metal.serving.asgi import Message, Receive, Send
-from vllm_metal.serving.metrics import Figures, Metric, Outcome
+from vllm_metal.serving.metrics import Figures, Outcome
 
 
 class Duration:
@@ -60,7 +60,7 @@ class Duration:
             background: the engine goes on after the answer.
         """
         outcome = self._outcome(timed_out, background)
-        self._figures.series(Metric.DURATIONS, outcome=outcome).observe(self._now() - self._began)
+        self._figures.durations.labels(outcome).observe(self._now() - self._began)
 
     def _outcome(self, timed_out: bool, background: bool) -> Outcome:
         if timed_out:

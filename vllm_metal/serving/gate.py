@@ -19,7 +19,7 @@ from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.generation import ClientRequest, Generation, Shared
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import NOBODY, Figures, Metric
+from vllm_metal.serving.metrics import NOBODY, Figures
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.stores import open_store, secret_of
@@ -78,7 +78,7 @@ class Tenants:
             self._shared.secret = config.tenants.read_secret()
             self._shared.meter = Meter(self.figures, self._shared.secret)
             # There before the first: a rate sees nothing of a series' first value.
-            self.figures.series(Metric.REQUESTS, tenant=NOBODY, status="401")
+            self.figures.requests.labels(NOBODY, "401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             secret = self._shared.secret or secret_of(config.response_cache)
@@ -262,7 +262,7 @@ class Tenants:
             raise Refusal(500, f"{_SECOND_KEY}.")
 
     def _count(self, tenant: str, status: int) -> None:
-        self.figures.series(Metric.REQUESTS, tenant=tenant, status=str(status)).inc()
+        self.figures.requests.labels(tenant, str(status)).inc()
 
 
 def _key_of(read: Headers, keys: KeyFile) -> Key:

@@ -16,7 +16,7 @@ from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import Figures, Metric
+from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.response_cache import complete, key
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
@@ -106,7 +106,7 @@ class Generation:
         engine = self._scope["app"].state.engine_client
         watched = Duration(self._shared.figures, receive, send)
         receive, send = watched.receive, watched.send
-        self._deadline.start(self._id, engine, self._shared.figures.series(Metric.TIMEOUTS).inc)
+        self._deadline.start(self._id, engine, self._shared.figures.timeouts.inc)
         try:
             found = await self._key()
             if found is None:
