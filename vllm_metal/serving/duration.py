@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from vllm_metal.serving.asgi import Message, Receive, Send
+from starlette.types import Message, Receive, Send
+
 from vllm_metal.serving.metrics import Figures, Outcome
 
 

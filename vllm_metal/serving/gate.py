@@ -10,16 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
-from vllm_metal.serving import asgi, body, headers, metrics, response_ids, routes
-from vllm_metal.serving.asgi import App, Disconnected, Message, Receive, Refusal, Scope, Send
+from vllm_metal.serving import body, headers, metrics, response_ids, routes
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.generation import ClientRequest, Generation, Shared
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
 from vllm_metal.serving.metrics import NOBODY, Figures
+from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.stores import open_store, secret_of
@@ -48,7 +50,7 @@ class Tenants:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         config: ServingConfig | None = None,
         figures: Figures | None = None,
         sleep: Sleep = asyncio.sleep,
@@ -158,7 +160,7 @@ class Tenants:
             refused = error
         self._count(NOBODY, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
-            await asgi.answer(send, refused, "websocket.http")
+            await refused.response()(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -192,8 +194,8 @@ class Tenants:
             await self._serve(match, key, read, _inner(scope, root, match), receive, watched)
         except Refusal as refused:
             if not started:
-                await asgi.answer(watched if self.keys else send, refused)
-        except Disconnected:
+                await refused.response()(scope, receive, watched if self.keys else send)
+        except ClientDisconnect:
             return
 
     async def _bring_figures_up_to_date(self, match: Match | None) -> None:
