@@ -10,7 +10,7 @@ import pytest
 from commands.doctor.conftest import ended, ignore
 
 from vllm_metal.commands.doctor import engine, model
-from vllm_metal.commands.doctor.child import LIMITS
+from vllm_metal.device.child import LIMITS
 from vllm_metal.commands.doctor.model import Model
 
 SOME = Model("some", "/nowhere", local=True)

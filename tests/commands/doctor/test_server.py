@@ -5,7 +5,7 @@ import pytest
 from commands.doctor.conftest import ignore
 
 from vllm_metal.commands.doctor import server
-from vllm_metal.commands.doctor.child import LIMITS
+from vllm_metal.device.child import LIMITS
 from vllm_metal.commands.doctor.model import Model
 
 SOME = Model("some", "/nowhere", local=True)

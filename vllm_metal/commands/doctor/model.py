@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_metal.commands.doctor.child import Ended, Progress, python, run
+from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.settings.extras import install_advice, pip_install
 
 EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of it as the GPU has it

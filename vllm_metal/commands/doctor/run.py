@@ -19,7 +19,7 @@ from vllm_metal.commands.doctor import (
     server,
     speed,
 )
-from vllm_metal.commands.doctor.child import Ended
+from vllm_metal.device.child import Ended
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding, Report
 from vllm_metal.settings import envs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_metal.commands.doctor.child import Ended, Progress, python, run
+from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.commands.doctor.engine import environment
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_IT, Finding

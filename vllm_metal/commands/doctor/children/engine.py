@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.commands.doctor.child import say
+from vllm_metal.device.child import say
 from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT
 
 if TYPE_CHECKING:

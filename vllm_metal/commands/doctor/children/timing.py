@@ -12,7 +12,7 @@ import mlx.core as mx
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, Work, copy_bandwidth, works
-from vllm_metal.commands.doctor.child import say
+from vllm_metal.device.child import say
 from vllm_metal.settings.extras import INTERPRETER
 
 #: The attention of Llama 3 8B, over a cache of its own dtype and over a quantised one.
