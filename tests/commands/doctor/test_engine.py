@@ -10,8 +10,8 @@ import pytest
 from commands.doctor.conftest import ended, ignore
 
 from vllm_metal.commands.doctor import engine, model
-from vllm_metal.device.child import LIMITS
 from vllm_metal.commands.doctor.model import Model
+from vllm_metal.device.child import LIMITS
 
 SOME = Model("some", "/nowhere", local=True)
 ANSWER = "say(prompt=[1], tokens=list(range(10)), text='t', answer_seconds=0.1)\n"

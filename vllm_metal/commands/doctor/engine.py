@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from vllm_metal.device.child import LIMITS, Ended, Progress, python, run
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, REPORT_IT, Finding
+from vllm_metal.device.child import LIMITS, Ended, Progress, python, run
 
 NUM_TOKENS = 10
 #: Any model continues it, and the tiny model's vocabulary of letters and numbers has its words.

@@ -23,9 +23,9 @@ from metal_kernels.selfcheck import (
     dtype_name,
     next_check,
 )
-from vllm_metal.device.child import Child, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
 from vllm_metal.device import mlx_device, record, selfcheck
+from vllm_metal.device.child import Child, Progress, TookTooLong, python
 from vllm_metal.device.record import Record
 from vllm_metal.settings.extras import INTERPRETER
 

@@ -20,9 +20,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.commands.doctor.report import Finding
 from vllm_metal.device import sysctl
+from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.settings import envs
 
 GIB = 2**30

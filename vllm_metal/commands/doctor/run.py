@@ -19,9 +19,9 @@ from vllm_metal.commands.doctor import (
     server,
     speed,
 )
-from vllm_metal.device.child import Ended
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding, Report
+from vllm_metal.device.child import Ended
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import install_advice
 

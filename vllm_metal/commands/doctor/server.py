@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
-from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT, environment
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
+from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong, python
 
 _NAME = "engine, as a server"
 _SERVED = "doctor"  # the model's name in requests

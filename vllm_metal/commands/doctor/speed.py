@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.commands.doctor.engine import environment
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_IT, Finding
+from vllm_metal.device.child import Ended, Progress, python, run
 
 GIB = 2**30
 #: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
