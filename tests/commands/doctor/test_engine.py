@@ -19,7 +19,7 @@ SHUTTING_DOWN = f"{ANSWER}say(stage='shutting down')\n"
 
 
 def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen():
-    with model.made_on_the_spot() as made:
+    with model.made_on_the_spot(ignore) as made:
         tried = engine.try_in_process(made, ignore)
         found = engine.check_in_process(tried)
         assert found.status == "ok", (found.seen, *found.log)

@@ -180,7 +180,7 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
         )
         seen = "the embedded model is not installed; a tiny one with random weights is tried"
         found.add(Finding("model", "ok", seen, advice))
-    with model.made_on_the_spot() as made:
+    with model.made_on_the_spot(found.progress) as made:
         yield made
 
 
