@@ -20,7 +20,7 @@ SHUTTING_DOWN = f"{ANSWER}say(stage='shutting down')\n"
 
 def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen():
     with model.made_on_the_spot(ignore) as made:
-        tried = engine.try_in_process(made, ignore)
+        tried = engine.run_child(made, ignore, "engine")
         found = engine.check_in_process(tried)
         assert found.status == "ok", (found.seen, *found.log)
         assert tried.told["stage"] == "leaving"
@@ -51,7 +51,7 @@ def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen():
 )
 def test_whatever_goes_wrong_is_a_failure_that_is_named(script, text, seen):
     limits = {**LIMITS, "shutting down": 1.0}
-    tried = engine.try_in_process(SOME, ignore, script(text), limits)
+    tried = engine.run_child(SOME, ignore, "engine", command=script(text), limits=limits)
     found = engine.check_in_process(tried)
     assert found.status == "failed"
     assert seen in found.seen

@@ -127,7 +127,7 @@ def _try_engine(
     found.add(packages.check_in_vllm(within, metal=looked.told["device"] == "metal"))
     with _model(found, model_name) as chosen:
         found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
-        tried = engine.try_in_process(chosen, found.progress)
+        tried = engine.run_child(chosen, found.progress, "engine")
         checked = engine.check_in_process(tried)
         found.add(checked)
         if checked.status == "ok":
@@ -143,13 +143,15 @@ def _try_engine(
 
 def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
     found.announce(f"the speed of an engine, and of mlx-lm alone, with {chosen.name}")
-    pool = engine.KV_CACHE_BYTES if quick else None
-    timed = speed.try_engine(chosen, pool, found.progress)
+    pool = ("--pool", str(engine.KV_CACHE_BYTES)) if quick else ()
+    timed = engine.run_child(chosen, found.progress, "engine", "--timed", *pool)
     found.add(speed.check_idle(timed))
     if not timed.ok:
         found.add(speed.check_speed(timed, timed))
         return
-    alone = speed.try_mlx_lm(chosen, timed, found.progress)
+    # mlx-lm with the model's dtype and the lengths of the engine.
+    alike = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
+    alone = engine.run_child(chosen, found.progress, "mlx_lm_alone", "time", *alike)
     found.add(speed.check_speed(timed, alone))
     found.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
 
