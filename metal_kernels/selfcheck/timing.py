@@ -32,20 +32,6 @@ _COMPARED_CALLS = {"decode_way": 20, "prefill_way": 2}
 Call = Callable[[mx.array], list[mx.array]]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One kernel over one batch."""
-
-    name: str  # kernel and batch
-    seconds: float  # of a call: the median of rounds of calls, each after the one before
-    moved: int  # bytes of K/V that it must read or write
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second."""
-        return self.moved / self.seconds
-
-
 def copy_bandwidth(size: int = 2**28) -> float:
     """Bytes a second, read and written, of MLX's own elementwise pass over `size` bytes."""
     source = mx.zeros(size // 4, mx.float32)
@@ -65,9 +51,12 @@ class Work:
     call: Call
     moved: int  # bytes of K/V that it must read or write
 
-    def measure(self) -> Timing:
-        """Times it. A compiler's or a driver's error passes through."""
-        return Timing(self.name, _of_call(self.call), self.moved)
+    def seconds(self) -> float:
+        """Of a call: the median of rounds of calls, each after the one before.
+
+        A compiler's or a driver's error passes through.
+        """
+        return _median(lambda: _queue(self.call, _CALLS)) / _CALLS
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
@@ -270,10 +259,6 @@ class _Layer:
     def _arrays(self) -> list[mx.array]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)
         return [array for array in arrays if array is not None]
-
-
-def _of_call(call: Call) -> float:
-    return _median(lambda: _queue(call, _CALLS)) / _CALLS
 
 
 def _queue(call: Call, count: int) -> None:

@@ -24,9 +24,9 @@ from typing import Any
 import mlx.core as mx
 
 import metal_kernels
+from metal_kernels.cache import cache_dir
 from metal_kernels.selfcheck import Case, Check, Outcome, checks
 from vllm_metal.device import mlx_device
-from vllm_metal.settings import envs
 
 #: Changes when rows of a kind change their meaning.
 _FORMAT = 3
@@ -38,7 +38,7 @@ _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 def default_folder() -> Path:
     """In the user's cache folder."""
-    return envs.cache_dir() / "selfcheck"
+    return cache_dir() / "selfcheck"
 
 
 class Record:

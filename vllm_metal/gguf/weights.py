@@ -44,6 +44,11 @@ class Weight:
     order: npt.NDArray[np.intp] | None
     """Row of the GGUF tensor for each row written; None where they are the same."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is stored of it."""
+        return sum(tensor.num_bytes for tensor in self.stored)
+
     def rows(self) -> Iterator[tuple[int, Rows, int]]:
         """(first row, stored rows by full parameter name, GGUF bytes read), piece by piece.
 

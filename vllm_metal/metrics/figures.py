@@ -35,10 +35,10 @@ class StepFigures:
     ).field()
     #: The two parts of `device_seconds`.
     prefill_seconds: float | None = Metric(
-        "counter", "vllm:metal_device_seconds", _BUSY, labels=("kind",), known=("prefill",)
+        "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "prefill")
     ).field()
     decode_seconds: float | None = Metric(
-        "counter", "vllm:metal_device_seconds", _BUSY, labels=("kind",), known=("decode",)
+        "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "decode")
     ).field()
     device_memory_bytes: int = Metric(
         "gauge",

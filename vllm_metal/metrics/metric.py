@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metric: one metric of ours in /metrics; of figures it stands beside the field that it shows."""
+"""Metric: how a figure is shown in /metrics, written beside the field that holds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Any, Literal
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 #: A value as it is; what is added to a count; a count since the engine started; an observation.
 Kind = Literal["gauge", "counter", "total", "histogram"]
@@ -18,41 +18,26 @@ _KEY = "metric"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
-
-    Its registry has one of a name: fields whose metrics differ in `known` alone are series of one.
-    """
+    """One metric of an engine; fields whose metrics differ in `label` alone are series of one."""
 
     kind: Kind
     name: str  # as Prometheus has it, without the `_total` of counters
     help: str
-    labels: tuple[str, ...] = ()  # names; beside those of the model and the engine, of figures
-    #: Values of the only label, whose series are there from the start, for a rate sees nothing of a
-    #: series' first value. Of a figure: the one that it counts in.
-    known: tuple[str, ...] = ()
+    label: tuple[str, str] | None = None  # name and value; beside the model's and the engine's
     buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
 
     def field(self) -> Any:
         """A field of a dataclass of figures, shown by this metric. None leaves it as it was."""
         return dataclass_field(metadata={_KEY: self})
 
-    def registered(
-        self, labels: Sequence[str] = (), registry: CollectorRegistry = REGISTRY
-    ) -> Gauge | Counter | Histogram:
-        """Makes it in a registry.
-
-        Args:
-            labels: names that it has before its own.
-            registry: which has none of its name.
-        """
-        names = (*labels, *self.labels)
+    def registered(self, labels: Sequence[str]) -> Gauge | Counter | Histogram:
+        """Makes it in Prometheus' registry, with labels before its own."""
+        names = (*labels, *(self.label or ())[:1])
         if self.kind == "gauge":
-            return Gauge(
-                self.name, self.help, names, registry=registry, multiprocess_mode="mostrecent"
-            )
+            return Gauge(self.name, self.help, names, multiprocess_mode="mostrecent")
         if self.kind == "histogram":
-            return Histogram(self.name, self.help, names, registry=registry, buckets=self.buckets)
-        return Counter(self.name, self.help, names, registry=registry)
+            return Histogram(self.name, self.help, names, buckets=self.buckets)
+        return Counter(self.name, self.help, names)
 
 
 class Shown:
@@ -76,7 +61,7 @@ class Shown:
         """Has all begin for the values of `labels`; returns what takes in figures, by field."""
         takers = []
         for name, metric in self._fields.items():
-            series = self._by_name[metric.name].labels(*labels, *metric.known)
+            series = self._by_name[metric.name].labels(*labels, *(metric.label or ())[1:])
             takers.append((name, _taker(metric.kind, series)))
 
         def take(figures: Mapping[str, Any]) -> None:

@@ -70,7 +70,6 @@ class MetalPlatform(Platform):
     _enum = PlatformEnum.OOT
     device_name = "metal"
     device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
-    dispatch_key = "CPU"
     dist_backend = "gloo"
     mlx_device: envs.Device = _DEVICE
 

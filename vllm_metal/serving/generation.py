@@ -9,14 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from vllm_metal.serving import body, fields, headers, response_ids
-from vllm_metal.serving.asgi import App, Receive, Refusal, Scope, Send
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import TIMEOUTS, Figures
+from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache import complete, key
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
@@ -41,7 +44,7 @@ _MEDIA: dict[Form, bytes] = {
 class Shared:
     """What all requests of a server share."""
 
-    app: App  # vLLM's
+    app: ASGIApp  # vLLM's
     config: ServingConfig
     figures: Figures
     sleep: Sleep
@@ -106,7 +109,7 @@ class Generation:
         engine = self._scope["app"].state.engine_client
         watched = Duration(self._shared.figures, receive, send)
         receive, send = watched.receive, watched.send
-        self._deadline.start(self._id, engine, self._shared.figures.series(TIMEOUTS).inc)
+        self._deadline.start(self._id, engine, self._shared.figures.timeouts.inc)
         try:
             found = await self._key()
             if found is None:
@@ -189,7 +192,7 @@ class Generation:
         Raises:
             Abandoned, NotKept: as the future.
             Refusal: the time is up.
-            Disconnected: the client has gone.
+            ClientDisconnect: the client has gone.
         """
         gone = asyncio.ensure_future(body.until_gone(receive))
         late = self._deadline.expired
@@ -202,7 +205,7 @@ class Generation:
             raise Refusal(504, "The request took longer than this server allows (timeout_s).")
         if waiting.done():
             return waiting.result()
-        raise body.Disconnected
+        raise ClientDisconnect
 
     async def _replay(self, entry: Entry, send: Send) -> None:
         """Sends a kept answer."""

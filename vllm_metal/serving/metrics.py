@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What /metrics says of tenants, kept answers and time limits. No key and no prompt is in it.
 
-A new metric has its row in METRICS; who knows its value counts by `figures.series(NAME)`.
+Who knows a metric's value counts by its attribute of `Figures`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from prometheus_client import REGISTRY, CollectorRegistry
-
-from vllm_metal.metrics.metric import Metric
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 #: The tenant of requests without a valid key.
 NOBODY = "none"
@@ -23,52 +21,54 @@ _BUCKETS = (
     *(0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0),
 )
-REQUESTS = Metric(
-    "counter", "vllm:tenant_requests", "Requests by tenant and HTTP status.", ("tenant", "status")
-)
-TOKENS = Metric(
-    "counter",
-    "vllm:tenant_tokens",
-    "Tokens that the engine computed or found for a tenant: of prompts (cached ones among "
-    "them), found in the prefix cache, and of answers.",
-    ("tenant", "kind"),
-)
-KEPT_ANSWERS = Metric(
-    "counter",
-    "vllm:response_cache_requests",
-    "Requests by what the response cache did.",
-    ("result",),
-    known=("hit", "miss", "bypass"),
-)
-KEPT_BYTES = Metric("gauge", "vllm:response_cache_bytes", "Bytes of all kept answers.")
-TIMEOUTS = Metric("counter", "vllm:request_timeouts", "Requests that the time limit ended.")
-DURATIONS = Metric(
-    "histogram",
-    "vllm:request_duration_seconds",
-    "From a request's last byte in to its answer's last byte out, by how it ended.",
-    ("outcome",),
-    known=get_args(Outcome),
-    buckets=_BUCKETS,
-)
-METRICS = (REQUESTS, TOKENS, KEPT_ANSWERS, KEPT_BYTES, TIMEOUTS, DURATIONS)
 
 
 class Figures:
-    """The metrics, in a registry."""
+    """The metrics, in a registry; a new one is a line here."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Makes all of them in the registry."""
         self.registry = registry
-        self._families: dict[Metric, Any] = {}
-        for metric in METRICS:
-            self._families[metric] = family = metric.registered(registry=registry)
-            for value in metric.known:
-                family.labels(value)
-
-    def series(self, metric: Metric, **labels: str) -> Any:
-        """The series to count in: a Counter, a Gauge or a Histogram, as the metric's kind says."""
-        family = self._families[metric]
-        return family.labels(**labels) if labels else family
+        self.requests = Counter(
+            "vllm:tenant_requests",
+            "Requests by tenant and HTTP status.",
+            ("tenant", "status"),
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "vllm:tenant_tokens",
+            "Tokens that the engine computed or found for a tenant: of prompts (cached ones among "
+            "them), found in the prefix cache, and of answers.",
+            ("tenant", "kind"),
+            registry=registry,
+        )
+        self.kept_answers = Counter(
+            "vllm:response_cache_requests",
+            "Requests by what the response cache did.",
+            ("result",),
+            registry=registry,
+        )
+        self.kept_bytes = Gauge(
+            "vllm:response_cache_bytes",
+            "Bytes of all kept answers.",
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        )
+        self.timeouts = Counter(
+            "vllm:request_timeouts", "Requests that the time limit ended.", registry=registry
+        )
+        self.durations = Histogram(
+            "vllm:request_duration_seconds",
+            "From a request's last byte in to its answer's last byte out, by how it ended.",
+            ("outcome",),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        # There before the first request: a rate sees nothing of a series' first value.
+        for result in ("hit", "miss", "bypass"):
+            self.kept_answers.labels(result)
+        for outcome in get_args(Outcome):
+            self.durations.labels(outcome)
 
 
 @functools.cache

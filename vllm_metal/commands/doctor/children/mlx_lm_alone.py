@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_metal.commands.doctor.child import say
 from vllm_metal.device import blas
+from vllm_metal.device.child import say
 from vllm_metal.settings import envs
 
 
