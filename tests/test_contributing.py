@@ -79,7 +79,6 @@ EXAMPLES = {
     ),
     "a vLLM release": Example(
         rf'\bvLLM {_TESTED}\b|["`]{_TESTED}["`]|(?<![\d.]){_VERSION}(?![\d.])',
-        {"tests/vllm_patches/": "they are about releases"},
     ),
 }
 

@@ -18,9 +18,6 @@ VERSION = "0.32.0"
 #: As the package index states it; pip refuses an archive with any other.
 SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
 
-#: Releases whose source is read and met, though they are not the tested one: version and SHA256.
-READ = {"0.33": ("0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112")}
-
 #: Folder of the proxies among vLLM's examples.
 PROXIES = "examples/disaggregated/disaggregated_serving/"
 # Their settings of pytest are in pyproject.toml, and some tests run an example.
@@ -74,21 +71,21 @@ def file(name: str) -> Path:
     return found
 
 
-def sources(release: str) -> Path:
-    """Folder that, put first on Python's path, stands for a known release, fetched when needed.
-
-    Its compiled parts are not among its sources; this plugin needs none of them.
+def sources() -> Path:
+    """Folder with the Python of vLLM's release, fetched when not in the cache.
 
     Raises:
         UnavailableError: pip does not get the archive.
     """
-    version, sha256 = (READ | {releases.TESTED_VLLM: (VERSION, SHA256)})[release]
-    folder = envs.cache_dir() / "vllm-sources" / version
-    return _fetched(folder, version, sha256, ("vllm/", "PKG-INFO"))
+    folder = envs.cache_dir() / "vllm-sources" / VERSION
+    return _fetched(folder, VERSION, SHA256, ("vllm/", "PKG-INFO"))
 
 
 def newest(folder: Path) -> None:
-    """The same of the newest release, with its requirements, whatever the index says it holds.
+    """Writes a folder that, put first on Python's path, stands for the newest release.
+
+    Its requirements are there too. Its compiled parts are not; this plugin needs none of them. The
+    archive may be whatever the index says.
 
     Raises:
         UnavailableError: pip does not get the archive.

@@ -1,46 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that vLLM has given up are refused by name, all others reach it."""
-
-from typing import Literal
+"""What requests may ask for beside speculation."""
 
 import pytest
-from vllm.config import speculative
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
-from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS
-from vllm_metal.vllm_patches.speculation import refuse_missing_methods
-
-
-@pytest.fixture
-def create(monkeypatch, tmp_path):
-    """create_speculative_config over one that returns what it was given, restored afterwards."""
-    monkeypatch.setattr(
-        EngineArgs, "create_speculative_config", lambda self, model, parallel: (model, parallel)
-    )
-    return lambda **options: EngineArgs(model=str(tmp_path), **options).create_speculative_config(
-        "model", "parallel"
-    )
+from vllm_metal.models.embedded import embedded_model_path
+from vllm_metal.vllm_patches import speculation
 
 
-def test_the_tested_vllm_knows_them_all(create):
-    untouched = EngineArgs.create_speculative_config
-    refuse_missing_methods(SPECULATIVE_METHODS)
-    assert EngineArgs.create_speculative_config is untouched
+@pytest.fixture(scope="module")
+def config():
+    """Made as in every process that looks at requests."""
+    return EngineArgs(
+        model=str(embedded_model_path(dequantize=True)),
+        max_model_len=256,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+    ).create_engine_config()
+
+
+def verify(params, config):
+    params.verify(config.model_config, config.speculative_config, None, None)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
-        {"spec_method": "medusa"},
-    ],
+    "options", [{"min_p": 0.1}, {"logit_bias": {5: 2.0}}, {"min_p": 0.1, "logit_bias": {5: -100}}]
 )
-def test_a_method_that_is_gone_is_refused_by_name(monkeypatch, create, options):
-    left = tuple(method for method in SPECULATIVE_METHODS if method != "medusa")
-    monkeypatch.setattr(speculative, "SpeculativeMethod", Literal[left])
-    for _ in range(2):  # once is enough
-        refuse_missing_methods(SPECULATIVE_METHODS)
-    with pytest.raises(ValueError, match=r"'medusa' is not known to vLLM .* choose one of ngram,"):
-        create(**options)
-    assert create(spec_method="eagle") == ("model", "parallel")
-    assert create() == ("model", "parallel")
+def test_min_p_and_logit_bias_are_accepted_and_left_as_they_are(config, options):
+    params = SamplingParams(temperature=1.0, **options)
+    verify(params, config)
+    assert {name: getattr(params, name) for name in options} == options
+
+
+def test_what_else_is_wrong_with_them_is_still_said(config):
+    with pytest.raises(VLLMValidationError, match="out-of-vocab"):
+        verify(SamplingParams(logit_bias={10**6: 1.0}), config)
+
+
+def test_other_refusals_stay(config, monkeypatch):
+    """Of a vLLM that refuses one more parameter beside speculation."""
+
+    def refuse(self, speculative_config):
+        if self.min_p or self.logit_bias or self.presence_penalty:
+            raise VLLMValidationError("not supported with speculative decoding")
+
+    monkeypatch.setattr(SamplingParams, "_validate_spec_decode", refuse)
+    speculation.allow_min_p_and_logit_bias()
+    verify(SamplingParams(min_p=0.1, logit_bias={5: 2.0}), config)
+    with pytest.raises(VLLMValidationError, match="not supported"):
+        verify(SamplingParams(min_p=0.1, presence_penalty=0.5), config)
+
+
+def test_vllm_is_changed_once():
+    before = SamplingParams._validate_spec_decode
+    speculation.allow_min_p_and_logit_bias()
+    assert SamplingParams._validate_spec_decode is before

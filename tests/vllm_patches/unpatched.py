@@ -21,31 +21,10 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-#: Modules of vllm_patches that change something: in this process all their functions do nothing.
-CHANGING = (
-    "cache_salts",
-    "engine_args",
-    "engine_outputs",
-    "environment",
-    "first_mistake",
-    "http_protocol",
-    "kv_transfer",
-    "logs",
-    "mlx_models",
-    "model_info",
-    "prefill_chunks",
-    "processes",
-    "refusals",
-    "scheduler",
-    "server_end",
-    "shutdown",
-    "speculation",
-    "stat_loggers",
-    "step_budget",
-    "streaming_sessions",
-    "tokenizers",
-    "torch_accelerator",
-)
+#: Modules of vllm_patches that change nothing.
+APART = {"__init__", "probe", "releases", "replacing", "step_result"}
+#: Those of changes that are there in this process, too: our code takes names from them.
+_IMPORTED = {"async_output", "partial_imports"}
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -64,24 +43,24 @@ class Probe:
     """How to find out whether vLLM needs a change."""
 
     run: Callable[[str], tuple[bool, Any]]  # model folder to (needed, what vLLM did)
-    releases: tuple[str, ...]  # that need it
     on_mac: bool  # whether it is needed on macOS only
+    at_once: bool  # whether any process with an engine's configuration and scheduler makes it
 
 
 PROBES: dict[str, Probe] = {}
 
 
-def probe(change: str, releases: tuple[str, ...] = ("0.32", "0.33"), on_mac: bool = False) -> Any:
+def probe(change: str, on_mac: bool = False, at_once: bool = True) -> Any:
     """Registers the probe of a change.
 
     Args:
         change: "module.name" of what makes it, or "module" where importing it is all.
-        releases: of vLLM that need it.
         on_mac: whether vLLM needs it on macOS only.
+        at_once: whether any process with an engine's configuration and scheduler makes it.
     """
 
     def register(run: Callable[[str], tuple[bool, Any]]) -> Callable[[str], tuple[bool, Any]]:
-        PROBES[change] = Probe(run, releases, on_mac)
+        PROBES[change] = Probe(run, on_mac, at_once)
         return run
 
     return register
@@ -103,7 +82,7 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@probe("async_output.AsyncOutput")
+@probe("async_output.AsyncOutput", at_once=False)
 def connector_output(folder):
     """One release lacks get_kv_connector_output, another demands it."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -111,15 +90,6 @@ def connector_output(folder):
     name = "get_kv_connector_output"
     there = hasattr(AsyncModelRunnerOutput, name)
     return not there or name in AsyncModelRunnerOutput.__abstractmethods__, there
-
-
-@probe("kv_cache_planning", releases=("0.32",))
-def planning(folder):
-    """The functions that plan a cache are not yet in a module of their own."""
-    from importlib.util import find_spec
-
-    found = find_spec("vllm.v1.core.kv_cache_planning")
-    return found is None, str(found)
 
 
 @probe("cache_salts.send_salts")
@@ -155,7 +125,6 @@ def batch_defaults(folder):
     finally:
         arg_utils.current_platform = current_platform
     known = {"get_device_total_memory", "get_device_name", "is_cpu", "is_tpu"}
-    known |= {"is_device_capability"}  # since 0.33
     return bool(asked) and asked <= known, sorted(asked)
 
 
@@ -194,7 +163,7 @@ def prefixes_of_states(folder):
     return list(found.values()) == [True, True, False], found
 
 
-@probe("environment.set_defaults")
+@probe("environment.set_defaults", at_once=False)
 def variables(folder):
     """vLLM would take the second model runner, or warns that it cannot; it does not count NaNs."""
     from vllm import envs
@@ -211,7 +180,7 @@ def variables(folder):
     return (second or warned) and not counts, f"second: {second}, {warned}; counts: {counts}"
 
 
-@probe("environment.make_known")
+@probe("environment.make_known", at_once=False)
 def unknown_variable(folder):
     """vLLM refuses variables that begin with VLLM_ and are not its own."""
     from vllm.platforms.interface import Platform
@@ -224,7 +193,7 @@ def unknown_variable(folder):
     return "VLLM_METAL_" in found, found  # it names one of those that it finds
 
 
-@probe("kv_transfer.recompute_by_default")
+@probe("engine_args.recompute_by_default")
 def load_failure_policy(folder):
     """A request whose blocks cannot be loaded ends, unless its user asked for a recomputation."""
     from pydantic import TypeAdapter
@@ -262,7 +231,7 @@ def quotes(folder):
     return any("a-secret" in text for text in logged), logged
 
 
-@probe("logs.show_our_messages")
+@probe("logs.show_our_messages", at_once=False)
 def our_messages(folder):
     """vLLM's logging shows no INFO of a plugin."""
     logging.getLogger("vllm_metal").parent = logging.getLogger()
@@ -270,7 +239,7 @@ def our_messages(folder):
     return not shown, shown
 
 
-@probe("partial_imports.plan_only")
+@probe("partial_imports.plan_only", at_once=False)
 def dear_imports(folder):
     """An import of vLLM's planning of the cache brings torch's compiler, and transformers."""
     import vllm.v1.core.kv_cache_utils  # noqa: F401
@@ -279,7 +248,7 @@ def dear_imports(folder):
     return bool(dear), f"{sorted(dear)}"
 
 
-@probe("processes.spawn_on_macos", on_mac=True)
+@probe("processes.spawn_on_macos", on_mac=True, at_once=False)
 def start_method(folder):
     """vLLM forks on macOS, too."""
     from vllm.utils.system_utils import get_mp_context
@@ -288,7 +257,7 @@ def start_method(folder):
     return method == "fork", method
 
 
-@probe("processes.stay_in_process_on_macos", on_mac=True)
+@probe("processes.stay_in_process_on_macos", on_mac=True, at_once=False)
 def engine_process(folder):
     """`LLM` gives its engine a process of its own on macOS, too."""
     from vllm.v1.engine import llm_engine
@@ -377,7 +346,7 @@ def family_of_mlx(folder):
     return "does not recognize this architecture" in found, found
 
 
-@probe("refusals.allow_min_p_and_logit_bias")
+@probe("speculation.allow_min_p_and_logit_bias")
 def min_p(folder):
     """vLLM refuses both parameters beside speculation."""
     from vllm import SamplingParams
@@ -491,7 +460,7 @@ def a_turn_too_long(folder):
     return found == (303, "WAITING", None), found
 
 
-@probe("streaming_sessions.keeping_sessions", releases=("0.32",))
+@probe("streaming_sessions.keeping_sessions")
 def a_turn_that_ends_while_preempted(folder):
     """A session whose turn ends with a token that was on its way at a preemption is never asked
     for again: no queue has it."""
@@ -590,7 +559,7 @@ def stat_loggers(folder):
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 
 
-@probe("engine_outputs.watch")
+@probe("engine_outputs.watch", at_once=False)
 def tokens_by_request(folder):
     """vLLM's statistics leave out tokens of requests that were aborted while a step computed them,
     and have of those that go on no more than sums over all."""
@@ -616,7 +585,7 @@ def tokens_by_request(folder):
     return statistics.num_generation_tokens == 1 and "goes-on" not in told, told
 
 
-@probe("first_mistake.stop_at_the_first_mistake")
+@probe("first_mistake.stop_at_the_first_mistake", at_once=False)
 def mistakes(folder):
     """A request is told of each wrong item of a list, and of each kind that it might be."""
     from pydantic import ValidationError
@@ -631,7 +600,7 @@ def mistakes(folder):
     return found[1] > found[0] + 5, found
 
 
-@probe("http_protocol.limit_connections")
+@probe("http_protocol.limit_connections", at_once=False)
 def limits_on_headers(folder):
     """uvicorn's protocol for httptools takes longer headers than its configuration says."""
     import asyncio
@@ -669,7 +638,7 @@ class DeadEngine:
     vllm_config = SimpleNamespace(shutdown_timeout=0)
 
 
-@probe("server_end.tell_how_servers_end", releases=("0.32",))
+@probe("server_end.tell_how_servers_end", at_once=False)
 def a_servers_end(folder):
     """A server whose engine has died ends as one that was told to stop."""
     import asyncio
@@ -723,7 +692,7 @@ def time_to_end(folder):
     return process.exitcode != 0, process.exitcode
 
 
-@probe("shutdown.leave_ctrl_c_to_the_parent")
+@probe("shutdown.leave_ctrl_c_to_the_parent", at_once=False)
 def ctrl_c(folder):
     """An engine's process ends when a terminal sends it Ctrl-C, whatever its parent makes of it."""
     from vllm.v1.engine import core
@@ -807,7 +776,7 @@ def lookup_methods(folder):
     return "sync scheduling" in found[0] and "Arctic" in found[1], found
 
 
-@probe("speculation.schedule_ahead_with_ngram")
+@probe("speculation.schedule_ahead_with_ngram", at_once=False)
 def engine_s_check(folder):
     """The engine's process refuses to schedule ahead with `ngram`, whatever its parent allowed."""
     drafts = {"method": "ngram_gpu", "num_speculative_tokens": 2}
@@ -819,18 +788,7 @@ def engine_s_check(folder):
     return "sync scheduling" in found, found
 
 
-@probe("speculation.refuse_missing_methods", releases=("0.33",))
-def missing_methods(folder):
-    """vLLM knows nothing of two methods that this plugin serves."""
-    from typing import get_args
-
-    from vllm.config.speculative import SpeculativeMethod
-
-    missing = {"medusa", "mlp_speculator"} - set(get_args(SpeculativeMethod))
-    return bool(missing), sorted(missing)
-
-
-@probe("tokenizers.forget_tokenizers")
+@probe("shutdown.forget_tokenizers", at_once=False)
 def tokenizer(folder):
     """A function that vLLM remembers keeps the copies of a tokenizer alive."""
     import gc
@@ -858,7 +816,7 @@ def tokenizer(folder):
     return kept > 0 and count() == 0, f"{kept}, {count()} after the cache is emptied"
 
 
-@probe("torch_accelerator.answer_for_torch_accelerator")
+@probe("shutdown.answer_for_torch_accelerator")
 def accelerator(folder):
     """vLLM's clean-up empties torch's accelerator caches, which fails without an accelerator."""
     import torch
@@ -899,7 +857,7 @@ def main(folder: str, names: list[str]) -> None:
     if "--applied" in names:
         apply_changes()
     else:
-        for module in CHANGING:
+        for module in {change.partition(".")[0] for change in PROBES} - _IMPORTED:
             name = f"vllm_metal.vllm_patches.{module}"
             sys.modules[name] = inert(name)
     for logger in (

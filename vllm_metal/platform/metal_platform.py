@@ -24,21 +24,18 @@ from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
-from vllm_metal.spec_decode.registry import SPECULATIVE_METHODS, propose_nothing  # noqa: E402
+from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     cache_salts,
     engine_args,
-    kv_transfer,
     logs,
     mlx_models,
     probe,
     processes,
-    refusals,
     shutdown,
     speculation,
     stat_loggers,
     streaming_sessions,
-    torch_accelerator,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-torch_accelerator.answer_for_torch_accelerator()
+shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 logs.leave_out_what_clients_wrote()
 processes.spawn_on_macos()
@@ -159,13 +156,12 @@ class MetalPlatform(Platform):
         shutdown.let_engines_end()
         shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
-        speculation.refuse_missing_methods(SPECULATIVE_METHODS)
         model_info.answer_for_models()
         mlx_models.take_mlx_models()
-        refusals.allow_min_p_and_logit_bias()
+        speculation.allow_min_p_and_logit_bias()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
-        kv_transfer.recompute_by_default()
+        engine_args.recompute_by_default()
         cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
@@ -223,4 +219,4 @@ class MetalPlatform(Platform):
 # Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`
 # alone. Where vllm.distributed imports the platform first, vllm.config cannot be imported yet.
 if "vllm.config" in sys.modules:
-    kv_transfer.recompute_by_default()
+    engine_args.recompute_by_default()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 class AsyncOutput(AsyncModelRunnerOutput):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def send_salts(remember: Callable[[SamplingParams, str | None], None]) -> None:

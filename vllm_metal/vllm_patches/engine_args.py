@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic.dataclasses import rebuild_dataclass
 
 from vllm_metal.vllm_patches.replacing import replace
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -102,3 +104,21 @@ def _resolve_int8(resolve: Callable[[str, ModelConfig], str]) -> Callable[[str, 
         return resolve(name, model_config)
 
     return resolve_kv_cache_dtype_string
+
+
+def recompute_by_default() -> None:
+    """Makes `kv_load_failure_policy` "recompute" where a user says nothing.
+
+    vLLM's default, "fail", ends a request whose blocks cannot be loaded. A configuration does not
+    tell a default from what its user wrote, so the default itself is changed: "fail" is honoured
+    wherever it is written. Configurations that exist already keep theirs.
+    """
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    made: Any = KVTransferConfig  # for type checkers, no pydantic dataclass has these attributes
+    if made.kv_load_failure_policy == "recompute":
+        return
+    made.kv_load_failure_policy = "recompute"
+    made.__dataclass_fields__["kv_load_failure_policy"].default = "recompute"
+    made.__pydantic_fields__["kv_load_failure_policy"].default = "recompute"
+    rebuild_dataclass(made, force=True)  # its validator was built with the class

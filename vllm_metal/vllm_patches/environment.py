@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 #: Set where their user did not.
 DEFAULTS = {

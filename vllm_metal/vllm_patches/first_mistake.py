@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import SchemaValidator
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def stop_at_the_first_mistake() -> None:

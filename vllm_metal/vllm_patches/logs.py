@@ -7,7 +7,7 @@ import logging
 import traceback
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 #: How warnings begin that their reader can do nothing about, by the logger they come from.
 UNHELPFUL = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 #: Names of transformers that vLLM asks every configuration for, and what families call the same.
 _OTHER_NAMES = {

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 #: vLLM's name for families that it does not list; `mlx_models` has their configurations use it.
 MLX_MODEL = "MlxForCausalLM"

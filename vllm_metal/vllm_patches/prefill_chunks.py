@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_metal.vllm_patches.replacing import replace
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 
 
 def end_chunks_within_blocks() -> None:

@@ -131,11 +131,11 @@ def parameters(found: Any) -> str | None:
     if signature is None:
         return None
     taken, kind = [], inspect.Parameter
+    stars: dict[Any, str] = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}
     for parameter in signature.parameters.values():
         if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
             taken.append("*")
-        stars = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        taken.append(stars + parameter.name)
+        taken.append(stars.get(parameter.kind, "") + parameter.name)
     return " ".join(taken)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 #: Of requests that hold blocks, and neither run nor have K/V loaded.
 _HOLDING = (
     RequestStatus.WAITING,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the engine's process ends: in its own time, when its parent says so, and without an alarm."""
+"""How engines end: in their own time, when their parent says so, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_metal.vllm_patches.processes import is_engine_process
 from vllm_metal.vllm_patches.replacing import replace
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 #: Seconds the engine's process may take to end, twice what it took on two busy cores: the step in
 #: flight, freeing the model, and Python's own end. vLLM gives ROCm's as many.
 STOP_TIMEOUT = 15.0
@@ -91,3 +91,27 @@ def _marking_the_stop(
 
 def _is_failure(record: logging.LogRecord) -> bool:
     return not (record.exc_info and getattr(record.exc_info[1], _AFTER_A_STOP, False))
+
+
+def forget_tokenizers() -> None:
+    """Lets go of closed engines' tokenizers: vLLM remembers 128 functions that hold copies of them.
+
+    What is still in use is looked up once more.
+    """
+    from vllm.utils import func_utils
+
+    func_utils._supports_kw.cache_clear()
+
+
+def answer_for_torch_accelerator() -> None:
+    """Makes torch's functions that empty accelerator caches do nothing, in this process.
+
+    vLLM calls them at engine shutdown on every platform but its own CPU one. Without a device torch
+    raises there; with a Mac's (MPS) torch 2.13 follows a null pointer to the allocator of pinned
+    memory and ends the process. There is nothing to empty: the model's memory is MLX's, and vLLM's
+    own tensors are on the CPU.
+    """
+    import torch
+
+    for name in ("empty_cache", "empty_host_cache"):
+        setattr(torch.accelerator, name, lambda: None)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative methods that vLLM ties to a package or a device, or no longer has."""
+"""What vLLM refuses with speculation, or ties to a package or a device, and this plugin serves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable
+from copy import copy
+from typing import TYPE_CHECKING, Literal
 
-from vllm_metal.vllm_patches.releases import TESTED_VLLM, installed_vllm
 from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm import SamplingParams
+    from vllm.config import SpeculativeConfig
 
-#: The vLLM releases that need these changes.
-RELEASES = ("0.32", "0.33")
+#: The vLLM releases that all of this is true for.
+RELEASES = ("0.32",)
 
 
 def allow_lookup_methods() -> None:
@@ -40,35 +40,28 @@ def schedule_ahead_with_ngram(speculative_config: SpeculativeConfig | None) -> N
         speculative_config.method = "ngram_gpu"
 
 
-def refuse_missing_methods(methods: Sequence[str]) -> None:
-    """Refuses by name the methods that vLLM no longer has: `medusa`, `mlp_speculator` since 0.33.
+def allow_min_p_and_logit_bias() -> None:
+    """Lets requests use `min_p` and `logit_bias` where there is speculation.
 
-    Without this, vLLM's own error would list its methods, some of which this plugin does not serve.
+    vLLM refuses both (`SamplingParams._validate_spec_decode`), because its logits processors for
+    them skip the rows of drafts. Our sampler applies every transform of a request to each of its
+    rows (`vllm_metal.sample`), so tokens follow the same distribution with and without drafts.
+    Whatever else vLLM refuses there stays refused.
 
-    Args:
-        methods: those that this plugin serves.
+    vLLM checks requests where an `InputProcessor` is: in the process that calls `LLM`, and in each
+    API server. Each of these makes a configuration first, and thereby calls this function.
     """
-    from vllm.config.speculative import SpeculativeMethod
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm import SamplingParams
 
-    missing = set(methods) - set(get_args(SpeculativeMethod))
+    replace(SamplingParams, "_validate_spec_decode", _without_min_p_and_logit_bias)
 
-    def make(create: Callable[..., SpeculativeConfig | None]) -> Callable[..., Any]:
-        def create_speculative_config(
-            self: EngineArgs,
-            target_model_config: ModelConfig,
-            target_parallel_config: ParallelConfig,
-        ) -> SpeculativeConfig | None:
-            method = self.spec_method or (self.speculative_config or {}).get("method")
-            if method in missing:
-                raise ValueError(
-                    f"--speculative-config method {method!r} is not known to vLLM "
-                    f"{installed_vllm()} any more: install vLLM {TESTED_VLLM}, or choose one of "
-                    f"{', '.join(name for name in methods if name not in missing)}"
-                )
-            return create(self, target_model_config, target_parallel_config)
 
-        return create_speculative_config
+def _without_min_p_and_logit_bias(refuse: Callable[..., None]) -> Callable[..., None]:
+    def _validate_spec_decode(
+        self: SamplingParams, speculative_config: SpeculativeConfig | None
+    ) -> None:
+        others = copy(self)
+        others.min_p, others.logit_bias = 0.0, None
+        refuse(others, speculative_config)
 
-    if missing:
-        replace(EngineArgs, "create_speculative_config", make)
+    return _validate_spec_decode

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 #: The vLLM releases that all of this is true for.
-RELEASES = ("0.32", "0.33")
+RELEASES = ("0.32",)
 _SHORTEST = 16  # tokens of a chunk, whatever they cost: a prompt goes on
 _IN_FLIGHT = 8  # steps that are remembered until their results come; vLLM has two at most
 

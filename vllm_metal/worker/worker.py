@@ -34,7 +34,7 @@ from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
-from vllm_metal.vllm_patches import processes, shutdown, tokenizers
+from vllm_metal.vllm_patches import processes, shutdown
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
@@ -400,7 +400,7 @@ class MetalWorker(WorkerBase):
             del self.runner
             if self._transfers is not None:
                 self._transfers.close()
-        tokenizers.forget_tokenizers()
+        shutdown.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:
             self._memory.release()
