@@ -51,7 +51,7 @@ def test_the_callers_parameters_stay_as_they_were(processor, extra):
 
 @pytest.mark.parametrize("extra", [None, {"mine": [1]}])
 def test_so_do_extra_arguments_that_vllm_does_not_copy(processor, extra):
-    """Those of its own servers: other fields of such parameters vLLM itself writes to."""
+    """vLLM's own servers make such parameters, and vLLM itself writes to other fields of them."""
     params = SamplingParams(extra_args=deepcopy(extra), skip_clone=True)
     kept = params.extra_args
     for salt in ("pepper", "thyme", None):

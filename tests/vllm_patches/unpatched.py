@@ -880,7 +880,7 @@ def main(folder: str, names: list[str]) -> None:
 
 
 def apply_changes() -> None:
-    """Those that the platform makes, and the scheduler's, which the worker makes."""
+    """Makes the platform's changes, and the scheduler's, which the worker makes."""
     from vllm.platforms import current_platform
 
     from vllm_metal.batch.requests import remember_salt
