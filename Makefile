@@ -14,8 +14,9 @@ ADDRESS ?=
 PYTEST_ARGS ?=
 # Of `make fuzz`: a seed and its options, as a failure prints them, or others (FUZZ=--help).
 FUZZ ?= --requests 10000
-# Processes that share the test files; 0: none but pytest's own, for a debugger.
-PYTEST_WORKERS ?= 2
+# Processes that share the test files; auto: one a core where memory allows (tests/closing.py);
+# 0: none but pytest's own, for a debugger.
+PYTEST_WORKERS ?= auto
 
 # The environment is rebuilt when the content of what defines it changes, not its date. It comes in
 # two parts: what users need to serve, and what tests and benchmarks need besides.
@@ -71,14 +72,15 @@ test-more: $(STAMP)  ## what CI runs besides: the rest of the end-to-end tests
 test-slow: $(STAMP)  ## the nightly tests: all models and settings
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-# What reads the platform, or takes what it says from what does.
+# What reads the platform, or takes what it says from what does. The interpreter's compiler sees Linux
+# under the double: what differs is how it finds the lines of kernels.
 DARWIN_TESTS := tests/commands/doctor tests/device/test_blas.py tests/commands/test_cli.py \
-	tests/test_cpu.py tests/settings/test_envs.py tests/memory/test_planner.py tests/memory/test_pressure.py \
+	tests/test_cpu.py tests/settings/test_envs.py tests/settings/test_local_network.py \
+	tests/memory/test_planner.py tests/memory/test_pressure.py tests/memory/test_budget.py \
 	tests/platform tests/device/test_ram.py tests/device/test_selfcheck.py tests/device/test_sysctl.py \
-	tests/memory/test_budget.py tests/vllm_patches/test_logs.py \
-	tests/vllm_patches/test_processes.py tests/vllm_patches/test_releases.py \
-	tests/metal_kernels/test_selfcheck.py \
-	tests/metal_interpreter
+	tests/vllm_patches/test_logs.py tests/vllm_patches/test_processes.py \
+	tests/vllm_patches/test_releases.py tests/kv_transfer/peer/test_wire.py \
+	tests/metal_interpreter/test_checker.py tests/metal_interpreter/test_coverage.py
 
 .PHONY: test-small test-darwin
 
@@ -87,6 +89,7 @@ test-small: lint  ## those that fit a machine of 7 GB, and how much memory they 
 
 test-darwin: $(STAMP)  ## those that read the platform, under a double of macOS (Linux)
 	$(BIN)/python tests/darwin/run.py -m pytest -n $(PYTEST_WORKERS) --dist loadfile \
+		--no-loadscope-reorder \
 		-m 'not slow' $(PYTEST_ARGS) $(DARWIN_TESTS)
 
 fuzz: $(STAMP)  ## random traffic on the real engine, 10 000 requests

@@ -41,7 +41,7 @@ class Probe(Tenants):
         if scope["type"] == "http" and scope["path"] in (START, STOP):
             await self._switch(scope["path"] == START, send)
         elif scope["type"] == "http" and any(name == PAST for name, _ in scope["headers"]):
-            await self._parts.app(scope, receive, send)
+            await self.app(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 

@@ -30,7 +30,7 @@ from _serving_probe import PAST, START, STOP
 from _shared import note, table
 from serving import settings
 
-from vllm_metal.kv_transfer import salts, secret_file
+from vllm_metal.settings import salts, secret_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # the default model is chosen there, and only there

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one folder where results are kept between runs. As a script: prints what may be removed.
+"""Names the one folder where results are kept between runs; as a script: what may be removed.
 
 It imports the standard library only and runs on Python 3.9, so that `make distclean` can ask it.
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 #: Names of the folders in it, one for each kind of result. `make distclean` removes them.
-PARTS = ("interpreter", "models", "selfcheck", "vllm-sources", "vllm-tests", "weights")
+PARTS = ("interpreter", "models", "selfcheck", "vllm-tests", "weights")
 
 
 def cache_dir() -> Path:

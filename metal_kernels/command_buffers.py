@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much MLX puts into a command buffer of the GPU. Imports no MLX: it comes before MLX is used.
+"""Decides how much MLX puts into a command buffer of the GPU; comes before MLX is used.
 
 MLX ends a command buffer after so many dispatches, or once the distinct arrays bound in it hold so
 many Mi elements (mlx/backend/metal/device.cpp, 0.32.4). The second counts a KV pool whole, so that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's text and buffers, and the compiler that makes it run.
+"""Makes a kernel run: its text and buffers, and the compiler for it.
 
 A .metal file holds functions, then a line `// ---- kernel body`, then the body of the kernel, whose
 signature `mx.fast.metal_kernel` generates from the names of its buffers. The compiler is that
@@ -9,6 +9,7 @@ function, on a Mac, or another of the same signature, such as the interpreter's,
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,22 +94,20 @@ def using(compiler: Compiler) -> Iterator[None]:
         use(before)
 
 
-def interpreter() -> Compiler:
-    """The compiler that runs kernels on a CPU, of the package metal_interpreter.
+def named(compiler: str) -> Compiler:
+    """The compiler of the name `module:function`, which a package beside this one may bring.
 
     Raises:
-        RuntimeError: it is not installed, as it is no part of the wheel; says how to get it.
+        RuntimeError: that package is not installed.
     """
+    module = compiler.partition(":")[0]
     try:
-        from metal_interpreter import metal_kernel
+        found: Compiler = pkgutil.resolve_name(compiler)
     except ModuleNotFoundError as missing:
-        if missing.name != "metal_interpreter":
+        if missing.name != module:
             raise
-        raise RuntimeError(
-            "running kernels on a CPU needs the package metal_interpreter (the extra "
-            "`interpreter`), which is not installed"
-        ) from missing
-    return metal_kernel
+        raise RuntimeError(f"the package {module} is not installed") from missing
+    return found
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a ragged batch lie in the pool."""
+"""Describes where the rows of a ragged batch lie in the pool: slots, tables, who is behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Behind:
     most_np: np.ndarray  # [R] int32, the most that each of them can be
 
     def of(self, indices_np: np.ndarray) -> Behind:
-        """The same of some of the requests, by [n] indices, which may repeat."""
+        """Returns it for some of the requests, by [n] indices, which may repeat."""
         return Behind(self.counts[mx.array(indices_np)], self.most_np[indices_np])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +62,11 @@ class Tree:
             for package, folder in PACKAGES.items()
             for path in (self.root / folder / package).rglob("*.py")
         )
+
+    @cached_property
+    def tests(self) -> list[str]:
+        """Every file of the tests."""
+        return sorted(str(path.relative_to(self.root)) for path in self.root.glob("tests/**/*.py"))
 
     def modules(self) -> list[str]:
         """Files that the page lists: all but `__init__.py`."""
@@ -152,19 +157,29 @@ def upward(tree: Tree) -> list[Import]:
 
 
 def cycles(tree: Tree) -> list[str]:
-    """Floors that import each other at import time or for types, also through others."""
+    """Floors and modules that import each other at import or for types, also through others."""
+    arrows = [found for found in tree.imports if found.when != "call"]
+    floors = _circling((tree.floor_of(each.file), tree.floor_of(each.imported)) for each in arrows)
+    modules = _circling((each.file, each.imported) for each in arrows)
+    return [floor for floor in tree.floors if floor in floors] + sorted(modules)
+
+
+def _circling(arrows: Iterable[tuple[str, str]]) -> set[str]:
+    """Those from which some arrows lead back to them."""
     below = defaultdict(set)
-    for found in tree.imports:
-        if found.when != "call":
-            below[tree.floor_of(found.file)].add(tree.floor_of(found.imported))
+    for above, lower in arrows:
+        if above != lower:
+            below[above].add(lower)
 
-    def reaches(floor: str, seen: set[str]) -> set[str]:
-        for lower in below[floor] - {floor} - seen:
-            seen.add(lower)
-            reaches(lower, seen)
-        return seen
+    def reached(start: str) -> set[str]:
+        found, left = set(), [start]
+        while left:
+            new = below.get(left.pop(), set()) - found
+            found |= new
+            left += new
+        return found
 
-    return [floor for floor in tree.floors if floor in reaches(floor, set())]
+    return {each for each in below if each in reached(each)}
 
 
 def private_reaches(tree: Tree) -> list[str]:
@@ -197,9 +212,54 @@ def _private_names(parsed: ast.Module) -> set[str]:
     for node in ast.walk(parsed):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             found.add(node.name)
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            # Others' attributes that a patch sets are not ours.
+            found |= {node.attr} if _is_own(node.value) else set()
     return {name for name in found if re.match(r"_[^_]", name)}
+
+
+def _is_own(owner: ast.expr) -> bool:
+    return isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+
+
+def private_in_tests(tree: Tree) -> list[str]:
+    """What begins with an underscore in our packages and is used by a test: read, set or patched.
+
+    A class of a test may have names of its own that begin with one.
+    """
+    owned = set().union(*(_private_names(tree.parsed(file)) for file in tree.files))
+    found = []
+    for file in tree.tests:
+        parsed = tree.parsed(file)
+        theirs = owned - _private_names(parsed)
+        for node in ast.walk(parsed):
+            found += [f"{file}:{node.lineno} {name}" for name in _private_uses(node, owned, theirs)]
+    return found
+
+
+def _private_uses(node: ast.AST, owned: set[str], theirs: set[str]) -> list[str]:
+    """Names of our packages that one node of a test uses.
+
+    Args:
+        node: any.
+        owned: private names that our packages define.
+        theirs: those of them that the test's file does not define.
+    """
+    if isinstance(node, ast.Attribute):
+        others = owned if ast.unparse(node.value) == "super()" else theirs
+        return [ast.unparse(node)] if node.attr in others else []
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+        names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        return [name for name in names if re.match(r"_[^_]", name)]
+    if isinstance(node, ast.Call) and re.search(
+        r"(set|del|get|has)attr$|patch", ast.unparse(node.func)
+    ):
+        given = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        names = [name for name in given if isinstance(name, str) and re.fullmatch(r"[\w.]+", name)]
+        return [name for name in names if set(name.split(".")) & owned]
+    return []
 
 
 def untyped_plans(tree: Tree) -> list[str]:

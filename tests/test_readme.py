@@ -69,10 +69,48 @@ def requirement():
     return line
 
 
-def test_the_readme_s_two_commands_set_up_and_serve(tmp_path):
-    setup, serve = pasted(block(README, "Install and serve"), tmp_path)
+def test_the_readme_s_line_for_a_mac_sets_up_and_serves(tmp_path):
+    commands = block(README, "On a Mac")
+    assert commands.count("\n") == 1
+    setup, serve = pasted(commands, tmp_path)
     assert setup == ["make", "setup"]
     assert serve[:2] == ["vllm", "serve"]
+
+
+def test_the_readme_s_two_commands_come_first_and_set_up_by_themselves():
+    first = re.findall(r"^    make ([a-z]+)", README, re.MULTILINE)
+    assert first == re.findall(r"^    make ([a-z]+)", section(README, "Two commands"), re.MULTILINE)
+    assert first == ["demo", "test"] and README.index("## Two commands") < README.index("```sh")
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^demo: \$\(USERS_STAMP\)", makefile, re.MULTILINE)
+    assert re.search(r"^test: lint\b", makefile, re.MULTILINE)
+    assert re.search(r"^lint: \$\(STAMP\)", makefile, re.MULTILINE)
+
+
+def test_the_readme_is_a_page_and_its_figures_are_those_of_the_measurements():
+    assert README.count("\n") <= 90
+    measured = section((ROOT / "docs" / "performance.md").read_text(), "Beside its peers")
+    turns = {cells[0]: cells[1:] for cells in map(cells_of, measured.splitlines()) if cells}
+    rows = re.findall(
+        r"^\| (.+?) \| ([\d.]+) (\S+) \| ([\d.]+) \3 \| ([\d.]+) \|$", README, re.MULTILINE
+    )
+    assert len(rows) == 6
+    for label, ours, unit, theirs, ratio in rows:
+        pairs = [cells[:2] for cells in turns.values() if unit == "tok/s"]
+        if unit == "ms":
+            turn = int(re.search(r"turn (\d+)", label)[1])
+            column = turns["turn"].index(str(turn))
+            pairs = [[turns["vllm-metal"][column], turns["mlx-lm's server"][column]]]
+        assert any(pair[0] == ours and pair[1].split()[0] == theirs for pair in pairs), label
+        speeds = (float(ours), float(theirs)) if unit == "tok/s" else (float(theirs), float(ours))
+        assert speeds[0] / speeds[1] == pytest.approx(float(ratio), rel=0.02), label
+    losses = [label for label, *_, ratio in rows if float(ratio) < 1]
+    assert losses, "it says where it is slower, too"
+
+
+def cells_of(line):
+    """The cells of a table's row; none where a line is not one."""
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
 
 
 def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
@@ -88,7 +126,7 @@ def test_the_block_runs_whole_and_installs_the_pinned(tmp_path):
 
 def test_both_serve_the_same_model():
     serving = r"vllm serve (\S+)$"
-    (model,) = re.findall(serving, block(README, "Install and serve"), re.MULTILINE)
+    (model,) = re.findall(serving, block(README, "On a Mac"), re.MULTILINE)
     assert re.findall(serving, block(INSTALL, "On a Mac"), re.MULTILINE) == [model]
 
 

@@ -105,6 +105,27 @@ def test_both_releases_of_macos_run_and_keep_the_report_where_a_step_fails():
     assert behind and all(step["if"] == "${{ !cancelled() }}" for step in behind)
 
 
+def test_a_tag_is_checked_and_tested_before_the_release_gets_the_files():
+    workflow = yaml.safe_load(WORKFLOWS["release.yml"].read_text())
+    assert workflow[True]["push"]["tags"] == ["v*"]  # YAML 1.1 reads `on` as a Boolean
+    ran = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in workflow["jobs"].items()
+    }
+    assert ran["test"][0] == 'python scripts/release_tag.py check "$GITHUB_REF_NAME"'
+    assert any(command.startswith("make test") for command in ran["test"])
+    assert workflow["jobs"]["release"]["needs"] == "test"
+    built, tried, noted, made = ran["release"][1:]
+    assert built.startswith("make dist ") and "dist/install.sh" in tried
+    (notes,) = re.findall(r"scripts/release_tag.py notes .* > (\S+)$", noted)
+    assert f"--notes-file {notes} dist/*" in made
+    # Of all workflows, this job alone may write.
+    for file, path in WORKFLOWS.items():
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+            may_write = "write" in str(job.get("permissions", ""))
+            assert may_write == ((file, name) == ("release.yml", "release"))
+
+
 def test_the_template_asks_for_the_report_and_has_the_commands():
     template = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     asked = {field["id"]: field for field in template["body"] if "id" in field}

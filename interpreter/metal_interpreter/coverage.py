@@ -112,7 +112,7 @@ class Coverage:
 
 @cache
 def _image(library: Path, entry: int) -> _Image:
-    """Of the library whose `metal_cpu_entry` is at `entry` of this process."""
+    """The library whose `metal_cpu_entry` is at `entry` of this process."""
     from elftools.elf.elffile import ELFFile
 
     offset, rows = lines.rows(library)

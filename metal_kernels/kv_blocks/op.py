@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""copy() and zero() work on whole blocks, for all heads; one dispatch a pool."""
+"""copy() and zero() work on whole blocks, for all heads: grid and checks, one dispatch a pool."""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather() reads contexts out of the pool, as values, for attention that is not paged."""
+"""gather() reads contexts out of the pool, as values, for MLX's attention: grid and checks."""
 
 import math
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""read() and write() move states between blocks and rows of bits, each in one dispatch.
+"""read() and write() move states between blocks and rows of bits: grid and checks.
 
 A state fills the K of a block, head by head, and goes on in its V. A write makes what is left of K,
 and of V where the state goes on there, zero: nothing of the block's last owner stays with it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""write() puts a step's keys and values into the pool, in one dispatch."""
+"""write() puts a step's keys and values into the pool: grid and checks, one dispatch."""
 
 from collections.abc import Sequence
 from pathlib import Path

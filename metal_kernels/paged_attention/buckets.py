@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Once a step: which requests attend together, where attention is by MLX's operations.
+"""Decides, once a step, which requests attend together where MLX's operations attend.
 
 Requests of like shape form a *bucket*. What requests have in common at their beginning may be a
 bucket too, of all their rows.
@@ -144,7 +144,7 @@ def plan(
         for members, length in common_prefixes(block_tables, whole):
             rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
             for of_call in _shared_rows(rows, len(members), length * block_size):
-                table = _Table.of(block_tables[members[:1]], np.zeros(1, int), [length], length)
+                table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)
                 queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
                 shared.add(_bucket(table, queries, None, writes, block_size), queries)
                 first_block[members] = length
@@ -155,7 +155,7 @@ def plan(
     shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
     shapes = _joined(shapes, widths * block_size)
     for members in _alike(shapes, query_lens, widths * block_size):
-        table = _Table.of(
+        table = _Table.padded(
             block_tables[members], first_block[members], num_blocks[members], widths[members].max()
         )
         queries = _padded_queries(query_start_loc[members], query_lens[members])
@@ -214,7 +214,7 @@ class _Table:
     real: np.ndarray  # [n, W] bool, False for padding
 
     @staticmethod
-    def of(
+    def padded(
         tables: np.ndarray, first: np.ndarray, count: np.ndarray | list[int], width: int
     ) -> "_Table":
         """`count` blocks of each request from `first` on, in `width` columns."""

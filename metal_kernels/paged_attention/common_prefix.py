@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests of a step begin with the same blocks."""
+"""Finds which requests of a step begin with the same blocks."""
 
 from collections.abc import Iterator
 

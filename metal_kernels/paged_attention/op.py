@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the paged pool by kernels: plan() once a step, run() once a layer."""
+"""Attention by kernels over the pool: plan() once a step, run(), with its grids, once a layer."""
 
 from __future__ import annotations
 

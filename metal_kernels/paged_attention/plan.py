@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides a step's rows among threadgroups: once a step, for all layers of one shape and window."""
+"""Decides which threadgroup computes which rows, once a step for each shape and window."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Tiles:
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def of(shape: AttentionShape, window: int | None = None) -> Tiles:
+    def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
         """All sizes that rows of such layers may need."""
         decode, prefill = set(), set()
         for packed in range(
@@ -154,7 +154,7 @@ def plan(
         behind: by how much `seq_lens` is too large; the requests' rows lie that far before.
             None: by nothing.
     """
-    tiles = tiles or Tiles.of(shape, window)
+    tiles = tiles or Tiles.for_layer(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     first_positions = seq_lens - query_lens
     batch = _Batch(

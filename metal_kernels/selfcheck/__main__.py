@@ -22,11 +22,11 @@ from metal_kernels.selfcheck.checks import STEPS, check_kernel, next_check, usab
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m metal_kernels.selfcheck", description=__doc__)
-    parser.add_argument("--interpret", action="store_true", help="run kernels on the CPU")
+    parser.add_argument("--compiler", help="module:function that runs kernels on the CPU")
     parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
     args = parser.parse_args()
-    if args.interpret:
-        kernel.use(kernel.interpreter())
+    if args.compiler:
+        kernel.use(kernel.named(args.compiler))
         mx.set_default_device(mx.cpu)  # the references too, where there is a GPU
     request = json.load(sys.stdin)
     outcomes = [Outcome.from_json(fields) for fields in request["done"]]

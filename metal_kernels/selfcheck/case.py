@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases to check and their outcomes; both travel between processes as JSON."""
+"""Lists every kernel there is to check; Case is a kind of layer, Outcome what came of one check."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checks a case needs, their outcomes, and which tiles may serve after them."""
+"""Runs the checks that a case names, in order, and decides which tiles may serve after them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(case: Case, num_steps: int = STEPS) -> list[Outcome]:
 
 def checks(case: Case) -> list[Check]:
     """The checks of a case in order: a kernel relies on those before it."""
-    sizes = Tiles.of(case.shape, case.window)
+    sizes = Tiles.for_layer(case.shape, case.window)
     found = []
     for kernel in KERNELS:
         if kernel not in case.kernels:
@@ -68,7 +68,7 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
 def usable(case: Case, outcomes: Iterable[Outcome]) -> Tiles:
     """The tiles that passed. Contexts may be split if `reduce` passed."""
     passed = {outcome.check for outcome in outcomes if outcome.case == case and outcome.ok}
-    sizes = Tiles.of(case.shape, case.window)
+    sizes = Tiles.for_layer(case.shape, case.window)
     return Tiles(
         tuple(rows for rows in sizes.decode if Check("decode", rows) in passed),
         tuple(rows for rows in sizes.prefill if Check("prefill", rows) in passed),
@@ -88,7 +88,7 @@ def check_kernel(
         tiles: that passed, for `reduce`, `graph` and choices to use; None: all.
     """
     start = time.perf_counter()
-    every = Tiles.of(case.shape, case.window)
+    every = Tiles.for_layer(case.shape, case.window)
     if check.rows is not None:
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))

@@ -104,7 +104,7 @@ def _move_states(pool: _Pool, step: Step) -> list[mx.array]:
 
 
 def elements(pools: Pools) -> list[mx.array]:
-    """Of K, and of V where there are any: what states lie in."""
+    """Returns the arrays that states lie in: of K, and of V where there are any."""
     return [pools.keys] if pools.values is None else [pools.keys, pools.values]
 
 

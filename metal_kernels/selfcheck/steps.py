@@ -55,7 +55,7 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
     verify, chunk = verified[(step + 1) % len(verified)], chunks[step % len(chunks)]
     if kernel == "reduce":
         # Each step plays one size of tiles (play.py): a query length stays for as many steps.
-        sizes = Tiles.of(case.shape, case.window)
+        sizes = Tiles.for_layer(case.shape, case.window)
         queries = [*verified[:1], *chunks, *verified[1:]]
         turn = step // (len(sizes.decode) + len(sizes.prefill))
         query = queries[turn % len(queries)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long each kernel takes, how fast it reads or writes K/V, and which way is faster."""
+"""Times each kernel, and decides whether it or MLX's attention is faster."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class _Layer:
 
     @property
     def state_bytes(self) -> int:
-        """Of a state that fills a block."""
+        """Bytes of a state that fills a block."""
         return self._width * self._keys.dtype.size
 
     @property

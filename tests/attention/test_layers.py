@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.base import BaseModelArgs
 
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.mlx_patches import seam
 
 SMALL = {
     "hidden_size": 64,

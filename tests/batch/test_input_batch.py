@@ -4,7 +4,6 @@
 import mlx.core as mx
 import numpy as np
 from batch.test_requests import new_request
-from vllm import SamplingParams
 
 from metal_kernels.layout import Behind
 from metal_kernels.pace import Pace
@@ -54,21 +53,6 @@ def test_a_token_the_host_does_not_know_comes_from_the_device():
     assert batch.sampling_np.tolist() == [0]
     assert batch.num_output_tokens_np.tolist() == [1]
     assert batch.logits_indices is None  # every row's logits are wanted
-
-
-def test_prompt_logprobs_are_complete_when_the_request_samples():
-    requests, _ = make()
-    data = new_request("wants", list(range(33)), ([2, 4, 6],))
-    data.sampling_params = SamplingParams(prompt_logprobs=0)
-    req_idx = requests.add_request(data).req_idx
-    seen = []
-    for computed in range(0, 33, 16):  # the last chunk is the last token alone
-        requests.num_computed_tokens_np[req_idx] = computed
-        batch = prepare(requests, {"wants": min(16, 33 - computed)}, mx.zeros(4, mx.int32))
-        (rows,) = batch.prompt_rows
-        assert rows.last == (len(batch.sampling_np) == 1)
-        seen.append((rows.target_ids_np.tolist(), rows.last))
-    assert seen == [([*range(1, 17)], False), ([*range(17, 33)], False), ([], True)]
 
 
 def test_rows_lie_as_far_before_as_the_device_says():

@@ -112,18 +112,6 @@ def test_a_preempted_request_may_be_aborted():
     }
 
 
-def test_prompt_logprobs_are_collected_again_until_the_scheduler_has_a_token():
-    requests = make()
-    data = new_request("a", [5, 6], ([1], [1]))
-    data.sampling_params = SamplingParams(prompt_logprobs=0)
-    for tokens, expected in (([5, 6], []), ([5, 6, 7], None)):
-        state = requests.add_request(data)
-        state.prompt_logprobs = None  # as once they were handed over
-        requests.preempt_request("a")
-        assert requests.resume_request("a", tokens, ([3], [3]), 0).prompt_logprobs == expected
-        requests.remove_request("a")
-
-
 def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
     requests = make()
     ended = requests.add_request(new_request("ended", [1], ([1], [1])))

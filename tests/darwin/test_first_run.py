@@ -150,6 +150,7 @@ def served(model: str, tmp_path: Path) -> Iterator[Served]:
         yield server
 
 
+@pytest.mark.more
 def test_a_server_and_ctrl_c(served: Served, model: str) -> None:
     assert served.ask(model).startswith(" 4,")
     os.killpg(served.process.pid, signal.SIGINT)  # as a terminal does

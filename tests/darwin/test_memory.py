@@ -59,6 +59,7 @@ def serve(script, figures):
     return run([script], timeout=240, **variables)
 
 
+@pytest.mark.more
 def test_a_low_available_still_loads_the_model(script):
     done = serve(script, SCARCE | PLENTY)
     assert "tokens: 4" in done.stdout, done.stderr

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from vllm_metal.metrics.stat_logger import MetalStatLogger
-from vllm_metal.serving.figures import Outcome
+from vllm_metal.serving.metrics import Outcome
 
 PAGE = (DEPLOY.parent / "docs" / "monitoring.md").read_text()
 

@@ -13,6 +13,7 @@ from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case
 from vllm_metal.device import record, selfcheck
 from vllm_metal.device.record import Record
+from vllm_metal.settings.extras import INTERPRETER
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, block_size, kernels=("kv_write",))
@@ -38,7 +39,7 @@ def failures(*wanted, **options) -> list[str]:
 
 
 def test_kernels_are_checked_in_another_process(tmp_path: Path):
-    command = [*selfcheck.COMMAND, "--interpret", "--steps", "4"]
+    command = [*selfcheck.COMMAND, "--compiler", INTERPRETER, "--steps", "4"]
     assert failures(CASES, command, folder=tmp_path) == []
 
 

@@ -46,7 +46,7 @@ class FailingDevice:
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
         hand_over, synchronise, make_graph = mx.async_eval, mx.synchronize, mx.compile
-        sample, read, make_rows = ModelRunner.sample_tokens, StepOutput.token_ids, stores.page_rows
+        sample, read, make_rows = ModelRunner.hand_over, StepOutput.token_ids, stores.page_rows
 
         def async_eval(*arrays: Any) -> None:
             self._ask("async_eval")
@@ -73,7 +73,7 @@ class FailingDevice:
 
             return build
 
-        def sample_tokens(runner: ModelRunner, grammar_output: Any) -> StepOutput:
+        def hand_over_step(runner: ModelRunner, grammar_output: Any) -> StepOutput:
             self._spoiling = self._fails(self.num_steps)
             self.num_steps += 1
             before = self._in_flight
@@ -106,7 +106,7 @@ class FailingDevice:
             "compile": compiled,
         }.items():
             monkeypatch.setattr(mx, name, call)
-        monkeypatch.setattr(ModelRunner, "sample_tokens", sample_tokens)
+        monkeypatch.setattr(ModelRunner, "hand_over", hand_over_step)
         monkeypatch.setattr(StepOutput, "token_ids", token_ids)
         monkeypatch.setattr(stores, "page_rows", page_rows)
 

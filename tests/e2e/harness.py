@@ -125,7 +125,7 @@ class Dense:
     ties: list[float] = field(default_factory=list)  # gaps that were accepted as ties
 
     def __post_init__(self) -> None:
-        self._model = dense_model(Path(self.path))
+        self.model = dense_model(Path(self.path))
         self._known: set[tuple[int, ...]] = set()
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
@@ -135,7 +135,7 @@ class Dense:
 
     def forward(self, tokens: mx.array) -> mx.array:
         """[1, T, V] logits of [1, T] tokens."""
-        return self._model(tokens)
+        return self.model(tokens)
 
     def check(self, prompt: list[int], generated: list[int]) -> None:
         """Asserts that each token is the argmax after what precedes it.

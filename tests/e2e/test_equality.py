@@ -59,18 +59,26 @@ def test_without_prefix_caching(smollm2, dense, load):
     assert after["vllm:num_preemptions"] > 0
 
 
+def test_two_layers_cold_and_warm(short):
+    check_cold_and_warm(short, Dense(short), "async, few")
+
+
 @pytest.mark.parametrize(
     "load",
     [
-        "async, few",
+        pytest.param("async, few", marks=pytest.mark.more),
         *(pytest.param(load, marks=pytest.mark.slow) for load in ("async", "sync")),
     ],
 )
 def test_with_prefix_caching_cold_and_warm(smollm2, dense, load):
+    check_cold_and_warm(smollm2, dense, load)
+
+
+def check_cold_and_warm(model, dense, load):
     async_scheduling, num_prompts, num_blocks = LOADS[load]
-    prompts = make_prompts(text_tokens(smollm2), num_prompts, 700)
+    prompts = make_prompts(text_tokens(model), num_prompts, 700)
     cold, warm = serve_and_check(
-        smollm2,
+        model,
         dense,
         prompts,
         passes=2,

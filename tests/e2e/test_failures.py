@@ -91,6 +91,7 @@ def spoilt(tiny, tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.more
 def test_a_request_without_logits_fails_and_no_other_does(spoilt, tmp_path):
     with serve(spoilt, OPTIONS, tmp_path / "log") as server, server.client() as client:
         expected = complete(client).choices[0].text

@@ -27,7 +27,7 @@ class Cached(Dense):
     """The forward over a cache: without one, mlx-lm's Gemma 3n has no layers that read others'."""
 
     def forward(self, tokens):
-        return self._model(tokens, cache=make_prompt_cache(self._model))
+        return self.model(tokens, cache=make_prompt_cache(self.model))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from e2e.test_hybrids import NGRAM
 from models import recurrent
 
 from tests.metal_kernels.hazards import Logger, prove, prove_always
-from vllm_metal.platform import refusals
 
 
 class Counted:
@@ -169,7 +168,6 @@ def test_what_a_draft_network_writes_beside_steps_is_ordered_with_them(
     logger = Logger(metal_interpreter.metal_kernel)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
     monkeypatch.setattr(metal_interpreter, "metal_kernel", logger.metal_kernel)
-    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
     tokens = text_tokens(short)
     draft = {"method": "draft_model", "model": short, "num_speculative_tokens": 2}
     with engine(

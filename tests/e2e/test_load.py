@@ -23,8 +23,8 @@ from e2e.tenants import (
 )
 from e2e.traffic import CLIENT_SALTS, MARK, Clients, Planned, plan
 
-from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.serving.deadline import GRACE_S
+from vllm_metal.settings import salts, secret_file
 
 NAMES = ("acme", "other", "third")
 TIMEOUT_S, BODY_S = 4, 2

@@ -3,6 +3,8 @@
 
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from vllm import TokensPrompt
 
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.limits import TIMEOUTS
 from vllm_metal.kv_transfer.peer.page import Page
 from vllm_metal.kv_transfer.peers import Asked
 
@@ -148,13 +151,14 @@ def test_other_pages_are_refused(pair, prompts, alone):
 @MORE
 def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, monkeypatch):
     port = free_port()
+    # It is tried again at once, as after some seconds.
+    made = partial(Peer, timeouts=replace(TIMEOUTS, down=0.0))
+    monkeypatch.setattr("vllm_metal.kv_transfer.peering.Peer", made)
     with consumer(tiny, port) as d:
         found = decode(d, prompts[0])
         assert (found.tokens, found.pulled) == (alone[0], 0)
         for place in (1, 2):  # another engine at the same address after the first
             with producer(tiny, port) as p:
-                for client in peering(d)._clients:
-                    client._down_until = None  # as after some seconds
                 before = peering(d).stats().fetched_bytes
                 assert decode(d, prompts[place], prefill(p, prompts[place])).tokens == alone[place]
                 assert peering(d).stats().fetched_bytes > before

@@ -52,12 +52,12 @@ def test_reset_forgets_every_prefix(tiny, tiny_text):
         assert run(llm, [prompt]) == (before, [0])
 
 
-def test_a_prompt_may_hit_blocks_that_its_own_step_computes(smollm2):
-    tokens = text_tokens(smollm2)
+def test_a_prompt_may_hit_blocks_that_its_own_step_computes(short):
+    tokens = text_tokens(short)
     prompts = [tokens[:90], tokens[:80], [*tokens[:64], *tokens[200:220]]]
-    with engine(smollm2, enable_prefix_caching=False) as llm:
+    with engine(short, enable_prefix_caching=False) as llm:
         expected, _ = run(llm, prompts)
-    with engine(smollm2, max_num_batched_tokens=512) as llm:
+    with engine(short, max_num_batched_tokens=512) as llm:
         found, cached = run(llm, prompts)
         steps = counters(llm)["vllm:iteration_tokens_total:count"]
     assert steps <= 6  # one for the three prompts, then decoding
@@ -65,13 +65,13 @@ def test_a_prompt_may_hit_blocks_that_its_own_step_computes(smollm2):
     assert found == expected
 
 
-def test_generated_tokens_are_hit_too(smollm2):
-    prompt = text_tokens(smollm2)[:60]
-    with engine(smollm2) as llm:
+def test_generated_tokens_are_hit_too(short):
+    prompt = text_tokens(short)[:60]
+    with engine(short) as llm:
         (answer,) = generate(llm, [prompt], greedy(40))
         follow_up = [*prompt, *answer, *prompt[:7]]
         tokens, cached = run(llm, [follow_up])
     # The last generated token's K/V were never needed, so the hundredth is not in the cache.
     assert cached == [96]
-    with engine(smollm2, enable_prefix_caching=False) as llm:
+    with engine(short, enable_prefix_caching=False) as llm:
         assert run(llm, [follow_up]) == (tokens, [0])

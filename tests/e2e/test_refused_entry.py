@@ -29,14 +29,14 @@ def refuse_by_prompt(monkeypatch):
 
 
 def refuse_by_speculator(monkeypatch):
-    begin = Speculator.begin_request
+    begin = Speculator.enter
 
     def begin_request(self, state):
         begin(self, state)
         if MARK in state.prompt_token_ids:
             raise ValueError("no such prompt")
 
-    monkeypatch.setattr(Speculator, "begin_request", begin_request)
+    monkeypatch.setattr(Speculator, "enter", begin_request)
 
 
 def refuse_by_length(monkeypatch):

@@ -53,7 +53,7 @@ def holds_nothing(llm):
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     num_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     return (
-        len(worker._requests) == 0
+        worker.num_requests == 0
         and free_blocks(llm) == num_blocks - 1  # of vLLM's null block
         and all(not np.asarray(array.view(mx.uint8)).any() for array in pool)
     )

@@ -286,6 +286,7 @@ def test_a_start_that_cannot_work_says_why(smollm2, tmp_path, options, environme
     assert message in log.read_text()
 
 
+@pytest.mark.more
 def test_a_start_without_a_model_says_which(tmp_path):
     missing, log = str(tmp_path / "no-such-model"), tmp_path / "log"
     assert refused_start(missing, [], {}, log) > 0

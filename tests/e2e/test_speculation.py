@@ -59,7 +59,7 @@ def serve_and_check(model, dense, prompts, speculative_config, **options):
 @pytest.mark.parametrize(
     ("method", "async_scheduling", "num_drafts", "block_size", "num_blocks"),
     [
-        ("ngram_gpu", True, 3, 16, 24),
+        pytest.param("ngram_gpu", True, 3, 16, 24, marks=pytest.mark.more),
         pytest.param("ngram", False, 7, 32, 24, marks=pytest.mark.more),
         pytest.param("suffix", False, 5, 16, 24, marks=pytest.mark.more),
     ],
@@ -78,6 +78,19 @@ def test_prompt_lookup(
         additional_config=FIXED,  # what pays on this machine is not for a test to know
     )
     assert cold["vllm:num_preemptions"] > 0 or block_size == 32  # room for all of these
+
+
+def test_prompt_lookup_of_two_layers(short):
+    cold, _ = serve_and_check(
+        short,
+        Dense(short),
+        make_prompts(text_tokens(short), 16, 200),
+        lookup(3, "ngram_gpu"),
+        num_gpu_blocks_override=24,
+        async_scheduling=True,
+        additional_config=FIXED,
+    )
+    assert cold["vllm:num_preemptions"] > 0
 
 
 @pytest.mark.more
@@ -143,10 +156,11 @@ class Script:
         self._text, self._vocab_size = text, vocab_size
         self.num_drafts = self.num_right = 0
 
-    def propose(self, proposer, token_ids_np, req_indices_np, num_tokens_np, limits_np, *_):
+    def propose(self, proposer, request):
         guesses = []
-        for req_idx, length, limit in zip(req_indices_np, num_tokens_np, limits_np, strict=True):
-            assert token_ids_np[req_idx, :length].tolist() == self._text[:length]
+        columns = request.req_indices_np, request.num_tokens_np, request.limits_np
+        for req_idx, length, limit in zip(*columns, strict=True):
+            assert request.token_ids_np[req_idx, :length].tolist() == self._text[:length]
             ahead = self._text[length:][: self.num_drafts]
             guesses.append([*ahead[: self.num_right], *self.wrong(ahead)[self.num_right :]][:limit])
         return Drafts.of_lists(guesses, 7)
@@ -218,8 +232,8 @@ def test_a_rejected_draft_is_never_a_cache_hit(tiny, script):
         # The drafts that stood at these positions, one after the other.
         planted = [*text[:17], *script.wrong(text[17:40])]
         script.num_drafts = 0
-        script.propose = lambda proposer, tokens, req_indices, lengths, limits, *_: Drafts.of_lists(
-            [[] for _ in req_indices], 7
+        script.propose = lambda proposer, request: Drafts.of_lists(
+            [[] for _ in request.req_indices_np], 7
         )
         generate(llm, [planted], greedy(2))
         hits = counters(llm)["vllm:prefix_cache_hits"] - before["vllm:prefix_cache_hits"]

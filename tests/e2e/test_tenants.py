@@ -20,7 +20,7 @@ from e2e.tenants import (
 )
 
 from vllm_metal.commands.cli import main
-from vllm_metal.kv_transfer import salts, secret_file
+from vllm_metal.settings import salts, secret_file
 
 BLOCK_SIZE = 16  # vllm-metal's default
 TEXT = "The river rises in the hills, runs through three towns and a lake, and ends in the sea. "

@@ -6,9 +6,10 @@ import numpy as np
 
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
 KINDS = {
@@ -21,7 +22,7 @@ BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
 def make(kv_cache_type, dtype, num_blocks=12):
-    return kv_cache_type(num_blocks, 16, SHAPE.num_kv_heads, SHAPE.head_size, dtype)
+    return kv_cache_type(num_blocks, 16, KVShape(2, 64, 64), dtype)
 
 
 def built(kv_cache, blocks, before, rows, window=None, seed=0):
@@ -43,7 +44,7 @@ def built(kv_cache, blocks, before, rows, window=None, seed=0):
     plan = kv_cache.plan(layout, AttentionKind(SHAPE, window))
     kv_cache.begin_step()
     kv_cache.write(plan, keys, values)
-    return kv_cache.attend(plan, queries, 0.1, None)
+    return kv_cache.attend(plan, queries, Scoring(0.1))
 
 
 def bits(array):

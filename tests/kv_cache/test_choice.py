@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What serves a model follows from what its self-check found, kernel by kernel, tile by tile."""
 
+import sys
 from collections.abc import Callable
 
 import metal_interpreter
@@ -16,9 +17,10 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches.seam import Scoring
 
 LAYERS = [
     AttentionLayer("layers.0", 8, 2, 128, None),
@@ -94,13 +96,11 @@ def test_without_a_write_or_any_attention_mlx_serves(monkeypatch, warned, failed
 
 
 def test_an_interpreter_that_is_not_installed_is_said_to_be_missing(monkeypatch):
-    def missing():
-        raise RuntimeError("it is not installed")
-
     monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
-    monkeypatch.setattr(kernel, "interpreter", missing)
+    monkeypatch.setitem(sys.modules, "metal_interpreter", None)  # as if there were none
     with pytest.raises(
-        ValueError, match=r"=interpret: it is not installed; install it by .*/interp"
+        ValueError,
+        match=r"=interpret: the package metal_interpreter is not installed; install it by .*inter",
     ):
         choice.kv_cache_type("cpu", LAYERS, mx.float32, mx.float32, 16)
 
@@ -110,7 +110,7 @@ def test_what_was_not_checked_is_not_used(monkeypatch):
     assert kv_cache_type() is ScatterKVCache
 
 
-WHOLE = Tiles.of(SHAPE)
+WHOLE = Tiles.for_layer(SHAPE)
 FALLBACKS = {  # what fails: tiles that are left, whether blocks are moved, and graphs repeated
     "one tile": (Check("prefill", 64), Tiles(WHOLE.decode, WHOLE.prefill[:-1], True), True, True),
     "decode": (Check("decode"), Tiles((), WHOLE.prefill, True), True, True),
@@ -245,8 +245,8 @@ def layout(requests: list[tuple[int, int]]) -> StepLayout:
 
 def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
     """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
-    made = (48, 16, shape.num_kv_heads, shape.head_size, mx.float32)
-    kv_caches = [kind(*made) for kind in (chosen, ScatterKVCache)]
+    rows = KVShape(shape.num_kv_heads, shape.head_size, shape.head_size)
+    kv_caches = [kind(48, 16, rows, mx.float32) for kind in (chosen, ScatterKVCache)]
     rng = np.random.default_rng(0)
     for requests in STEPS:
         where, heads = layout(requests), (shape.num_heads, *[shape.num_kv_heads] * 2)
@@ -262,7 +262,7 @@ def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
             kv_cache.clear_blocks(np.array([44, 39]))
             plan = kv_cache.plan(where, AttentionKind(shape, None))
             kv_cache.write(plan, keys, values)
-            out = kv_cache.attend(plan, queries, 0.1, None)
+            out = kv_cache.attend(plan, queries, Scoring(0.1))
             mx.eval(out)
             answers.append(np.array(out))
         np.testing.assert_allclose(*answers, atol=1e-5)
@@ -286,7 +286,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
 ):
     if tile_rows is not None:
         monkeypatch.setattr(AttentionShape, "tile_rows", tile_rows)
-    Tiles.of.cache_clear()
+    Tiles.for_layer.cache_clear()
     layers = [AttentionLayer("layers.0", 4, 1, head_size, None)]
     double = Refusing(metal_interpreter.metal_kernel, most)
 
@@ -298,7 +298,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
     monkeypatch.setattr(timing, "compare", lambda *case: {})
     try:
         chosen = kv_cache_type(layers, mx.float32)
-        whole = Tiles.of(layers[0].shape)
+        whole = Tiles.for_layer(layers[0].shape)
         if lost is None:
             assert chosen is ScatterKVCache
         elif not lost:
@@ -316,4 +316,4 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
             kernels = {name for name, _ in double.launched}
             assert {"kv_write", "kv_blocks", "decode", "prefill", "reduce"} == kernels
     finally:
-        Tiles.of.cache_clear()
+        Tiles.for_layer.cache_clear()

@@ -14,9 +14,10 @@ from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache import kernels
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, value_size=64)
 NUM_BLOCKS = 8
@@ -30,7 +31,7 @@ def interpreted():
 
 
 def make(kv_cache_type, dtype=mx.float32):
-    return kv_cache_type(NUM_BLOCKS, 16, SHAPE.num_kv_heads, SHAPE.head_size, dtype)
+    return kv_cache_type(NUM_BLOCKS, 16, KVShape(2, 64, 64), dtype)
 
 
 def layout(requests):
@@ -70,7 +71,7 @@ def attended(kv_cache, where, queries, keys, values, window=None):
     plan = kv_cache.plan(where, AttentionKind(SHAPE, window))
     kv_cache.begin_step()
     kv_cache.write(plan, keys, values)
-    return np.array(kv_cache.attend(plan, queries, 0.1, None))
+    return np.array(kv_cache.attend(plan, queries, Scoring(0.1)))
 
 
 STEPS = [
@@ -142,7 +143,7 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
             rows = [mx.ones((len(where.slot_mapping_np), heads, 64)) for heads in (4, 2, 2)]
             kv_cache.write(plan, *rows[1:])
             for _ in range(reads):
-                kv_cache.attend(plan, rows[0], 0.1, None)
+                kv_cache.attend(plan, rows[0], Scoring(0.1))
         kv_cache.copy_blocks(np.array([3]), np.array([4]))
         kv_cache.clear_blocks(np.array([5]))
         attended(kv_cache, where, *rows)

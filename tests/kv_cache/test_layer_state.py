@@ -9,17 +9,17 @@ from kv_cache.recurrent import HybridModel
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.layer_state import StepLayout, Storage
 from vllm_metal.kv_cache.pages import BlockPages, page_rows
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
 from vllm_metal.memory import profile
+from vllm_metal.mlx_patches import seam
 from vllm_metal.models.paged_layers import PagedLayers
 
 BLOCK = 16
@@ -214,15 +214,19 @@ def test_the_largest_step_runs_layers_of_every_kind(model, config):
 def test_no_layer_has_a_step_once_its_forward_is_built(model, config):
     server = Server(model, config)
     server.begin(0)
-    with pytest.raises(RuntimeError, match="outside a step"):
-        server.paged._caches[0].offset  # noqa: B018
-    server.step([(0, 0, text(3, 0))])
     kept = []
 
-    def failing(inputs, cache):
+    def keeping(inputs, cache):
         kept.extend(cache)
+        return model(inputs, cache=cache)
+
+    def failing(inputs, cache):
         raise ValueError("the forward fails")
 
+    server.model = keeping
+    server.step([(0, 0, text(3, 0))])
+    with pytest.raises(RuntimeError, match="outside a step"):
+        kept[0].offset  # noqa: B018
     server.model = failing
     with pytest.raises(ValueError, match="the forward fails"):
         server.step([(0, 3, text(1, 0))])
@@ -238,3 +242,35 @@ def test_a_layout_tells_every_row_its_position():
     starts, seq_lens = np.array([0, 3, 4], np.int32), np.array([10, 7], np.int32)
     layout = StepLayout(starts, seq_lens, np.zeros((2, 1), np.int32), np.zeros(4, np.int32), 16)
     assert layout.positions_np.tolist() == [7, 8, 9, 6]
+
+
+class Counters(Storage):
+    """A state that implements what every kind must, and nothing else: a number for each block."""
+
+    pipelined = False
+
+    def __init__(self, num_blocks):
+        self._arrays = [mx.arange(1, num_blocks + 1, dtype=mx.int32)]
+
+    @property
+    def arrays(self):
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, arrays):
+        self._arrays = list(arrays)
+
+    def wait_for_device(self):
+        mx.eval(self._arrays)
+
+
+def test_a_state_without_the_optional_parts_travels_in_whole_blocks():
+    state = Counters(6)
+    state.copy_blocks(np.array([1, 2]), np.array([4, 5]))
+    state.clear_blocks(np.array([0]))
+    pages = BlockPages({"layer": state}, [["layer"]])
+    rows = page_rows(pages.export(0, np.array([4, 0])))
+    assert rows.view(np.int32).ravel().tolist() == [2, 0]
+    assert page_rows(pages.queue_export(0, np.array([5]))).view(np.int32).tolist() == [[3]]
+    pages.import_pages(0, np.array([3, 1]), rows)
+    assert state.arrays[0].tolist() == [0, 0, 3, 2, 2, 3]

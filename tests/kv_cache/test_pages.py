@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs
@@ -52,7 +53,7 @@ def fill(state, seed):
 
 def two_layers(kv_cache_type, dtype, seed=0):
     """A target's layer, and one of a draft network of another shape, filled."""
-    draft = kv_cache_type(12, 16, 3, 32, dtype)
+    draft = kv_cache_type(12, 16, KVShape(3, 32, 32), dtype)
     return {
         NAMES[0]: fill(make(kv_cache_type, dtype), seed),
         NAMES[1]: fill(draft, seed + 1),
@@ -218,7 +219,7 @@ def test_queued_copies_see_the_steps_before_and_nothing_later(kv_cache_type, dty
     out = later(target, draft, pages)
     steps.hand_over(built(target, [5], 0, 3) if out is None else out)
     assert pages_of(queued) == expected
-    target.settle()
+    target.wait_for_device()
     assert naive(states, NAMES[:1], 7) not in expected[0]
 
 
@@ -333,7 +334,7 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kv_cache_type, dtype):
         rows = in_thread(lambda exported=queued: page_rows(exported))
         exported = pages.export(0, blocks)
         for state in layers:
-            state.settle()
+            state.wait_for_device()
         assert pages_of(exported)[0] == naive(states, names, 1)  # what the last step has written
         step(start + 2)
         pages.import_pages(0, others, rows)

@@ -8,6 +8,7 @@ import pytest
 
 from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
 from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
@@ -18,10 +19,10 @@ MODULUS = 8191.0  # so that float32 has all numbers
 FORM = StateFormat(((3, 5), (2,)), (mx.float32, mx.bfloat16))
 MEMORIES = {
     "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
-    "float32": lambda of: of(NUM_BLOCKS, 16, 2, 8, mx.float32),
-    "bfloat16": lambda of: of(NUM_BLOCKS, 48, 1, 16, mx.bfloat16),
-    "float16, in K and V": lambda of: of(NUM_BLOCKS, 16, 1, 2, mx.float16),
-    "codes": lambda of: of(NUM_BLOCKS, 16, 2, 16, mx.int8),
+    "float32": lambda of: of(NUM_BLOCKS, 16, KVShape(2, 8, 8), mx.float32),
+    "bfloat16": lambda of: of(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
+    "float16, in K and V": lambda of: of(NUM_BLOCKS, 16, KVShape(1, 2, 2), mx.float16),
+    "codes": lambda of: of(NUM_BLOCKS, 16, KVShape(2, 16, 16), mx.int8),
 }
 
 
@@ -111,7 +112,7 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
         )
         state.begin_step()
         rows = mx.array(np.concatenate(values).astype(np.float32))
-        (found,) = state.run(RecurrentPlan.of(layout), compute_on(rows))
+        (found,) = state.run(RecurrentPlan.from_layout(layout), compute_on(rows))
         found = np.array(found)[:, 0, 0]
         for place, (index, begin) in enumerate(zip(who, begins, strict=True)):
             expected = texts[index].expected(begin, values[place])
@@ -143,46 +144,37 @@ def test_numbers_of_a_span():
 
 def test_a_block_without_room_is_refused():
     with pytest.raises(ValueError, match="32 bytes has no room for a state of 64"):
-        RecurrentState(ScatterKVCache(4, 16, 1, 1, mx.int8), FORM)
+        RecurrentState(ScatterKVCache(4, 16, KVShape(1, 1, 1), mx.int8), FORM)
 
 
 def test_a_block_of_states_is_a_page_of_their_numbers():
-    host = ScatterKVCache(NUM_BLOCKS, 16, 1, 4, mx.float16)  # 128 bytes of K: V is not used
+    shape = KVShape(1, 4, 4)
+    host = ScatterKVCache(NUM_BLOCKS, 16, shape, mx.float16)  # 128 bytes of K: V is not used
     state = RecurrentState(host, FORM)
     assert [array is host.keys.elements for array in state.page_arrays] == [True]
     assert state.page_numbers == [((mx.float32, 60), (mx.bfloat16, 4))]
-    assert state.arrays == []  # which are looked after with K and V
+    assert state.storage is host  # which looks after them with K and V
 
 
-def test_memory_of_its_own_is_looked_after(pool):
-    state = RecurrentState(pool.of_states(NUM_BLOCKS, FORM.nbytes), FORM, alone=True)
-    (array,) = state.arrays
+@pytest.mark.parametrize("memory", ["alone", "float32"])
+def test_whole_blocks_are_the_storage_s_to_look_after(memory, pool):
+    state = RecurrentState(MEMORIES[memory](pool), FORM)
+    array = state.page_arrays[0]
     array[0, 3] = 5.0
     mx.eval(array)
-    state.copy_blocks(np.array([3]), np.array([4]))
-    state.clear_blocks(np.array([3]))
-    state.settle()
-    assert np.array(state.arrays[0])[0, 2:5, 0, 0].tolist() == [0.0, 0.0, 5.0]
-
-
-def test_memory_of_another_is_left_to_it(pool):
-    host = pool(NUM_BLOCKS, 16, 2, 8, mx.float32)
-    host.keys.elements[0, 3] = 5.0
-    mx.eval(host.arrays)
-    state = RecurrentState(host, FORM)
-    state.copy_blocks(np.array([3]), np.array([4]))
-    state.clear_blocks(np.array([3]))
-    host.settle()
-    assert np.array(host.keys.elements)[0, 3:5, 0, 0].tolist() == [5.0, 0.0]
+    state.storage.copy_blocks(np.array([3]), np.array([4]))
+    state.storage.clear_blocks(np.array([3]))
+    state.wait_for_device()
+    assert np.array(state.page_arrays[0])[0, 2:5, 0, 0].tolist() == [0.0, 0.0, 5.0]
 
 
 def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
     """Also where the module cuts the state out of all its inputs, as convolutions do."""
     length, width = 4096, 64
     form = StateFormat(((3, width),), (mx.float32,))
-    state = RecurrentState(pool.of_states(8, form.nbytes), form, alone=True)
+    state = RecurrentState(pool.of_states(8, form.nbytes), form)
     inputs = mx.random.normal((length, width))
-    mx.eval(inputs, state.arrays)
+    mx.eval(inputs, state.page_arrays)
 
     def convolve(rows, states):
         padded = mx.concatenate([states[0], inputs[rows]], axis=1)
@@ -194,9 +186,9 @@ def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
     layout = StepLayout(bounds, bounds[1:], table, np.zeros(length, np.int32), 16)
     mx.synchronize()
     before = mx.get_active_memory()
-    (found,) = state.run(RecurrentPlan.of(layout), convolve)
+    (found,) = state.run(RecurrentPlan.from_layout(layout), convolve)
     mx.eval(found)
     assert mx.get_active_memory() - before < found.nbytes + inputs.nbytes / 4
-    state.settle()
-    (last,) = StateFormat.from_bits(form, state.arrays[0][0, 5].view(mx.uint32))
+    state.wait_for_device()
+    (last,) = StateFormat.from_bits(form, state.page_arrays[0][0, 5].view(mx.uint32))
     np.testing.assert_array_equal(np.array(last)[0], np.array(inputs)[-3:])

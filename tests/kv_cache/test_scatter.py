@@ -6,24 +6,23 @@ import numpy as np
 import pytest
 
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
-SHAPE = AttentionShape(num_heads=2, num_kv_heads=2, head_size=4, value_size=4)
 
-
-def plan_for(slots):
+def plan_for(slots, num_heads=2):
     """A step of one-row requests, each with a block of its own, that writes these slots."""
     count, slots = len(slots), np.asarray(slots, np.int32)
     starts, ones = np.arange(count + 1, dtype=np.int32), np.ones(count, np.int32)
     layout = StepLayout(starts, ones, slots[:, None] // 16, slots, 16)
-    return ScatterKVCache.plan(layout, AttentionKind(SHAPE, None))
+    shape = AttentionShape(num_heads, num_heads, head_size=4, value_size=4)
+    return ScatterKVCache.plan(layout, AttentionKind(shape, None))
 
 
 def test_begin_step_puts_rows_into_their_slots():
     rng = np.random.default_rng(0)
-    kv_cache = ScatterKVCache(5, 16, 2, 4, mx.float32)
+    kv_cache = ScatterKVCache(5, 16, KVShape(2, 4, 4), mx.float32)
     expected_keys = np.zeros((80, 2, 4), np.float32)
     expected_values = expected_keys.copy()
     for _ in range(3):  # steps
@@ -44,11 +43,12 @@ def test_begin_step_puts_rows_into_their_slots():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.uint8, mx.int8], ids=str)
 def test_two_steps_in_flight_never_copy_the_pool(dtype):
-    kv_caches = [ScatterKVCache(8192 // dtype.size, 16, 4, 64, dtype) for _ in range(4)]
+    shape = KVShape(4, 64, 64)
+    kv_caches = [ScatterKVCache(8192 // dtype.size, 16, shape, dtype) for _ in range(4)]
     mx.eval([array for kv_cache in kv_caches for array in kv_cache.arrays])
     one_pool = kv_caches[0].keys.elements.nbytes
     table = mx.arange(16, dtype=mx.int32)
-    plans = [plan_for(np.arange(8) * 100 + layer) for layer in range(2)]
+    plans = [plan_for(np.arange(8) * 100 + layer, 4) for layer in range(2)]
 
     def step(x):
         """Four kv_caches, each written by two layers and read by both, as groups share them."""

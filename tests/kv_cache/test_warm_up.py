@@ -16,6 +16,7 @@ from vllm_metal.kv_cache.layer_cache import AttentionKind
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.warm_up import compile_kernels
+from vllm_metal.mlx_patches.seam import Scoring
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 70
 MOST = NUM_BLOCKS * BLOCK_SIZE - 300  # positions before a step's rows
@@ -41,9 +42,7 @@ def layout(requests):
 
 def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
     shape = layer.shape
-    kv_cache = kv_cache_type(
-        NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, shape.head_size, pool_dtype
-    )
+    kv_cache = kv_cache_type(NUM_BLOCKS, BLOCK_SIZE, layer.storage_key, pool_dtype)
     kv_cache.copy_blocks(np.array([3]), np.array([4]))
     kv_cache.clear_blocks(np.array([5, 6]))
     for requests in steps:
@@ -52,7 +51,7 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
         queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
         sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
         kv_cache.write(plan, fresh, fresh)
-        kv_cache.attend(plan, queries, 1.0, sinks)
+        kv_cache.attend(plan, queries, Scoring(1.0, sinks))
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,7 +71,7 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     if fewer:  # some failed their self-check
         tiles = {}
         for shape, window in {(layer.shape, layer.window) for layer in layers}:
-            sizes = Tiles.of(shape, window)
+            sizes = Tiles.for_layer(shape, window)
             kept = drawn.draw(st.sets(st.sampled_from([*sizes.decode, *sizes.prefill]), min_size=1))
             tiles[shape, window] = Tiles(
                 tuple(rows for rows in sizes.decode if rows in kept),

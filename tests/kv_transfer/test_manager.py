@@ -10,12 +10,12 @@ from kv_transfer.small_pool import PAGE_BYTES, keys_of, store_on
 from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.written import Written
 from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, PageManager
 from vllm_metal.kv_transfer.messages import Discard
 from vllm_metal.kv_transfer.metrics import DEFINITIONS
+from vllm_metal.settings import salts
 
 KEY = b"k" * 16
 PAGE = memoryview(bytes(PAGE_BYTES))

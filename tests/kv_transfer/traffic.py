@@ -37,6 +37,7 @@ from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
+from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.transfer_hooks import TransferHooks
 
@@ -126,15 +127,13 @@ class Pool:
             raise RuntimeError("the device failed")
 
 
-class Runner:
-    """A ModelRunner's calls. `engine` has the texts, and says how steps fare."""
-
-    num_waits = 0
+class Runner(ModelRunner):
+    """A ModelRunner without a model. `engine` has the texts, and says how steps fare."""
 
     def __init__(self, engine, num_groups, num_blocks):
+        super().__init__(None, None, None, 1, hooks=engine.hooks)
         self._engine, self._num_groups = engine, num_groups
         self.pool = Pool(num_blocks)
-        self.layers = SimpleNamespace(block_pages=lambda: self.pool)
         self.settled = []
         self._fate = GOOD
 
@@ -144,11 +143,9 @@ class Runner:
     def join_step(self, arrays):
         pass
 
-    def learn(self, scheduler_output):
-        pass
-
-    def settle_leaving(self, step):
-        pass
+    @property
+    def layers(self):
+        return SimpleNamespace(block_pages=lambda: self.pool)
 
     def wait(self):
         self.pool._settle()
@@ -175,7 +172,6 @@ class Runner:
             elif blocks is not None:
                 for of_group, added in zip(tables[req_id], blocks, strict=True):
                     of_group += added
-        return {}
 
     def update_blocks(self, step):
         assert not step.kv_cache_block_copies
@@ -191,7 +187,7 @@ class Runner:
             self.pool.broken = True
         self._step = step
 
-    def sample_tokens(self, grammar_output):
+    def hand_over(self, grammar_output):
         if self._fate == RAISES_IN_SAMPLE:
             raise RuntimeError("the sampling failed")
         step, starts = self._step, {}

@@ -33,7 +33,7 @@ mx.array = Meta("array", (), {"__module__": "mlx.core"})
 USES = {
     "an op": "import metal_kernels.op_common",
     "the self-check's process": "import metal_kernels.selfcheck.__main__",
-    "mlx-lm's kernels": "import vllm_metal.device.library_kernels",
+    "mlx-lm's kernels": "import vllm_metal.mlx_patches.library_kernels",
     "the worker": "import vllm.platforms\nfrom vllm.platforms import current_platform\n"
     "assert current_platform.device_name == 'metal'\nimport vllm_metal.worker.worker",
 }

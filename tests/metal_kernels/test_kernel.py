@@ -7,6 +7,7 @@ import sys
 import metal_interpreter
 
 from metal_kernels import kernel
+from vllm_metal.settings.extras import INTERPRETER
 
 # An import of MODULE raises ModuleNotFoundError from now on, as if it were not installed.
 WITHOUT = """
@@ -26,7 +27,7 @@ for module in pkgutil.walk_packages(metal_kernels.__path__, "metal_kernels."):
 """
 ASK = """
 from metal_kernels import kernel
-kernel.interpreter()
+kernel.named("metal_interpreter:metal_kernel")
 """
 
 
@@ -40,13 +41,12 @@ def last_error(module, code):
 
 
 def test_the_interpreter_compiles_as_mlx_does():
-    assert kernel.interpreter() is metal_interpreter.metal_kernel
+    assert kernel.named(INTERPRETER) is metal_interpreter.metal_kernel
 
 
-def test_without_the_interpreter_the_extra_is_named():
+def test_without_the_interpreter_its_package_is_named():
     said = last_error("metal_interpreter", ASK)
-    assert said.startswith("RuntimeError: ") and "the extra `interpreter`" in said
-    assert "metal_interpreter" in said and said.endswith("is not installed")
+    assert said == "RuntimeError: the package metal_interpreter is not installed"
 
 
 def test_what_the_interpreter_itself_lacks_is_not_hidden():

@@ -268,6 +268,7 @@ def test_sources_as_they_are_pass(probe, schedule):
     assert objection(PROBES[probe], Checker(schedule).metal_kernel) is None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_fault_is_caught_whatever_the_schedule(mutant):
     probe = PROBES[mutant.probe]
@@ -399,6 +400,7 @@ def test_sources_as_they_are_pass_in_pools_beyond_32_bits(far_pool, probe):
     assert objection(far_pool.probe(probe), Checker().metal_kernel) is None
 
 
+@pytest.mark.more
 @pytest.mark.heavy
 @pytest.mark.parametrize("mutant", OVERFLOWS, ids=str)
 def test_an_overflow_is_caught_in_pools_beyond_32_bits(far_pool, mutant):

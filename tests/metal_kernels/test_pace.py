@@ -10,8 +10,9 @@ from metal_kernels.pace import MOST_WORK, Pace, pace_of
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.doubles import Recorder
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import AttentionKind
+from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.mlx_patches.seam import Scoring
 
 SHAPE = AttentionShape(32, 8, 128, 128)
 LAYERS = 6
@@ -87,11 +88,11 @@ def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float
     with kernel.using(counting):
         plan = KernelKVCache.plan(layout, AttentionKind(SHAPE, None))
         for _ in range(LAYERS):
-            kv_cache = KernelKVCache(1, 16, SHAPE.num_kv_heads, SHAPE.head_size, mx.float16)
+            kv_cache = KernelKVCache(1, 16, KVShape(8, 128, 128), mx.float16)
             rows = mx.zeros((starts[-1], 8, 128), mx.float16)
             queries = mx.zeros((starts[-1], 32, 128), mx.float16)
             kv_cache.write(plan, rows, rows)
-            out = kv_cache.attend(plan, queries, 1.0, None)
+            out = kv_cache.attend(plan, queries, Scoring(1.0))
         mx.eval(out)
     return queue.buffers
 

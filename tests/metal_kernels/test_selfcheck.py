@@ -31,6 +31,7 @@ from metal_kernels.selfcheck.__main__ import main
 from metal_kernels.selfcheck.play import play
 from metal_kernels.selfcheck.steps import steps
 from tests.metal_kernels.doubles import Recorder
+from vllm_metal.settings.extras import INTERPRETER
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 SMALL = AttentionShape(4, 2, 64, 64)
@@ -85,7 +86,7 @@ def test_only_what_attention_of_a_shape_launches_is_checked():
 def test_what_splits_contexts_is_checked_in_parts(heads, kv_heads, size):
     """Or the first long context would launch what nobody has looked at."""
     case, recorder = replace(PLAIN, shape=AttentionShape(heads, kv_heads, size, size)), Recorder()
-    tiles = Tiles.of(case.shape)
+    tiles = Tiles.for_layer(case.shape)
     with kernel.using(recorder.metal_kernel):
         play(case, Check("reduce"), steps(case, "reduce", 40), tiles)
     templates = [(run.kernel, dict(run.template)) for run in recorder.pipelines]
@@ -174,7 +175,7 @@ def test_a_tile_that_is_wrong_costs_itself():
     with kernel.using(wrapped(around)):
         outcomes = check(case, STEPS)
     assert [outcome.check for outcome in outcomes if not outcome.ok] == [Check("prefill", 32)]
-    whole = Tiles.of(case.shape)
+    whole = Tiles.for_layer(case.shape)
     assert 32 in whole.prefill
     kept = tuple(rows for rows in whole.prefill if rows != 32)
     assert usable(case, outcomes) == Tiles(whole.decode, kept, split=True)
@@ -261,7 +262,15 @@ def test_a_layer_that_is_not_supported_fails_with_the_reason():
 def test_the_process_says_what_it_runs_and_how_it_went():
     cases = [replace(PLAIN, kernels=("kv_write", "kv_gather")), replace(PLAIN, block_size=32)]
     cases[1] = replace(cases[1], kernels=("kv_write",))
-    command = [sys.executable, "-m", "metal_kernels.selfcheck", "--interpret", "--steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "metal_kernels.selfcheck",
+        "--compiler",
+        INTERPRETER,
+        "--steps",
+        "2",
+    ]
     lines = subprocess.run(
         command,
         input=json.dumps({"cases": [case.to_json() for case in cases], "done": []}),
@@ -286,7 +295,7 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
     chosen = []
     monkeypatch.setattr(mx, "set_default_device", chosen.append)
     monkeypatch.setattr(kernel, "use", lambda compiler: None)
-    monkeypatch.setattr(sys, "argv", ["selfcheck", "--interpret"])
+    monkeypatch.setattr(sys, "argv", ["selfcheck", "--compiler", INTERPRETER])
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"cases": [], "done": []})))
     main()
     assert chosen == [mx.cpu]

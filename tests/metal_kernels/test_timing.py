@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way is faster: timed in turn, by the median, and left to the kernels in a tie."""
 
+import re
+
 import metal_interpreter
 import mlx.core as mx
 import pytest
 
-from metal_kernels import kernel
+from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.paged_attention import AttentionShape, Tiles, gathered
 from metal_kernels.selfcheck import CHOICES, Case, Outcome, timing
 
 CASES = [
@@ -28,7 +30,7 @@ def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
         now += seconds + 7.0
     left = iter(ticks)
     with kernel.using(metal_interpreter.metal_kernel):
-        tiles = Tiles.of(case.shape, case.window)
+        tiles = Tiles.for_layer(case.shape, case.window)
         found = timing.compare(case, choice, tiles, BATCHES[choice], lambda: next(left))
     assert next(left, None) is None
     ((requests, query, context),) = BATCHES[choice]
@@ -38,16 +40,17 @@ def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
 
 
 def test_calls_of_a_round_fit_a_command_buffer(monkeypatch):
-    asked = []
-    monkeypatch.setattr(timing._Layer, "attend", lambda self, *batch: asked.append(batch) or list)
-    monkeypatch.setattr(timing, "_in_turn", lambda ways, calls, clock: [1.0] * len(ways))
-    monkeypatch.setattr(timing, "_COMPARED_CALLS", {"prefill_way": 1})
-    monkeypatch.setattr(timing, "_COMPARED", {"prefill_way": ((1, 8, 2**16), (1, 8, 16))})
+    for module in (paged_attention, gathered):  # nothing attends
+        monkeypatch.setattr(
+            module, "run", lambda plan, queries, *_, after, **__: (queries, [after])
+        )
     large = Case(AttentionShape(2048, 1, 576, 512), mx.float16, mx.float16, 16)
-    timing.compare(large, "prefill_way", Tiles.of(large.shape))
-    (_, query, context, _), (_, _, short, _) = asked
+    batches = [(1, 8, 2**16), (1, 8, 16)]
+    found = timing.compare(large, "prefill_way", Tiles.for_layer(large.shape), batches)
+    asked = [re.fullmatch(r"1 x 8 of (\d+)", name)[1] for name in found["mlx"]]
+    context, short = map(int, asked)
     assert 8 < context < 2**16 and short == 16
-    work = large.shape.work(query * large.shape.group, context)
+    work = 2 * large.shape.work(8 * large.shape.group, context)  # of a round's two calls
     assert MOST_WORK // 2 < work <= MOST_WORK
 
 

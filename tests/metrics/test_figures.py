@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures travel from an engine's process to the server's as vLLM sends them."""
+"""Figures travel from a worker's process to the scheduler's and the server's as vLLM sends them."""
+
+import pickle
+from dataclasses import asdict
 
 import pytest
 from vllm.v1.engine import EngineCoreOutputs
@@ -7,21 +10,19 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.vllm_patches.step_result import StepResult, send_figures, take_figures
 
-FIGURES = StepFigures(0.25, 0.5, 3 << 30, 4 << 30, 2)
-
-
-@pytest.mark.parametrize("figures", [FIGURES, StepFigures(0.25, None, 1, None, 0)])
-def test_what_is_sent_arrives(figures):
-    payload = figures.for_scheduler().ec_connector_stats.data
-    sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(ec_connector_stats=payload))
-    arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
-    assert StepFigures.take_from(arrived.scheduler_stats) == figures
-    assert arrived.scheduler_stats.ec_connector_stats is None  # vLLM's loggers find nothing there
-    assert StepFigures.take_from(arrived.scheduler_stats) is None
+FIGURES = StepFigures(0.25, 0.5, 0.4, 0.1, 3 << 30, 4 << 30, 2)
 
 
-def test_what_others_report_stays():
-    stats = SchedulerStats(ec_connector_stats={"transfers": 3})
-    assert StepFigures.take_from(stats) is None
-    assert stats.ec_connector_stats == {"transfers": 3}
+@pytest.mark.parametrize("others", [None, {"transfers": 3}], ids=["alone", "beside a connector's"])
+@pytest.mark.parametrize("figures", [FIGURES, StepFigures(0.25, None, None, None, 1, None, 0)])
+def test_what_is_sent_arrives(figures, others):
+    result = StepResult(req_ids=[], req_id_to_index={}, figures=asdict(figures))
+    stats = SchedulerStats(kv_connector_stats=others)
+    send_figures(stats, pickle.loads(pickle.dumps(result)).figures)
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
+    assert StepFigures(**take_figures(arrived)) == figures
+    assert arrived.kv_connector_stats == others  # all that vLLM's loggers find
+    assert take_figures(arrived) is None

@@ -2,6 +2,7 @@
 """Figures as users see them: in /metrics, and in a line of the log."""
 
 import logging
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_metal.metrics.figures import StepFigures
 from vllm_metal.metrics.stat_logger import MetalStatLogger, logger
+from vllm_metal.vllm_patches.step_result import send_figures
 
 GIB = 2**30
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
@@ -41,7 +43,7 @@ def stats(figures=None, drafted=None, hits=0):
     """Of a step that looked up a prompt of 100 tokens, and verified 10 drafts or none."""
     made = SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1, queries=100, hits=hits))
     if figures is not None:
-        made.ec_connector_stats = figures.for_scheduler().ec_connector_stats.data
+        send_figures(made, asdict(figures))
     if drafted is not None:
         made.spec_decoding_stats = SpecDecodingStats.new(10)
         made.spec_decoding_stats.observe_draft(10, drafted)
@@ -49,7 +51,7 @@ def stats(figures=None, drafted=None, hits=0):
 
 
 def figures(host=0.25, device: float | None = 0.5, failed=0):
-    return StepFigures(host, device, 3 * GIB, 4 * GIB, failed)
+    return StepFigures(host, device, device, device and 0.0, 3 * GIB, 4 * GIB, failed)
 
 
 def metric(name, **labels):
@@ -72,7 +74,7 @@ def test_device_time_of_prompts_and_answers_adds_up(stat_logger):
     for kind in ("prefill", "decode"):
         assert metric("vllm:metal_device_seconds_total", kind=kind) == 0  # there before the first
     for seconds in (0.5, 0.125):
-        made = StepFigures(0.25, 0.5, GIB, None, 0, prefill_seconds=seconds)
+        made = StepFigures(0.25, 0.5, seconds, 0.5 - seconds, GIB, None, 0)
         stat_logger.record(stats(made), None)
     stat_logger.record(stats(figures(device=None)), None)
     assert metric("vllm:metal_device_seconds_total", kind="prefill") == 0.625
@@ -100,9 +102,7 @@ def test_one_line_has_memory_times_hits_and_acceptance(stat_logger, lines):
 
 def test_the_line_leaves_out_what_there_is_not(stat_logger, lines):
     made = SchedulerStats()
-    made.ec_connector_stats = (
-        StepFigures(0.25, None, 3 * GIB, None, 0).for_scheduler().ec_connector_stats.data
-    )
+    send_figures(made, asdict(StepFigures(0.25, None, None, None, 3 * GIB, None, 0)))
     stat_logger.record(made, None)
     stat_logger.log()
     assert lines == [

@@ -2,21 +2,20 @@
 """A step's device time goes to prompts and answers by rows, and adds up to all of it."""
 
 import pytest
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_metal.metrics.figures import StepFigures
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.metrics.step_rows import StepRows
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import StepResult
 
-NOTHING = EMPTY_MODEL_RUNNER_OUTPUT
-TOKENS = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[5]])
+NOTHING = StepResult(req_ids=[], req_id_to_index={})
+TOKENS = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[5]])
 LOST = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[]], pool_lost=True)
 
 
-class Output(AsyncOutput):
+class Output(AsyncModelRunnerOutput):
     def __init__(self, result):
         self.result = result
 
@@ -38,7 +37,7 @@ class Engine:
         output = self.meter.measured(Output(result), times, StepRows(prefill, decode))
         self.now += 3
         made = output.get_output()
-        return StepFigures(**made.ec_connector_output.ec_connector_stats.data["vllm_metal"])
+        return StepFigures(**made.figures)
 
 
 @pytest.mark.parametrize(("prefill", "decode", "seconds"), [(9, 0, 4), (0, 9, 0), (3, 1, 3)])

@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 import torch
 from mlx_lm.utils import load_config, quantize_model, save_config, save_model
-from models.patches.test_registry import own_model
+from mlx_patches.test_registry import own_model
 
+from vllm_metal.mlx_patches import registry
 from vllm_metal.models import published_config
 from vllm_metal.models.loader import dense_model
-from vllm_metal.models.patches import registry
 
 GROUP = 32
 _ROUNDS = 8  # until rounding changes nothing

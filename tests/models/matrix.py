@@ -22,15 +22,14 @@ from models.names import HELPERS, NAMES, NOT_BUILT, PUBLISHED_AS, REAL
 from models.recurrent import config_of
 from models.test_published_config import NOT_READ
 
-from vllm_metal.attention import seam, soft_caps
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.kv_cache.formats import OFFERED
 from vllm_metal.kv_cache.pages import BlockPages, page_rows
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches import registry, seam
 from vllm_metal.models import published_config
 from vllm_metal.models.mtp_families import MTP_FAMILIES
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.patches import registry
 
 HEAD = (
     "Module",
@@ -81,7 +80,6 @@ def small_model(module: str) -> Any:
     own = plain.with_those_of_states() | {name: f for name, (f, _) in further.REFUSED.items()}
     code = importlib.import_module(f"mlx_lm.models.{module}")
     seam.install()
-    soft_caps.install()
     registry.install()
     if module in own:
         return code.Model(code.ModelArgs.from_dict(config_of(own[module])))

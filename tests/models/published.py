@@ -554,6 +554,7 @@ def configuration(family: Published, **changes: Any) -> Any:
     content = (_COMMON if family.common else {}) | family.config | changes
     # Of transformers' own names: vLLM registers classes of its own for some of them.
     of_family = getattr(transformers, CONFIG_MAPPING_NAMES[family.model_type])
+    of_family.model_type = family.model_type  # of DeepSeek V3, once vLLM loaded a V3.2: V3.2's
     return of_family(**_declared(of_family, content))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from vllm_metal.attention import seam, soft_caps
-from vllm_metal.models.patches import registry
+from vllm_metal.mlx_patches import registry, seam
 
 VOCAB = 64
 
@@ -201,7 +200,6 @@ def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
     """
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     seam.install()
-    soft_caps.install()
     registry.install()
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config_of(family)))

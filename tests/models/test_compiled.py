@@ -116,7 +116,7 @@ def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
     tokens = np.random.default_rng(7).integers(0, 128, (2, 40)).tolist()
     found = []
     for rows in (512, 0):  # the most that a graph is made for: none at last
-        monkeypatch.setattr("vllm_metal.models.compiled._MAX_ROWS", rows)
+        monkeypatch.setattr("vllm_metal.models.compiled.MAX_ROWS", rows)
         texts = Texts(executor(build("llama"), "llama", 40, elements), tokens)
         texts.step(10)
         found.append(np.stack([texts.step(3) for _ in range(10)]))
@@ -241,7 +241,7 @@ def test_random_batches_compile_few_graphs_and_any_step_may_do_without(monkeypat
     for number in range(1000):
         rows = batches.next_rows()
         use_graphs = number < 500 or rng.random() < 0.5  # and switched in mid-run
-        monkeypatch.setattr("vllm_metal.models.compiled._MAX_ROWS", 512 if use_graphs else 0)
+        monkeypatch.setattr("vllm_metal.models.compiled.MAX_ROWS", 512 if use_graphs else 0)
         found = np.array(run.forward(rows, batches.tables))
         requests = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))
         expected = dense[requests, rows.positions_np]

@@ -8,8 +8,8 @@ import shlex
 import pytest
 from models.real_configs import CONFIGS, WINDOWS
 
+from vllm_metal.mlx_patches import registry
 from vllm_metal.models import published_config
-from vllm_metal.models.patches import registry
 from vllm_metal.models.weight_files import ModelLoadError
 
 
@@ -38,7 +38,7 @@ def test_so_it_is_in_a_text_config(name):
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_of_all_layers_are_read(name):
-    """Their modules are patched, and compared in `patches/test_registry.py`."""
+    """Their modules are patched, and compared in `tests/mlx_patches/test_registry.py`."""
     read(WINDOWS[name])
 
 

@@ -11,14 +11,13 @@ from models import further, latent, recurrent
 from models.recurrent import VOCAB, make_model
 from vllm import SamplingParams
 
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches import registry, seam
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.patches import registry
 
 BLOCK = 16
 COMMON = {

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from mlx_lm.models import gemma, llama
 
+from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.models.parts import HiddenStates, ModelParts
 
 CACHES = [None] * 2  # without caches every row is a text of one token
 IDS = [3, 1, 4, 1, 5]
+
+
+def of(ids, embeddings=None):
+    return ForwardInputs(ids, mx.zeros((1, ids.size), mx.int32), embeddings)
 
 
 @pytest.fixture
@@ -35,7 +40,7 @@ def test_logits_may_come_later_and_chunk_by_chunk(model):
     ids = mx.array(IDS, mx.int32)
     expected = np.array(model(ids[:, None])[:, 0])
     parts = ModelParts(model)
-    hidden_states = parts.forward_hidden(ids, CACHES)
+    hidden_states = parts.forward_hidden(of(ids), CACHES)
     assert hidden_states.shape == (5, 1, 64)
     chunks = [parts.compute_logits(hidden_states[:2]), parts.compute_logits(hidden_states[2:])]
     np.testing.assert_allclose(np.concatenate(chunks), expected, atol=1e-6)
@@ -68,13 +73,13 @@ def test_embeddings_may_come_from_elsewhere(model, make):
     model = make() or model
     ids, others = mx.array(IDS, mx.int32), mx.array([9, 2, 6, 5, 3], mx.int32)
     parts = ModelParts(model)
-    expected = np.array(parts.forward_hidden(ids, CACHES))
+    expected = np.array(parts.forward_hidden(of(ids), CACHES))
     embeddings = parts.embed(ids)
     assert embeddings.shape == (5, 1, model.args.hidden_size)
-    given = parts.forward_hidden(others, CACHES, embeddings=embeddings)
+    given = parts.forward_hidden(of(others, embeddings), CACHES)
     np.testing.assert_allclose(np.array(given), expected, atol=1e-6)
     # The embeddings of one call are no other call's.
-    assert not np.allclose(np.array(parts.forward_hidden(others, CACHES)), expected, atol=1e-3)
+    assert not np.allclose(np.array(parts.forward_hidden(of(others), CACHES)), expected, atol=1e-3)
 
 
 class Nameless(llama.LlamaModel):
@@ -103,11 +108,11 @@ def test_an_embedding_that_is_not_found_is_said_to_be_missing(model):
     untied.model = Nameless(model.args)
     parts = ModelParts(untied)
     ids = mx.array(IDS, mx.int32)
-    assert parts.forward_hidden(ids, CACHES).shape == (5, 1, 64)
+    assert parts.forward_hidden(of(ids), CACHES).shape == (5, 1, 64)
     with pytest.raises(NotImplementedError, match="embedding is not where"):
         parts.embed(ids)
     with pytest.raises(NotImplementedError, match="embedding is not where"):
-        parts.forward_hidden(ids, CACHES, embeddings=mx.zeros((5, 1, 64)))
+        parts.forward_hidden(of(ids, mx.zeros((5, 1, 64))), CACHES)
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next(model):
@@ -117,8 +122,8 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(model):
     with pytest.raises(ValueError, match="matmul"):
         parts.compute_logits(mx.zeros((2, 1, 63)))
     with pytest.raises(ValueError, match=r"matmul|shape|norm"):
-        parts.forward_hidden(ids, CACHES, embeddings=mx.zeros((5, 1, 63)))
-    again = parts.compute_logits(parts.forward_hidden(ids, CACHES))
+        parts.forward_hidden(of(ids, mx.zeros((5, 1, 63))), CACHES)
+    again = parts.compute_logits(parts.forward_hidden(of(ids), CACHES))
     np.testing.assert_allclose(np.array(again), expected, atol=1e-6)
 
 
@@ -134,7 +139,7 @@ def test_a_model_without_a_head_of_its_own_gives_logits_for_hidden_states(model)
     ids = mx.array(IDS, mx.int32)
     expected = np.array(undivided(ids[:, None])[:, 0])
     parts = ModelParts(undivided)
-    hidden_states = parts.forward_hidden(ids, CACHES)
+    hidden_states = parts.forward_hidden(of(ids), CACHES)
     logits = parts.compute_logits(hidden_states[1:4])
     np.testing.assert_allclose(np.array(logits), expected[1:4], atol=1e-6)
     with pytest.raises(NotImplementedError, match="cannot be told from its head"):
@@ -148,7 +153,7 @@ def test_hidden_states_of_all_rows_reach_whoever_asked(model):
         states.append(layer(states[-1], None))
     target = ModelParts(model)
     final, layered = HiddenStates(target), HiddenStates(target, [1, 2])
-    hidden_states = target.forward_hidden(tokens, CACHES)
+    hidden_states = target.forward_hidden(of(tokens), CACHES)
     assert target.compute_logits(hidden_states[mx.array([6])]).shape == (1, 96)
     of_layers = mx.concatenate(states[1:], axis=-1)[:, 0]
     np.testing.assert_allclose(np.array(layered.take()), np.array(of_layers), atol=1e-5)

@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_patches.test_registry import own_classes
 from models import doubles, plain
-from models.patches.test_registry import own_classes
 from models.recurrent import VOCAB, config_of, make_model
 from models.test_executor import chunk_by_chunk, of_states
 
-from vllm_metal.models.patches import paged
+from vllm_metal.mlx_patches import registry
 
 FAMILIES = plain.all_families()
 #: Of modules that compute in 16 bits, in part, whatever the model's dtype.
@@ -52,7 +52,7 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
     assert worst <= ROUNDED.get(name, TOLERANCE)
 
 
-PATCHED = [patch.module for patch in paged.PATCHES]
+PATCHED = [*registry.PAGED]
 
 
 @pytest.mark.parametrize("name", cases(PATCHED, "plamo", "baichuan_m1"))

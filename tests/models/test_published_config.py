@@ -20,15 +20,15 @@ from models.published import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from vllm_metal.mlx_patches import registry
 from vllm_metal.models import loader
-from vllm_metal.models.patches import registry
-from vllm_metal.models.patches.ropes import fit_context
+from vllm_metal.models.ropes import fit_context
 from vllm_metal.models.weight_files import ModelLoadError
 
 #: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
 TOLERANCE = 1e-3
-#: Compared in patches/test_registry.py; of Llama's module, Mistral's files are.
-PATCHED = ({patch.module for patch in registry.PATCHES} | {*registry.TEXT_MODELS}) - {"llama"}
+#: Compared in mlx_patches/test_registry.py; of Llama's module, Mistral's files are.
+PATCHED = {*registry.PATCHES, *registry.TEXT_MODELS} - {"llama"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 #: Families whose module leaves scaling out, and two whose module does not.

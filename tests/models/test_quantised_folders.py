@@ -13,7 +13,7 @@ from models.published import FAMILIES, VOCAB, log_probabilities, make, write
 from models.test_executor import chunk_by_chunk, of_states
 
 from vllm_metal.models.loader import lazy_model
-from vllm_metal.models.patches.ropes import fit_context
+from vllm_metal.models.ropes import fit_context
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 #: Sizes that a group of weights divides.

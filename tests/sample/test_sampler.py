@@ -323,6 +323,7 @@ def test_a_step_with_everything_on_evaluates_nothing(span):
     assert mx.get_peak_memory() - at_rest > logits_bytes
 
 
+@pytest.mark.more
 def test_no_parameter_needs_more_memory_than_the_heaviest():
     """The memory profile relies on the peak of `heaviest`, here in multiples of the logits.
 

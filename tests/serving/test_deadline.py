@@ -57,7 +57,7 @@ def late(tmp_path, app, seconds, **request):
         await settle()
         await clock.pass_by(seconds)
         app.gate.set()
-        return await asked, counted(gate, "timeouts")
+        return await asked, counted(gate, "vllm:request_timeouts_total")
 
     return asyncio.run(play())
 
@@ -134,7 +134,7 @@ def test_a_client_that_does_not_read_is_hung_up_on(tmp_path, cache, stream):
         await asyncio.wait_for(hung_up.wait(), 30)
         reading.set()  # the server's `send` does nothing for a connection that has ended
         await asyncio.wait([slow], timeout=30)
-        assert slow.done() and counted(gate, "timeouts") == 1
+        assert slow.done() and counted(gate, "vllm:request_timeouts_total") == 1
 
     asyncio.run(play())
 
@@ -247,6 +247,6 @@ def test_a_response_in_the_background_is_ended_too(tmp_path):
             await settle()
             await clock.pass_by(10.1)
             assert bool(app.engine.aborted) == goes_on
-            assert counted(gate, "timeouts") == goes_on
+            assert counted(gate, "vllm:request_timeouts_total") == goes_on
 
     asyncio.run(play())

@@ -5,22 +5,22 @@ import asyncio
 from typing import get_args
 
 import pytest
-from serving_double import App, ask, make, ready
+from serving_double import App, ask, counted, make, ready
 
-from vllm_metal.serving.figures import Outcome
+from vllm_metal.serving.metrics import Outcome
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+NAME = "vllm:request_duration_seconds"
 
 
 def counts(gate):
     """How many requests ended in each way; only those that some did."""
-    durations = gate._parts.figures.durations
-    found = {name: sum(b.get() for b in durations[name]._buckets) for name in get_args(Outcome)}
+    found = {name: counted(gate, f"{NAME}_count", outcome=name) for name in get_args(Outcome)}
     return {name: count for name, count in found.items() if count}
 
 
 def seconds(gate, outcome):
-    return gate._parts.figures.durations[outcome]._sum.get()
+    return counted(gate, f"{NAME}_sum", outcome=outcome)
 
 
 async def at_once(seconds):

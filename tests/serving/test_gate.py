@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from serving_double import SECRET, App, ask, counted, identity, make, ready
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import tenants_file
 from vllm_metal.serving.routes import ROUTES
+from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 #: Routes of vLLM's that are not for tenants; some reach the engine.
@@ -299,10 +299,9 @@ def test_a_stored_response_belongs_to_its_tenant(made, app):
     refused(gate, app, 404, "/v1/responses", CHAT | {"previous_response_id": 1}, keys["acme"])
 
 
-def test_a_removed_key_is_refused_within_a_second(made, app, tmp_path):
-    gate, keys = made
+def test_a_removed_key_is_refused_within_a_second(app, tmp_path):
     now = [0.0]
-    gate._keys = tenants_file.KeyFile(tmp_path / "tenants.json", lambda: now[0])
+    gate, keys = make(app, tmp_path, cache=False, clock=lambda: now[0])
     assert run(ask(gate, fields=CHAT, key=keys["acme"])).status == 200
     tenants_file.remove(tmp_path / "tenants.json", "acme")
     now[0] = 1.0
@@ -317,12 +316,13 @@ def test_requests_and_tokens_are_counted_by_tenant(made, app):
     run(ask(gate, "/v1/messages", CHAT, keys["other"]))
     refused(gate, app, 404, "/invocations", key=keys["other"])
     refused(gate, app, 401, "/v1/models", method="GET")
-    assert counted(gate, "requests", tenant="acme", status="200") == 2
-    assert counted(gate, "requests", tenant="other", status="404") == 1
-    assert counted(gate, "requests", tenant="none", status="401") == 1
+    assert counted(gate, "vllm:tenant_requests_total", tenant="acme", status="200") == 2
+    assert counted(gate, "vllm:tenant_requests_total", tenant="other", status="404") == 1
+    assert counted(gate, "vllm:tenant_requests_total", tenant="none", status="401") == 1
     for tenant, times in (("acme", 2), ("other", 1)):
         for kind, tokens in (("prompt", 5), ("cached", 2), ("completion", 3)):
-            assert counted(gate, "tokens", tenant=tenant, kind=kind) == times * tokens
+            found = counted(gate, "vllm:tenant_tokens_total", tenant=tenant, kind=kind)
+            assert found == times * tokens
 
 
 def test_a_stream_has_usage_only_where_the_client_asks_for_it(made, app):

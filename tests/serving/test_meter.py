@@ -8,15 +8,15 @@ from collections import Counter
 import pytest
 from serving_double import SECRET, App, ask, counted, identity, make
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import tenants_file
+from vllm_metal.settings import salts
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 KINDS = ("prompt", "cached", "completion")
 
 
 def tokens(gate, tenant):
-    return [counted(gate, "tokens", tenant=tenant, kind=kind) for kind in KINDS]
+    return [counted(gate, "vllm:tenant_tokens_total", tenant=tenant, kind=kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,7 +79,7 @@ def test_steps_of_many_requests_that_come_end_and_are_aborted_in_any_order(tmp_p
     for number in range(2000):
         tenant = rng.choice(("acme", "other"))
         who, mine = identity(gate, keys[tenant]), rng.choice(("", "a", "b"))
-        salt = salts.derive(gate._parts.secret, who, mine)
+        salt = salts.derive(SECRET, who, mine)
         running.append((tenant, app.engine.begin(f"chatcmpl-{number}", salt)[0]))
         for _ in range(rng.randrange(3)):
             tenant, request = rng.choice(running)

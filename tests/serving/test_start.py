@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import start, tenants_file
+from vllm_metal.settings import salts
 
 SECRET = b"0123456789abcdef"
 SERVE = ("vllm", "serve", "m", "--middleware", "vllm_metal.serving.Tenants")
@@ -18,9 +18,9 @@ def settings(tmp_path, monkeypatch):
     path = tmp_path / "serving.toml"
     path.write_text('[tenants]\nkeys = "tenants.json"\nsecret = "secret"\n')
     monkeypatch.setenv("VLLM_METAL_SERVING_CONFIG", str(path))
-    start._secret_of_tenants.cache_clear()
+    start.secret_of_tenants.cache_clear()
     yield tmp_path
-    start._secret_of_tenants.cache_clear()
+    start.secret_of_tenants.cache_clear()
 
 
 def refused(*more, servers=1, key=None, environment=None):
@@ -97,7 +97,7 @@ def test_the_engine_takes_salts_of_tenants_and_no_others(settings):
 
 def test_without_tenants_the_engine_takes_any(monkeypatch):
     monkeypatch.delenv("VLLM_METAL_SERVING_CONFIG", raising=False)
-    start._secret_of_tenants.cache_clear()
+    start.secret_of_tenants.cache_clear()
     for salt in (None, "", "mine"):
         start.check_salt(salt)
-    start._secret_of_tenants.cache_clear()
+    start.secret_of_tenants.cache_clear()

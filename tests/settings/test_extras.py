@@ -47,7 +47,7 @@ def test_the_interpreter_is_installed_from_the_clone(monkeypatch, tmp_path):
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     by_path = f"{project['name']} @ {{root:uri}}/{folder.name}"
     assert declared["optional-dependencies"]["interpreter"] == [by_path]
-    monkeypatch.setattr(extras, "_CLONE", tmp_path)  # as for a wheel, in site-packages
+    monkeypatch.setattr(extras, "CLONE", tmp_path)  # as for a wheel, in site-packages
     advice = f"{pip} ./interpreter  (in a clone of the repository)"
     assert extras.install_advice("interpreter") == advice
 

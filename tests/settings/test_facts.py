@@ -32,7 +32,7 @@ def package(tmp_path, monkeypatch):
     (folder / "inner" / "kernel.metal").write_text("kernel void one() {}")
     (folder / "notes.txt").write_text("of no account")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(facts, "_PACKAGES", ("someplugin",))
+    monkeypatch.setattr(facts, "PACKAGES", ("someplugin",))
     return folder
 
 

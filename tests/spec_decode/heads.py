@@ -28,8 +28,10 @@ from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models import loader, parts
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
-from vllm_metal.spec_decode.paged_proposer import Spans
+from vllm_metal.spec_decode.network import DraftPool
+from vllm_metal.spec_decode.proposer import DraftRequest
 from vllm_metal.spec_decode.registry import load_network
+from vllm_metal.spec_decode.spans import Spans
 
 VOCAB, HIDDEN, LAYERS, MAX_LEN, K = 128, 64, 8, 144, 4
 NUM_BLOCKS = 90  # enough for all tests that share a bench
@@ -221,7 +223,7 @@ class Bench:
         group_of = dict.fromkeys(kv_caches, 0)
         self.executor = ModelExecutor(target, layers, kv_caches, group_of, BLOCK)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
-        self.proposer = network.proposer(kv_caches, group_of, self.tables, Graphs())
+        self.proposer = network.proposer(DraftPool(kv_caches, group_of, self.tables, Graphs()))
         self.free = self.rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
         self.known = np.zeros(MAX_NUM_REQS, np.int32)
@@ -242,7 +244,7 @@ class Bench:
         req_indices = np.array(req_indices, np.int32)
         ends = np.minimum(self.known[req_indices], self.computed[req_indices] + chunk)
         proposed = self.proposer.propose(
-            self.token_ids_np, req_indices, ends, np.array(limits, np.int32)
+            DraftRequest(self.token_ids_np, req_indices, ends, np.array(limits, np.int32))
         )
         counts = proposed.counts_np
         drafts = [

@@ -10,14 +10,15 @@ from mlx_lm.models import llama, olmo3
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_kernels import kernel
-from vllm_metal.attention import seam
 from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches import seam
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
+from vllm_metal.spec_decode.proposer import DraftRequest
 
 BLOCK, VOCAB, MAX_LEN, MAX_NUM_REQS, K = 16, 64, 160, 6, 4
 TIE = 1e-4  # of two logits, which range over some 3: sums in another order move them by 1e-6
@@ -57,8 +58,7 @@ class Bench:
         mx.eval(self.model.parameters())
         layers = attention_layers(self.model, "test")
         pools = {
-            layer.name: kv_cache_type(80, BLOCK, layer.num_kv_heads, layer.head_size, mx.float32)
-            for layer in layers
+            layer.name: kv_cache_type(80, BLOCK, layer.storage_key, mx.float32) for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
         executor = ModelExecutor(ModelParts(self.model), layers, pools, group_of, BLOCK)
@@ -89,7 +89,7 @@ class Bench:
         req_indices = np.array(req_indices, np.int32)
         num_tokens = self.known[req_indices] if ends is None else np.array(ends, np.int32)
         drafts = self.proposer.propose(
-            self.token_ids_np, req_indices, num_tokens, np.array(limits, np.int32)
+            DraftRequest(self.token_ids_np, req_indices, num_tokens, np.array(limits, np.int32))
         )
         token_ids = np.array(drafts.token_ids)
         assert token_ids.shape == (len(req_indices), K)
@@ -193,7 +193,7 @@ def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
 
 
 @pytest.mark.parametrize("behind", [3, MAX_BEHIND])
-def test_a_settled_request_leaves_whole_blocks_to_others(behind):
+def test_a_completed_request_leaves_whole_blocks_to_others(behind):
     bench = Bench()
     start = 2 * BLOCK + 1 - behind
     bench.begin(0, bench.prompt(start))
@@ -203,8 +203,9 @@ def test_a_settled_request_leaves_whole_blocks_to_others(behind):
         bench.propose([0], [0])
     before = bench.forwards
     for _ in range(2):  # the second time there is nothing left to write
-        ends = np.array([2 * BLOCK], np.int32)
-        bench.proposer.settle(bench.token_ids_np, np.array([0], np.int32), ends)
+        here, none = np.array([0], np.int32), np.array([0], np.int32)
+        request = DraftRequest(bench.token_ids_np, here, here + 2 * BLOCK + 1, none)
+        bench.proposer.complete_draft_kv(request)
     assert bench.forwards - before == 1
     text = bench.token_ids_np[0, : 2 * BLOCK].tolist()
     shared = bench.tables.tables_np[0][0, :2].tolist()

@@ -23,6 +23,7 @@ from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
 from vllm_metal.models import loader
+from vllm_metal.spec_decode.proposer import DraftRequest
 
 DRAFT_VOCAB = 48
 
@@ -145,16 +146,17 @@ def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(be
         bench.proposer.forget_request(req_idx)
 
 
-def test_a_prompt_that_never_drafted_leaves_whole_blocks_when_it_is_settled(bench):
+def test_a_prompt_that_never_drafted_leaves_whole_blocks_when_its_kv_are_completed(bench):
     prefix = bench.prompt(2 * BLOCK)
     bench.begin(0, prefix + bench.prompt(3))
     bench.step([0], [0])
-    here, ends = np.array([0], np.int32), np.array([2 * BLOCK], np.int32)
-    bench.proposer.settle(bench.token_ids_np, here, ends)
+    here, none = np.array([0], np.int32), np.array([0], np.int32)
+    request = DraftRequest(bench.token_ids_np, here, here + 2 * BLOCK + 1, none)
+    bench.proposer.complete_draft_kv(request)
     shared = bench.tables.tables_np[0][0, :2].tolist()
     bench.proposer.forget_request(0)
-    # Of a request that is gone there is nothing to settle, and it takes nothing down.
-    bench.proposer.settle(bench.token_ids_np, here, ends)
+    # Of a request that is gone there is nothing to complete, and it takes nothing down.
+    bench.proposer.complete_draft_kv(request)
     bench.begin(1, prefix + bench.prompt(4), shared)
     assert bench.step([1], [0]) == [0]
     assert bench.step([1], [K]) == [K]
@@ -175,10 +177,10 @@ def test_a_call_with_nothing_new_runs_nothing_and_changes_nothing(bench):
     bench.begin(3, bench.prompt(9))
     bench.step([3], [0])
     of_step = bench.token_ids_np, np.array([3], np.int32), bench.known[[3]]
-    first = bench.proposer.propose(*of_step, np.array([K], np.int32))
-    again = bench.proposer.propose(*of_step, np.array([0], np.int32))
+    first = bench.proposer.propose(DraftRequest(*of_step, np.array([K], np.int32)))
+    again = bench.proposer.propose(DraftRequest(*of_step, np.array([0], np.int32)))
     assert again.counts_np.tolist() == [0]
     assert not np.array(again.token_ids).any()
-    repeated = bench.proposer.propose(*of_step, np.array([K], np.int32))
+    repeated = bench.proposer.propose(DraftRequest(*of_step, np.array([K], np.int32)))
     np.testing.assert_array_equal(np.array(repeated.token_ids), np.array(first.token_ids))
     bench.proposer.forget_request(3)

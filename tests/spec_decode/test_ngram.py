@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_metal.spec_decode.ngram import NgramProposer
+from vllm_metal.spec_decode.proposer import DraftRequest
 
 MAX_LEN = 64
 MAX_SLOTS = 4
@@ -75,7 +76,7 @@ def test_agrees_with_vllm_token_for_token(vllm_ngram, text, lengths):
     table = np.zeros((1, MAX_LEN), np.int32)
     table[0, : len(text)] = text
     ours = NgramProposer(*lengths, num_drafts=4)
-    drafts = ours.propose(table, np.array([0]), np.array([len(text)]), np.array([4]))
+    drafts = ours.propose(DraftRequest(table, np.array([0]), np.array([len(text)]), np.array([4])))
     assert lists(drafts) == [vllm_ngram(text, *lengths, 4)]
 
 
@@ -101,7 +102,9 @@ def test_index_kept_over_steps_finds_what_a_fresh_look_does(data):
             table[req_idx, : len(texts[req_idx])] = texts[req_idx]
         limits = [data.draw(st.integers(0, 3)) for _ in req_indices]
         lengths = [len(texts[req_idx]) for req_idx in req_indices]
-        drafts = proposer.propose(table, np.array(req_indices), np.array(lengths), np.array(limits))
+        drafts = proposer.propose(
+            DraftRequest(table, np.array(req_indices), np.array(lengths), np.array(limits))
+        )
         expected = [
             naive(texts[req_idx], min_n, max_n, limit)
             for req_idx, limit in zip(req_indices, limits, strict=True)
@@ -115,10 +118,12 @@ def test_request_index_taken_over_unannounced(num_tokens):
     table = np.zeros((1, MAX_LEN), np.int32)
     table[0, :10] = np.arange(10)
     proposer = NgramProposer(1, 2, num_drafts=2)
-    proposer.propose(table, np.array([0]), np.array([10]), np.array([2]))
+    proposer.propose(DraftRequest(table, np.array([0]), np.array([10]), np.array([2])))
     text = [5, 6, 5] if num_tokens == 3 else [*range(30, 49), 30]
     table[0, :num_tokens] = text
-    drafts = proposer.propose(table, np.array([0]), np.array([num_tokens]), np.array([2]))
+    drafts = proposer.propose(
+        DraftRequest(table, np.array([0]), np.array([num_tokens]), np.array([2]))
+    )
     assert lists(drafts) == [text[1:3]]
 
 
@@ -128,7 +133,7 @@ def test_forgotten_text_is_not_found_again():
     proposer = NgramProposer(1, 1, num_drafts=1)
     for first in (3, 4):
         table[0, :12] = [first, 5, *range(20, 28), 6, 3]
-        drafts = proposer.propose(table, np.array([0]), np.array([12]), np.array([1]))
+        drafts = proposer.propose(DraftRequest(table, np.array([0]), np.array([12]), np.array([1])))
         assert lists(drafts) == [[5] if first == 3 else []]
         proposer.forget_request(0)
 
@@ -137,7 +142,9 @@ def test_no_draft_beyond_the_longest_text():
     table = np.ones((1, 8), np.int32)
     proposer = NgramProposer(1, 1, num_drafts=4)
     counts = [
-        proposer.propose(table, np.array([0]), np.array([n]), np.array([4])).counts_np[0]
+        proposer.propose(
+            DraftRequest(table, np.array([0]), np.array([n]), np.array([4]))
+        ).counts_np[0]
         for n in (5, 6, 7, 8)
     ]
     assert counts == [3, 2, 1, 0]

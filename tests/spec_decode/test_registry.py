@@ -16,8 +16,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.platform import refusals
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.proposer import TextProposer
 from vllm_metal.spec_decode.registry import (
     BEGIN,
@@ -146,8 +145,7 @@ def test_a_method_without_a_row_is_refused_by_name(target):
 
 
 @pytest.mark.parametrize("name", SPECULATIVE_METHODS)
-def test_an_engine_that_prefills_for_others_drafts_nothing(target, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(refusals, "_transfer_refusals", lambda config: {})
+def test_an_engine_that_prefills_for_others_drafts_nothing(target, tmp_path, name):
     drafts = DRAFTS.get(name)
     if name == "mtp":
         target = tmp_path / "draft"
@@ -187,7 +185,7 @@ def drafts_of(config, text=TEXT):
     requests.token_ids_np[requests["a"].req_idx, : len(text)] = text
     requests.num_known_np[requests["a"].req_idx] = len(text)
     speculator = make_speculator(config, requests, None)
-    speculator.begin_request(requests["a"])
+    speculator.enter(requests["a"])
     most = config.speculative_config.num_speculative_tokens
     drafts = speculator.step_drafts({"a": 1 + most}, {"a": [-1] * most})
     return np.array(drafts.token_ids)[0, : drafts.counts_np[0]].tolist()

@@ -28,8 +28,8 @@ class Known(dict):
 class Counting(Proposer):
     """Drafts 10, 11 and so on, as many as are wanted."""
 
-    def propose(self, token_ids_np, req_indices_np, num_tokens_np, limits_np, *_):
-        return Drafts.of_lists([list(range(10, 10 + limit)) for limit in limits_np], K)
+    def propose(self, request):
+        return Drafts.of_lists([list(range(10, 10 + limit)) for limit in request.limits_np], K)
 
 
 def in_turns(wanted, most):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_metal.spec_decode.proposer import DraftRequest
 from vllm_metal.spec_decode.suffix import SuffixOptions, SuffixProposer
 
 MAX_LEN = 64
@@ -12,7 +13,9 @@ MAX_LEN = 64
 def guess(proposer, text, req_idx=0, limit=8):
     table = np.full((req_idx + 1, MAX_LEN), 999, np.int32)
     table[req_idx, : len(text)] = text
-    drafts = proposer.propose(table, np.array([req_idx]), np.array([len(text)]), np.array([limit]))
+    drafts = proposer.propose(
+        DraftRequest(table, np.array([req_idx]), np.array([len(text)]), np.array([limit]))
+    )
     return np.array(drafts.token_ids)[0, : drafts.counts_np[0]].tolist()
 
 
@@ -130,7 +133,9 @@ def test_only_the_newest_places_of_a_frequent_ngram_count():
     table = np.zeros((1, 1024), np.int32)
     table[0, : len(text)] = text
     proposer = SuffixProposer(3, SuffixOptions(max_tree_depth=5, max_spec_factor=0.5))
-    drafts = proposer.propose(table, np.array([0]), np.array([len(text)]), np.array([1]))
+    drafts = proposer.propose(
+        DraftRequest(table, np.array([0]), np.array([len(text)]), np.array([1]))
+    )
     assert np.array(drafts.token_ids)[0, : drafts.counts_np[0]].tolist() == [2]
 
 

@@ -71,21 +71,8 @@ def file(name: str) -> Path:
     return found
 
 
-def sources() -> Path:
-    """Folder with the Python of vLLM's release, fetched when not in the cache.
-
-    Raises:
-        UnavailableError: pip does not get the archive.
-    """
-    folder = envs.cache_dir() / "vllm-sources" / VERSION
-    return _fetched(folder, VERSION, SHA256, ("vllm/", "PKG-INFO"))
-
-
 def newest(folder: Path) -> None:
-    """Writes a folder that, put first on Python's path, stands for the newest release.
-
-    Its requirements are there too. Its compiled parts are not; this plugin needs none of them. The
-    archive may be whatever the index says.
+    """The same of the newest release, with its requirements, whatever the index says it holds.
 
     Raises:
         UnavailableError: pip does not get the archive.

@@ -22,6 +22,7 @@ QUESTIONS = {
     "processes.in_users_process",
     "processes.is_engine_process",
     "server_end.TurnAway",
+    "shutdown.remembering_the_stop",
 }
 
 
@@ -85,11 +86,13 @@ def assert_needed(change, finding):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", EVERYWHERE)
 def test_the_tested_vllm_needs(change, found):
     assert_needed(change, found[change])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", ON_MAC)
 def test_on_macos_the_tested_vllm_needs(change, found_on_mac):
     assert_needed(change, found_on_mac[change])
@@ -118,6 +121,7 @@ def found_with_changes(folder):
     return without_changes(folder, ["--applied", *MADE_AT_ONCE])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", MADE_AT_ONCE)
 def test_what_a_change_is_for_does_not_happen_where_it_is_made(change, found_with_changes):
     """The change does its work, and its probe can say no."""

@@ -46,7 +46,7 @@ def answers(printed: str) -> list[dict]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(PLANNED, id="two"),
+        pytest.param(PLANNED, id="two", marks=pytest.mark.more),
         pytest.param(tuple(MODELS | OTHERS), id="all", marks=pytest.mark.slow),
     ],
 )

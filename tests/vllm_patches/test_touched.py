@@ -13,7 +13,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_metal.platform.metal_platform import MetalPlatform
 from vllm_metal.vllm_patches import probe
-from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.worker import MetalWorker
 
 PACKAGE = probe.FILE.parents[1]
@@ -54,7 +54,7 @@ def test_every_overridden_attribute_is_listed():
         (MetalPlatform, Platform, ["vllm.platforms.interface:Platform"]),
         (MetalWorker, WorkerBase, [worker_base]),
         (MetalWorker, Worker, [worker_base, worker]),
-        (AsyncOutput, AsyncOutput.__base__, [output]),
+        (LateOutput, LateOutput.__base__, [output]),
     ):
         for name in vars(ours):
             if hasattr(theirs, name) and name[:2] != "__" and name != "_abc_impl":

@@ -23,8 +23,8 @@ from typing import Any
 
 #: Modules of vllm_patches that change nothing.
 APART = {"__init__", "probe", "releases", "replacing", "step_result"}
-#: Those of changes that are there in this process, too: our code takes names from them.
-_IMPORTED = {"async_output", "partial_imports"}
+#: A module of changes that is there in this process, too: it chooses what to import.
+_IMPORTED = {"partial_imports"}
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -82,28 +82,16 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@probe("async_output.AsyncOutput", at_once=False)
-def connector_output(folder):
-    """One release lacks get_kv_connector_output, another demands it."""
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    name = "get_kv_connector_output"
-    there = hasattr(AsyncModelRunnerOutput, name)
-    return not there or name in AsyncModelRunnerOutput.__abstractmethods__, there
-
-
 @probe("cache_salts.send_salts")
 def salts(folder):
     """A request's cache_salt is in nothing that the scheduler sends to the worker."""
     from vllm import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.request import Request
 
-    prompt = {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "pepper"}
-    processor = InputProcessor(folder_config(folder))
-    params = processor.process_inputs("a", prompt, SamplingParams(), ("generate",)).sampling_params
-    fields = list(NewRequestData.__dataclass_fields__)
-    return "pepper" not in repr(params) and "cache_salt" not in fields, [params, fields]
+    scheduler = make_scheduler(folder_config(folder), num_blocks=8)
+    scheduler.add_request(Request("a", [1, 2], SamplingParams(), None, cache_salt="pepper"))
+    (sent,) = scheduler.schedule().scheduled_new_reqs
+    return "pepper" not in repr(vars(sent)), vars(sent)
 
 
 @probe("engine_args.set_batch_defaults")
@@ -541,7 +529,7 @@ def stat_loggers(folder):
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_metal.metrics.figures import StepFigures
+    from vllm_metal.vllm_patches.step_result import send_figures
 
     class Reached(Exception):
         pass
@@ -553,9 +541,9 @@ def stat_loggers(folder):
     async_llm.renderer_from_config = stop
     config, server = folder_config(folder), object.__new__(async_llm.AsyncLLM)
     stopped = raised(server.__init__, config, None, False)
-    payload = StepFigures(0.1, 0.1, 1, 1, 0).for_scheduler().ec_connector_stats.data
-    manager = StatLoggerManager(config)
-    failed = raised(manager.record, SchedulerStats(ec_connector_stats=payload), None)
+    stats, manager = SchedulerStats(), StatLoggerManager(config)
+    send_figures(stats, {"host_seconds": 0.1})
+    failed = raised(manager.record, stats, None)
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 
 
@@ -883,14 +871,15 @@ def apply_changes() -> None:
     """Makes the platform's changes, and the scheduler's, which the worker makes."""
     from vllm.platforms import current_platform
 
-    from vllm_metal.batch.requests import remember_salt
+    from vllm_metal.vllm_patches.cache_salts import send_salts
     from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
     from vllm_metal.vllm_patches.scheduler import end_failed_requests
     from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
 
     current_platform.pre_register_and_update()
     end_failed_requests()
-    serve_sessions(remember_salt)
+    serve_sessions()
+    send_salts()
     end_chunks_within_blocks()
 
 

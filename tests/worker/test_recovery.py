@@ -10,7 +10,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_metal.device import errors
 from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker import recovery
+from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
+from vllm_metal.worker.results import RequestsRefused
 from vllm_metal.worker.step_hooks import StepHooks
 
 
@@ -28,31 +30,27 @@ class Device:
             raise RuntimeError(error)
 
 
-class Runner:
-    """A runner's calls; each step samples its number for each of its requests."""
+class Runner(ModelRunner):
+    """A runner without a model; each step samples its number for each of its requests."""
 
-    num_waits = 0
     refused = frozenset()  # requests that it cannot take in
 
     def __init__(self, device, graphs, made):
+        super().__init__(None, None, None, 1)
         self.device, self.graphs, self.allowed = device, graphs, graphs.allowed
         self.uses_graphs = self.samples = True
         made.append(self)
 
-    def learn(self, scheduler_output):
-        pass
-
-    settle_leaving = update_blocks = learn
-
     def update_requests(self, scheduler_output):
         refused = self.refused & set(scheduler_output.num_scheduled_tokens)
-        return {req_id: ValueError("odd") for req_id in refused}
+        if refused:
+            raise RequestsRefused({req_id: ValueError("odd") for req_id in refused})
 
     def forward(self, scheduler_output):
         self._req_ids = list(scheduler_output.num_scheduled_tokens)
         self.graphs.num_built += self.allowed and self.uses_graphs
 
-    def sample_tokens(self, grammar_output):
+    def hand_over(self, grammar_output):
         self.device.ask()
         ids, tokens = self._req_ids, [7] * self.samples
         return SimpleNamespace(

@@ -8,6 +8,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.step_hooks import StepHooks
 
@@ -39,12 +40,11 @@ class Connector(StepHooks):
         return KVConnectorOutput(finished_recving={f"transfer {steps}"})
 
 
-class Runner:
-    """A runner's calls, of which one may raise."""
+class Runner(ModelRunner):
+    """A runner whose parts note their calls, of which one may raise."""
 
-    num_waits = 0
-
-    def __init__(self, calls, number, raising):
+    def __init__(self, hooks, calls, number, raising):
+        super().__init__(None, None, None, 1, hooks=hooks)
         self.number = number
         self._calls, self._raising = calls, raising
 
@@ -54,15 +54,11 @@ class Runner:
             self._raising.clear()
             raise RuntimeError("out of memory")
 
-    def learn(self, scheduler_output):
+    def learn(self, scheduler_output=None):
         self._call("learn")
-
-    def settle_leaving(self, scheduler_output):
-        pass
 
     def update_requests(self, scheduler_output):
         self._call("update requests")
-        return {}
 
     def update_blocks(self, scheduler_output):
         self._call("update blocks")
@@ -70,7 +66,7 @@ class Runner:
     def forward(self, scheduler_output):
         self._call("forward")
 
-    def sample_tokens(self, grammar_output):
+    def hand_over(self, grammar_output):
         self._call("sample")
         return SimpleNamespace(
             batch=SimpleNamespace(requests=[SimpleNamespace(req_id="a")]), get_output=self._output
@@ -86,12 +82,13 @@ class Runner:
 
 def make(raising=None):
     calls, raising, made = [], [raising] if raising else [], []
+    connector = Connector(calls)
 
     def make_runner(graphs):
-        made.append(Runner(calls, len(made), raising))
+        made.append(Runner(connector, calls, len(made), raising))
         return made[-1]
 
-    return RecoveringRunner(make_runner, Connector(calls)), calls
+    return RecoveringRunner(make_runner, connector), calls
 
 
 def scheduled(*req_ids):

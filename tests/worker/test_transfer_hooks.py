@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from vllm_metal.kv_transfer.messages import TransferMetadata
+from vllm_metal.worker import transfer_hooks
 from vllm_metal.worker.transfer_hooks import TransferHooks
 
 
@@ -102,10 +103,13 @@ def ended_jobs(outcomes):
     return {job_id for news in told for job_id in news.completed_jobs}
 
 
-def test_blocks_go_with_the_step_after_the_one_that_completes_them(
-    hooks, runner, pool, monkeypatch
-):
-    monkeypatch.setattr(hooks._stores, "_lot_steps", 0)
+@pytest.fixture
+def at_once(monkeypatch):
+    """Pages wait for no others."""
+    monkeypatch.setattr(transfer_hooks, "LOT_STEPS", 0)
+
+
+def test_blocks_go_with_the_step_after_the_one_that_completes_them(at_once, hooks, runner, pool):
     step(hooks, {0: store_job("r", "ab", [3, 5])}, new=["r"], scheduled=["r"])
     assert runner.joined == 0
     second = step(hooks, scheduled=["r"])

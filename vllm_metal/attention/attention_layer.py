@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of full or windowed attention: its K and V, its kernels, its largest calls."""
+"""A layer of full or windowed attention: what its window may forget, which kernels it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCach
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
+    KVShape,
     LayerKVCache,
+    Scoring,
     TrialPlan,
     parts_of,
     row_bytes,
@@ -63,13 +65,12 @@ class AttentionLayer(StatefulLayer):
         return AttentionKind(self.shape, self.window)
 
     @property
-    def memory(self) -> tuple[int, int, int, bool]:
-        """K/V heads, the sizes of K's and of V's, and whether V is part of K."""
-        return self.num_kv_heads, self.head_size, self.shape.value_size, self.latent
+    def storage_key(self) -> KVShape:
+        return KVShape(self.num_kv_heads, self.head_size, self.shape.value_size, self.latent)
 
     def _rows_of(self, num_tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """K and V of so many tokens, of zeros."""
-        heads, key_size, value_size, _ = self.memory
+        heads, key_size, value_size, _ = self.storage_key
         rows = (mx.zeros((num_tokens, heads, size), dtype) for size in (key_size, value_size))
         return next(rows), next(rows)
 
@@ -105,8 +106,7 @@ class AttentionLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> LayerKVCache:
-        heads, key_size, value_size, latent = self.memory
-        return kv_cache_type(num_blocks, block_size, heads, key_size, elements, value_size, latent)
+        return kv_cache_type(num_blocks, block_size, self.storage_key, elements)
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
         return block_size * self.num_kv_heads * sum(self._row_sizes) * elements.size
@@ -159,7 +159,7 @@ class AttentionLayer(StatefulLayer):
         kv_cache.write(trial, *self._rows_of(trial.num_tokens, dtype))
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
-        return kv_cache.attend(trial, queries, 1.0, sinks)
+        return kv_cache.attend(trial, queries, Scoring(1.0, sinks))
 
     def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
         return kv_cache_type.gathers
@@ -189,7 +189,7 @@ class AttentionLayer(StatefulLayer):
             plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
             kv_cache.write(plan, *self._rows_of(num_reqs * num_rows, dtype))
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
-            mx.eval(kv_cache.attend(plan, queries, 1.0, None))
+            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0)))
 
 
 def _layout_of_long_contexts(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer of a loaded model keeps between steps, read off the model itself."""
+"""Finds what each layer of a loaded model keeps between steps, by tracing it for one token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,18 +17,28 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from vllm_metal.attention import recurrent_calls
 from vllm_metal.attention.attention_layer import AttentionLayer
-from vllm_metal.attention.probe import Probe
 from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
-from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.device import library_kernels
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches.seam import AttendingCache, Scoring
 
 __all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
 
 
-class _AttentionProbe(AttendingCache, Probe):
+class Probe(Protocol):
+    """Stands where the model expects a layer's cache, and notes what the layer does with it."""
+
+    def layer(self, name: str) -> StatefulLayer:
+        """What was noted, once a forward has been built.
+
+        Raises:
+            NotImplementedError: the layer cannot be served; the message goes on after the name of
+                the model's type.
+        """
+
+
+class _AttentionProbe(AttendingCache):
     """Notes what a layer writes and whether its attention comes through the seam."""
 
     def __init__(self, window: int | None) -> None:
@@ -60,13 +70,7 @@ class _AttentionProbe(AttendingCache, Probe):
         return self, self
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         self.num_calls += 1
         if self._given is not None and not all(map(_alike, (keys, values), self._given)):
@@ -75,8 +79,8 @@ class _AttentionProbe(AttendingCache, Probe):
                 "stay in the pool"
             )
         self._num_heads = queries.shape[1]
-        self._sinks = None if sinks is None else sinks.dtype
-        self._softcap = softcap
+        self._sinks = None if scoring.sinks is None else scoring.sinks.dtype
+        self._softcap = scoring.softcap
         assert self._value_shape is not None  # a layer writes before it attends
         return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
 
@@ -84,7 +88,7 @@ class _AttentionProbe(AttendingCache, Probe):
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         # mlx-lm's modules of latent attention have this projection, and no others do.
-        if "embed_q" not in recurrent_calls.under_way()[-1].module:
+        if "embed_q" not in module_calls.under_way()[-1].module:
             return None
         self._num_heads, self._latent = queries.shape[1], True
         # Of longer rows the values are of the heads' own width, which need not be the queries'.
@@ -130,8 +134,8 @@ def _rotating(cache: RotatingKVCache) -> Probe:
     return _AttentionProbe(int(cache.max_size))
 
 
-#: By the type of cache that mlx-lm gives a layer, what reads the layer. A new kind of layer has its
-#: line here.
+#: What reads a layer, by the type of cache that mlx-lm gives it. A new kind of layer has its line
+#: here.
 PROBES: Mapping[type, Callable[[Any], Probe]] = {
     KVCache: lambda cache: _AttentionProbe(None),
     RotatingKVCache: _rotating,
@@ -193,9 +197,9 @@ def _probed(
         for probe in placed:
             if isinstance(probe, _AttentionProbe):
                 probe.shared = True
-    caches = [probe if isinstance(probe, Probe) else tuple(probe) for probe in placed]
+    caches = [tuple(probe) if isinstance(probe, list) else probe for probe in placed]
     try:
-        with recurrent_calls.noted(model):
+        with module_calls.noted(model):
             model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error
@@ -225,7 +229,7 @@ def decoder_layer(
     cache = KVCache() if window is None else RotatingKVCache(window)
     probe = _probe(cache, PROBES)
     try:
-        with recurrent_calls.noted(layer):
+        with module_calls.noted(layer):
             layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error
@@ -233,14 +237,14 @@ def decoder_layer(
 
 
 def _probes(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe | list[Probe]:
-    """Of one layer of mlx-lm's: a list where it has several caches."""
+    """The probe of one layer of mlx-lm's: a list where it has several caches."""
     if isinstance(cache, CacheList):
         return [_probe(each, probes) for each in cache.caches]
     return _probe(cache, probes)
 
 
 def _named(index: int, of_layer: Probe | list[Probe]) -> Iterator[tuple[str, Probe]]:
-    if isinstance(of_layer, Probe):
+    if not isinstance(of_layer, list):
         yield f"layers.{index}", of_layer
         return
     for number, probe in enumerate(of_layer):

@@ -7,9 +7,9 @@ from typing import Any, Generic
 
 import mlx.core as mx
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope
+from vllm_metal.mlx_patches.seam import AttendingCache, Scoring
 
 
 class PagedCache(AttendingCache, Generic[PlanT]):
@@ -39,21 +39,14 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         return keys, values
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
-        plan = self._scope.plan
-        return self._kv_cache.attend(plan, queries[:, :, 0], scale, sinks, softcap)[:, :, None]
+        return self._kv_cache.attend(self._scope.plan, queries[:, :, 0], scoring)[:, :, None]
 
 
 class SharedCache(PagedCache[PlanT]):
-    """The same for a layer whose K/V other layers read, which keep none themselves.
+    """The cache of a layer whose K/V other layers read, which keep none themselves.
 
     Gemma 3n hands such a layer this cache, Gemma 4 what `update_and_fetch` returned.
     """
@@ -69,7 +62,7 @@ class SharedCache(PagedCache[PlanT]):
 
 
 class LatentCache(PagedCache[PlanT]):
-    """The same for a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+    """The cache of a layer of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     Of a token such a layer keeps one row: a latent, which every head's K and V are made of, and the
     rotated part of the keys, which all heads have in common. A row of length 1 attends to latents
@@ -102,4 +95,4 @@ class LatentCache(PagedCache[PlanT]):
         # The scale applies to the whole product, so it leaves the queries of positions again.
         rotated = (position_queries.astype(mx.float32) / scale).astype(queries.dtype)
         joined = mx.concatenate([queries, rotated], axis=-1)
-        return self.attend(joined, joined, joined, scale, None)
+        return self.attend(joined, joined, joined, Scoring(scale))

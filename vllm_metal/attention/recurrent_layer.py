@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer that goes from token to token: its state, and the module that computes it."""
+"""A layer that goes from token to token: its state, and the module that computes it.
+
+The model gets T rows of length 1, so the call of such a module is taken apart: the module is called
+once for each run of sequences (`RecurrentPlan`), with the states before them in mlx-lm's own cache,
+and its results are put back in the order of the rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from vllm_metal.attention import recurrent_calls
-from vllm_metal.attention.probe import Probe
-from vllm_metal.attention.recurrent_calls import Call, SequenceCache
-from vllm_metal.device import library_kernels
+from vllm_metal.attention import forward_inputs
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope
+from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepScope, Storage
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
 from vllm_metal.kv_cache.recurrent_state import (
     RecurrentState,
     StateFormat,
 )
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches.module_calls import ModuleCall, SequenceCache
 
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
@@ -43,11 +47,11 @@ class RecurrentLayer(StatefulLayer):
 
     @property
     def kind(self) -> Hashable:
-        """Of all such layers in a group: a plan knows nothing of the states' form."""
+        """One kind of all such layers in a group: a plan knows nothing of the states' form."""
         return type(self)
 
     @property
-    def memory(self) -> StateFormat:
+    def storage_key(self) -> StateFormat:
         return self.form
 
     @property
@@ -70,16 +74,15 @@ class RecurrentLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> RecurrentState:
-        memory = kv_cache_type.of_states(num_blocks, self.form.nbytes)
-        return RecurrentState(memory, self.form, alone=True)
+        return RecurrentState(kv_cache_type.of_states(num_blocks, self.form.nbytes), self.form)
 
     @property
     def state_bytes(self) -> int:
         return self.form.nbytes
 
-    def share(self, state: LayerState) -> RecurrentState:
-        assert isinstance(state, LayerKVCache)
-        return RecurrentState(state, self.form)
+    def share(self, storage: Storage) -> RecurrentState:
+        assert isinstance(storage, LayerKVCache)
+        return RecurrentState(storage, self.form)
 
     def trials(
         self,
@@ -89,17 +92,18 @@ class RecurrentLayer(StatefulLayer):
         kv_cache_type: type[LayerKVCache],
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
-        if kv_cache_type.fenced:
+        if issubclass(kv_cache_type, Fenced):
             pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
 
             def move() -> mx.array:
-                state = self.allocate(*pool) if host is None else self.share(host.allocate(*pool))
-                return state.move(0, 1)
+                if host is None:
+                    return self.allocate(*pool).move(0, 1)
+                return self.share(host.allocate(*pool).storage).move(0, 1)
 
-            yield (None if host is None else host.memory, self.form.nbytes), move
+            yield (None if host is None else host.storage_key, self.form.nbytes), move
 
     def scope(self, state: LayerState) -> StepScope:
-        return StepScope(RecurrentPlan.of)
+        return StepScope(RecurrentPlan.from_layout)
 
     def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
         assert isinstance(state, RecurrentState)
@@ -129,16 +133,53 @@ class RecurrentCache(SequenceCache):
             cache: Any = ArraysCache(len(states))
             cache.cache = list(states)  # which the module writes into
             swapped = tree_map(lambda leaf: cache if leaf is self else leaf, (list(args), kwargs))
-            new_args, new_kwargs = recurrent_calls.sequences_of(swapped, rows, num_rows)
-            found, rebuilt = recurrent_calls.results_of(module(*new_args, **new_kwargs))
+            new_args, new_kwargs = _sequences_of(swapped, rows, num_rows)
+            with forward_inputs.regrouped(rows):
+                results = module(*new_args, **new_kwargs)
+            found, rebuilt = _results_of(results)
             return found, cache.cache
 
-        results = self._state.run(self._scope.plan, compute)
-        return rebuilt(results)
+        computed = self._state.run(self._scope.plan, compute)
+        return rebuilt(computed)  # which the run has set
 
 
-class RecurrentProbe(ArraysCache, Probe):
-    """Notes what a layer keeps, and which module computes it."""
+def _sequences_of(tree: Any, rows: mx.array, num_rows: int) -> Any:
+    """Arguments with [n, L, ...] sequences in place of each array of [T, 1, ...] rows.
+
+    [T] integers are the rows' positions: a sequence is told the first one of its own.
+
+    Args:
+        tree: arguments.
+        rows: [n, L] int32.
+        num_rows: T.
+    """
+
+    def regrouped(leaf: Any) -> Any:
+        if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
+            return leaf[:, 0][rows]
+        if isinstance(leaf, mx.array) and leaf.shape == (num_rows,) and leaf.dtype == mx.int32:
+            return leaf[rows[:, 0]]
+        return leaf
+
+    return tree_map(regrouped, tree)
+
+
+def _results_of(tree: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+    """A module's results as a list of arrays, and what makes such a result of others."""
+    if isinstance(tree, mx.array):
+        return [tree], lambda arrays: arrays[0]
+    named = cast(list[tuple[str, mx.array]], tree_flatten(tree))
+    names = [name for name, _ in named]
+
+    def rebuilt(arrays: Sequence[mx.array]) -> Any:
+        found = tree_unflatten(list(zip(names, arrays, strict=True)))
+        return type(tree)(found)
+
+    return [array for _, array in named], rebuilt
+
+
+class RecurrentProbe(ArraysCache):
+    """A `Probe` that notes what a layer keeps, and which module computes it."""
 
     def __init__(self, cache: ArraysCache) -> None:
         """
@@ -146,7 +187,7 @@ class RecurrentProbe(ArraysCache, Probe):
             cache: as mlx-lm makes it for the layer.
         """
         super().__init__(len(cache.cache))
-        self._common: list[Call] | None = None
+        self._common: list[ModuleCall] | None = None
 
     def __getitem__(self, index: int) -> Any:
         self._note()
@@ -158,7 +199,7 @@ class RecurrentProbe(ArraysCache, Probe):
 
     def _note(self) -> None:
         """The calls that all uses have in common."""
-        calls = recurrent_calls.under_way()
+        calls = module_calls.under_way()
         if self._common is None:
             self._common = calls
         both = zip(self._common, calls, strict=False)
@@ -189,7 +230,7 @@ class RecurrentProbe(ArraysCache, Probe):
                 f"computes attention and a recurrence in one module in {name}, which the paged "
                 "path does not serve"
             )
-        recurrent_calls.install(type(call.module))
+        module_calls.ask_caches(type(call.module))
         form = StateFormat(
             tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
         )

@@ -17,16 +17,6 @@ from vllm_metal.batch.rows import Rows, device_positions
 from vllm_metal.sample import DraftSpans
 
 
-@dataclass(frozen=True)
-class PromptRows:
-    """Rows of one request whose logits are wanted as prompt logprobs."""
-
-    state: RequestState
-    start: int  # first of them in the batch
-    target_ids_np: np.ndarray  # [n] int32, the token that follows each row in the prompt; n >= 0
-    last: bool  # the request samples in this step; vLLM takes them with the first token
-
-
 @dataclass(frozen=True, kw_only=True)
 class InputBatch(Rows):
     """A step's rows, and which of them sample.
@@ -43,7 +33,6 @@ class InputBatch(Rows):
     sample_behind: Behind | None  # of each of those rows; None: they are exact
     draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
     drafts: StepDrafts | None  # of all requests; None: without speculation
-    prompt_rows: tuple[PromptRows, ...]
 
 
 def prepare(
@@ -117,7 +106,6 @@ def prepare(
         sample_behind=None if behind is None else behind.of(sampling[span]),
         draft_spans=draft_spans,
         drafts=drafts,
-        prompt_rows=_prompt_rows(requests, scheduled_requests, computed, query_start_loc, sampling),
         logits_indices=None if everything else mx.array(sample_rows.astype(np.int32)),
         num_drafts_np=num_drafts if num_drafts.any() else None,
         behind=behind,
@@ -193,25 +181,3 @@ def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> m
     width = drafts.token_ids.shape[1]
     at = requests * width + np.clip(places, 0, width - 1)
     return drafts.token_ids.reshape(-1)[mx.array(at.astype(np.int32))]
-
-
-def _prompt_rows(
-    requests: Requests,
-    scheduled_requests: list[RequestState],
-    computed: np.ndarray,
-    query_start_loc: np.ndarray,
-    sampling: np.ndarray,
-) -> tuple[PromptRows, ...]:
-    """Prompt rows that predict another prompt token, for requests whose prompt logprobs are due."""
-    found = []
-    for index, state in enumerate(scheduled_requests):
-        if state.prompt_logprobs is None:
-            continue
-        first, start = int(computed[index]), int(query_start_loc[index])
-        num_rows = int(query_start_loc[index + 1]) - start
-        # The last row of a prompt predicts no other, and may be a chunk by itself.
-        predicting = max(min(num_rows, state.num_prompt_tokens - 1 - first), 0)
-        targets = requests.token_ids_np[state.req_idx, first + 1 : first + 1 + predicting].copy()
-        last = bool((sampling == index).any())
-        found.append(PromptRows(state, start, targets, last))
-    return tuple(found)

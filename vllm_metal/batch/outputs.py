@@ -3,26 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
 
 from metal_kernels.layout import Behind
 from vllm_metal.batch.input_batch import InputBatch
 from vllm_metal.batch.requests import Requests
 from vllm_metal.sample import Logprobs, SamplerOutput
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Of a step's R requests, what the step before sampled and the host has not read."""
+    """Tokens of the previous step that are still on the device, for the R requests of the step that
+    is being laid out."""
 
     counts_np: np.ndarray  # [R] int32: one more than the drafts verified; 0: all tokens are known
     firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
@@ -31,12 +30,12 @@ class Unread:
 
     @cached_property
     def behind(self) -> Behind | None:
-        """How far before the host's count of their tokens the requests are; None: it is exact."""
+        """By how many rejected drafts the host's token counts are too high; None if exact."""
         most_np = np.maximum(self.counts_np - 1, 0)
         return Behind(self.num_rejected, most_np) if most_np.any() else None
 
     def of(self, indices_np: np.ndarray) -> Unread:
-        """The same of some of the requests, by [n] indices."""
+        """Returns those of some of the requests, by [n] indices."""
         return Unread(
             self.counts_np[indices_np],
             self.firsts_np[indices_np],
@@ -45,7 +44,7 @@ class Unread:
         )
 
 
-class StepOutput(AsyncOutput):
+class StepOutput(AsyncModelRunnerOutput):
     """The results of one step, still on the device; vLLM asks for them a step later."""
 
     def __init__(
@@ -67,11 +66,6 @@ class StepOutput(AsyncOutput):
         self.prompt_logprobs = prompt_logprobs
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
-
-    def arrays(self) -> Iterator[mx.array]:
-        """What the step sampled, for the device to compute now."""
-        if self.sampled is not None:
-            yield from self.sampled.arrays()
 
     def token_ids(self) -> list[list[int]]:
         """Sampled tokens of each request that are kept; the first call waits for the device."""

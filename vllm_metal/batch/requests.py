@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What persists between steps: the requests, their tokens and their block tables."""
+"""Keeps what persists of requests, by req_idx: tokens, block tables, the salt a worker reads."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-    from vllm_metal.sample import Logprobs
-
-
-_SALT = "vllm_metal_cache_salt"  # key among a request's extra arguments
-
-
-def remember_salt(params: SamplingParams, salt: str | None) -> None:
-    """Puts a request's cache_salt where the worker sees it; vLLM itself does not send it along.
-
-    Args:
-        params: this request's own, a copy of the caller's. Its dictionary of extra arguments may be
-            the caller's still, and stays as it is.
-        salt: None or "" for none; one that a client put there is removed.
-    """
-    others = {key: value for key, value in (params.extra_args or {}).items() if key != _SALT}
-    params.extra_args = others | ({_SALT: salt} if salt else {}) or None
-
 
 @dataclass
 class RequestState:
@@ -39,12 +22,20 @@ class RequestState:
     were sampled; custom logits processors hold the same list.
     """
 
-    req_id: str
+    request: NewRequestData  # as the scheduler sent it first, or at this turn of a session
     req_idx: int  # row of every per-request table, from 0 to max_num_reqs - 1
-    sampling_params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    prompt_logprobs: list[Logprobs] | None  # of the chunks so far; None: not wanted, or delivered
+
+    @property
+    def req_id(self) -> str:
+        return self.request.req_id
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """What a request that samples asks for."""
+        assert self.request.sampling_params is not None
+        return self.request.sampling_params
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -53,7 +44,7 @@ class RequestState:
     @property
     def cache_salt(self) -> str | None:
         """The request's cache_salt. Requests of one salt may share cached text; None is a salt."""
-        return (self.sampling_params.extra_args or {}).get(_SALT)
+        return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.cache_salts
 
 
 @dataclass(frozen=True)
@@ -180,16 +171,9 @@ class Requests:
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Takes in a request at its first scheduling, or at the first of a session's turn."""
-        assert data.prompt_token_ids is not None and data.sampling_params is not None
+        assert data.prompt_token_ids is not None
         prompt_token_ids = list(data.prompt_token_ids)  # vLLM lengthens its own with each turn
-        state = RequestState(
-            data.req_id,
-            self._free.pop(),
-            data.sampling_params,
-            prompt_token_ids,
-            output_token_ids=[],
-            prompt_logprobs=None if data.sampling_params.prompt_logprobs is None else [],
-        )
+        state = RequestState(data, self._free.pop(), prompt_token_ids, output_token_ids=[])
         self._enter(state, data.block_ids, data.num_computed_tokens)
         return state
 
@@ -207,17 +191,7 @@ class Requests:
         """
         old = self._preempted.pop(req_id)
         output_token_ids = all_token_ids[old.num_prompt_tokens :]
-        # With its first token the scheduler has a request's prompt logprobs. Without, the step
-        # that made them was dropped, and they are computed again.
-        missing = old.sampling_params.prompt_logprobs is not None and not output_token_ids
-        state = RequestState(
-            req_id,
-            self._free.pop(),
-            old.sampling_params,
-            old.prompt_token_ids,
-            output_token_ids=output_token_ids,
-            prompt_logprobs=[] if missing else None,
-        )
+        state = RequestState(old.request, self._free.pop(), old.prompt_token_ids, output_token_ids)
         self._enter(state, block_ids, num_computed_tokens)
         return state
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from metal_kernels.layout import Behind
 from metal_kernels.pace import Pace
+from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.kv_cache.layer_state import StepLayout
 
 
@@ -29,6 +30,11 @@ class Rows:
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
     behind: Behind | None = None  # None: the host's positions are exact
+
+    @property
+    def inputs(self) -> ForwardInputs:
+        """What a model reads of the rows."""
+        return ForwardInputs(self.input_ids, self.positions[None])
 
     def of_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, ...] of [T, ...]: the rows of which logits are wanted."""

@@ -3,16 +3,16 @@
 
 import argparse
 import gc
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from vllm_metal.commands.cache import units as cache_units
-from vllm_metal.commands.fit import units
+from vllm_metal.commands import units
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,14 +232,14 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     removal.add_argument(
         "--fingerprint",
         metavar="HEX",
-        type=cache_units.fingerprint,
+        type=units.fingerprint,
         help="of this one, or that begin so",
     )
     removal.add_argument("--namespace", metavar="NAME", help="of this one")
     removal.add_argument(
         "--older-than",
         metavar="AGE",
-        type=cache_units.age,
+        type=units.age,
         help="not used for so long, such as 30d",
     )
     removal.add_argument("--yes", action="store_true", help="do not ask")
@@ -249,7 +249,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--remove", action="store_true", help="remove bad blocks")
     for action in (listing, removal, check):
         action.add_argument("dir", type=Path, metavar="DIR")
-    parser.set_defaults(run=_cache)
+    parser.set_defaults(run=_action_of("cache"))
 
 
 def _add_tenants(parser: argparse.ArgumentParser) -> None:
@@ -279,7 +279,7 @@ def _add_tenants(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="default: the one that VLLM_METAL_SERVING_CONFIG names",
         )
-    parser.set_defaults(run=_tenants)
+    parser.set_defaults(run=_action_of("tenants"))
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
@@ -290,7 +290,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     purge = actions.add_parser("purge", help="remove all answers, or those of a tenant")
     purge.add_argument("--tenant", metavar="NAME", help="of this one")
-    parser.set_defaults(run=_answers)
+    parser.set_defaults(run=_action_of("answers"))
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -339,22 +339,15 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor.run(args.report, args.quick, args.model, parts, args.all, args.again)
 
 
-def _cache(args: argparse.Namespace) -> int:
-    from vllm_metal.commands.cache import command
+def _action_of(command: str) -> Callable[[argparse.Namespace], int]:
+    """Runs an action of a module of this package, which is imported then."""
 
-    return command.ACTIONS[args.action](args)
+    def run(args: argparse.Namespace) -> int:
+        module = importlib.import_module(f"vllm_metal.commands.{command}")
+        status: int = module.ACTIONS[args.action](args)
+        return status
 
-
-def _tenants(args: argparse.Namespace) -> int:
-    from vllm_metal.commands.tenants import command
-
-    return command.ACTIONS[args.action](args)
-
-
-def _answers(args: argparse.Namespace) -> int:
-    from vllm_metal.commands.answers import command
-
-    return command.ACTIONS[args.action](args)
+    return run
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fast BLAS for MLX's CPU backend on Linux."""
+"""Loads a fast BLAS for MLX's CPU backend on Linux."""
 
 import ctypes
 import importlib.util

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a prefill's chunk may be beside streams that decode, learned from measured steps."""
+"""Learns how long a prefill's chunk may be beside streams, for vllm_patches/step_budget.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLX device of this process and its memory figures."""
+"""Asks MLX for the device of this process: its name, its limits, its memory in use."""
 
 import gc
 import platform

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of this machine's memory a process can get.
+"""Finds how much of this machine's memory a process can get, as macOS or Linux counts it.
 
 On Linux psutil's `available` says it: it is MemAvailable. On macOS psutil adds the free pages and
 the inactive ones. But macOS leaves hardly a page free and compresses what programs do not use, so a

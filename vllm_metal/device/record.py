@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found on this machine, on disk: a file of rows for all that could change a finding.
+"""Keeps what was found on this machine on disk: rows by all that could change a finding.
 
 A row is a line of JSON: an object of one key, its kind, whose value has the finding. Rows are only
 ever appended, each in one write, so processes may do so at once, and one that is interrupted leaves

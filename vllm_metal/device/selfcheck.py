@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether our kernels work on this machine: checked in a process of its own, remembered on disk."""
+"""Has our kernels checked on this machine, in a process of its own, and remembers what came out."""
 
 from __future__ import annotations
 

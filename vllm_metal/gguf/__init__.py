@@ -9,6 +9,6 @@ if find_spec("gguf") is None:
     raise ImportError(f"GGUF files need the gguf package; run: {install_advice('gguf')}")
 
 from .convert import ConvertOptions, convert
-from .errors import ConversionError
+from .source import ConversionError
 
 __all__ = ["ConversionError", "ConvertOptions", "convert"]

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConversionError
 from .families import ROPE_FREQS, Family, has_attention_bias, is_tied
-from .source import GGUFSource
+from .source import ConversionError, GGUFSource
 
 # Llama 3.1's RoPE rule has four parameters; GGUF keeps only the factors that come out of it. All
 # released models of the rule share these three (Llama 3.1, 3.2 and 3.3 config.json).

@@ -14,10 +14,9 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from .config import generation_config, model_config
-from .errors import ConversionError
 from .families import family_of
 from .safetensors import SafetensorsFile
-from .source import GGUFSource
+from .source import ConversionError, GGUFSource
 from .tokenizer import copy_tokenizer, write_tokenizer
 from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families that can be converted, with mlx-lm's name for each GGUF tensor."""
+"""Names each GGUF tensor as mlx-lm has it, by model family; lists the families that convert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import ConversionError
-from .source import GGUFSource
+from .source import ConversionError, GGUFSource
 
 _COMMON = {
     "attn_norm": "input_layernorm",

@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 
-from .errors import ConversionError
-
 _VERSIONS = (2, 3)  # 3 added big-endian files, which are not read
 _DEFAULT_ALIGNMENT = 32
 _SCALARS = {
@@ -33,6 +31,10 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "<f8",
     GGUFValueType.BOOL: "?",
 }
+
+
+class ConversionError(ValueError):
+    """A GGUF file cannot be converted, or not with these options; the message says what to do."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from tokenizers import (
     processors,
 )
 
-from .errors import ConversionError
-from .source import GGUFSource
+from .source import ConversionError, GGUFSource
 
 # Token types of GGUF (`tokenizer.ggml.token_type`) that are treated unlike NORMAL.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 
-from .errors import ConversionError
 from .families import ROPE_FREQS, Family, tensor_names
 from .quant import EXACT, FLOATS, GROUP_SIZE, KQUANTS, SUPPORTED, repack
 from .safetensors import StoredTensor
-from .source import GGUFSource, GGUFTensor
+from .source import ConversionError, GGUFSource, GGUFTensor
 
 DType = Literal["float16", "bfloat16", "float32"]
 _CODES: Mapping[DType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes on the K/V of a model: our kernels, or MLX's own operations."""
+"""Decides whether our kernels or MLX's operations serve a model, by the checks its layers name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from vllm.logger import init_logger
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
-from vllm_metal.device import library_kernels, selfcheck
+from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.mlx_patches import library_kernels
 from vllm_metal.settings import envs, extras
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def kv_cache_type(
         ValueError: the kernels were asked for by name, and cannot serve the model or machine.
     """
     if device == "metal":
-        _settle_library_kernels(layers)
+        _check_library_kernels(layers)
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return ScatterKVCache
@@ -70,7 +71,7 @@ def kv_cache_type(
     reasons = {layer.unsupported(dtype, block_size) for layer in layers} - {None}
     if wanted == "interpret":
         try:
-            kernel.use(kernel.interpreter())
+            kernel.use(kernel.named(extras.INTERPRETER))
         except RuntimeError as error:
             raise ValueError(
                 f"VLLM_METAL_KERNELS=interpret: {error}; install it by "
@@ -122,13 +123,13 @@ def needed_cases(
     return found
 
 
-def _settle_library_kernels(layers: Sequence[StatefulLayer]) -> None:
+def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
     """Has mlx-lm's own kernels checked, where the model launches any."""
     calls = dict.fromkeys(call for layer in layers for call in layer.library_calls)
     if not calls:
         return
     logger.info("Checking mlx-lm's Metal kernels; what is found is kept for later starts")
-    for verdict in library_kernels.settle(calls):
+    for verdict in library_kernels.replace_wrong(calls):
         logger.warning(
             "mlx-lm's kernel %s is not used, MLX's operations take its place: %s",
             verdict.call.name,
@@ -158,7 +159,7 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
         return None
     moves_blocks = all((case, "kv_blocks") in passed for case in cases)
     repeatable = all((case, "graph") in passed for case in cases)
-    every_size = all(sizes == Tiles.of(*kind) for kind, sizes in tiles.items())
+    every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
     by_mlx = _faster_by_mlx(found)
     if moves_blocks and repeatable and every_size and not by_mlx:
         return KernelKVCache

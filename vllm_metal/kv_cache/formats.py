@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --kv-cache-dtype may say, and the dtypes of models and pools, as MLX and torch have them."""
+"""Decides what --kv-cache-dtype may say, fp8 and int8 among it, and a pool's dtype by it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BY_ELEMENTS = {each.elements: each for each in _FORMATS}
 
 
 def canonical(cache_dtype: str) -> str:
-    """vLLM's name of what we make of `cache_dtype`; unknown ones pass."""
+    """Resolves aliases of --kv-cache-dtype to vLLM's name; unknown names are returned as given."""
     return _ALIASES.get(cache_dtype, cache_dtype)
 
 
@@ -76,5 +76,5 @@ def pool_dtype(cache_dtype: str, model_dtype: mx.Dtype) -> mx.Dtype:
 
 
 def pool_format(elements: mx.Dtype) -> PoolFormat:
-    """Of a pool with such elements, as `pool_dtype` gives them."""
+    """Returns the format of a pool with such elements, as `pool_dtype` gives them."""
     return _BY_ELEMENTS[elements]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a step's rows attend by MLX's attention (metal_kernels/paged_attention/gathered.py)."""
+"""Decides which of a step's rows attend by MLX's attention, over gathered contexts."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from metal_kernels.paged_attention import gathered as by_gathering
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout, Written
+from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
+from vllm_metal.mlx_patches.seam import Scoring
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class KernelPlan:
         return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
 
 
-class KernelKVCache(LayerKVCache[KernelPlan]):
+class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     """The pool arrays are inputs of every kernel, also of the one that writes through them.
 
     So MLX never copies them. It sees no dependency through the pool; explicit fences order writes
@@ -54,7 +55,6 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
     """
 
     pipelined = True
-    fenced = True
     gathers = False
     #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
     by_mlx: ClassVar[Mapping[AttentionKind, frozenset[Phase]]] = {}
@@ -64,6 +64,10 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
     moves_blocks: ClassVar[bool] = True
     #: Whether graphs that hold the kernels give the same when MLX builds them again.
     repeatable: ClassVar[bool] = True
+
+    _written: mx.array | None = None  # fence of the last write
+    _since: Sequence[mx.array] = ()  # fences of what the next write must come after
+    _newest_plan: object = None  # of the forward that is being built
 
     @classmethod
     def limited(
@@ -77,22 +81,6 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         works = {"tiles": tiles, "moves_blocks": moves_blocks, "repeatable": repeatable}
         faster = {"by_mlx": by_mlx or {}, "gathers": any((by_mlx or {}).values())}
         return type(cls.__name__, (cls,), works | faster)
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: mx.Dtype,
-        value_size: int | None = None,
-        latent: bool = False,
-    ) -> None:
-        super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype, value_size, latent)
-        self._written: mx.array | None = None  # fence of the last write
-        self._since: list[mx.array] = []  # fences of what the next write must come after
-        self._newest_plan: object = None  # of the forward that is being built
-        self._row_dtype = dtype  # of the rows last written
 
     @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
@@ -127,10 +115,10 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
 
     @classmethod
     def _tiles_of(cls, kind: AttentionKind) -> Tiles:
-        return cls.tiles.get(kind) or Tiles.of(*kind)
+        return cls.tiles.get(kind) or Tiles.for_layer(*kind)
 
-    def settle(self) -> None:
-        mx.eval(self._since)  # MLX knows nothing of kernels in flight
+    def wait_for_device(self) -> None:
+        mx.eval(list(self._since))  # MLX knows nothing of kernels in flight
         mx.synchronize()  # a command buffer holds what it binds until its handler has run
 
     @property
@@ -153,7 +141,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             rows_np = self.rows_of_blocks(blocks_np)
             self._since = [kv_blocks.zero(self.arrays, rows_np, after=self._since)]
             return
-        self.settle()
+        self.wait_for_device()
         super().clear_blocks(blocks_np)
         mx.eval(self.arrays)
 
@@ -177,14 +165,14 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
             self.arrays, self._since, self._written = arrays, since, None
 
     @property
-    def outputs(self) -> list[Written[object]]:
+    def outputs(self) -> list[Pending[object]]:
         """The fences that the next write must come after."""
         if self._newest_plan is None:
             return []
-        return [Written(self._newest_plan, list(self._since))]
+        return [Pending(self._newest_plan, list(self._since))]
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[object]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[object]]) -> None:
         for left in outputs:
             self._since = left.arrays
 
@@ -216,14 +204,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         )
         self._since = [self._written]
 
-    def attend(
-        self,
-        plan: KernelPlan,
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
+    def attend(self, plan: KernelPlan, queries: mx.array, scoring: Scoring) -> mx.array:
         written = self._written
         assert written is not None  # a layer writes its K/V before it attends
         if plan.pace is not None:
@@ -232,6 +213,7 @@ class KernelKVCache(LayerKVCache[KernelPlan]):
         rows = queries.astype(self._row_dtype)
         outputs, reads = [], []
         split, held = plan.gathered, self.held_values
+        scale, sinks, softcap = scoring
         pools = self.keys.elements, held.elements, written, scale, softcap, sinks
         rest = self.keys.scales, held.scales, plan.pace
         if plan.attention is not None:

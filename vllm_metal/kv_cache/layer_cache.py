@@ -13,10 +13,20 @@ import numpy as np
 
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
-from vllm_metal.kv_cache.layer_state import LayerState, PlanT, StepLayout
+from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceable
+from vllm_metal.mlx_patches.seam import Scoring
 
 #: Tokens of a block that the attention kernels are written for.
 BLOCK_SIZES = (16, 32)
+
+
+class KVShape(NamedTuple):
+    """What a layer keeps of a token: a row of K and one of V for each head."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+    latent: bool = False  # values are the first `value_size` elements of keys, and kept as such
 
 
 class AttentionKind(NamedTuple):
@@ -78,40 +88,37 @@ def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
     return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
 
 
-class LayerKVCache(LayerState, Generic[PlanT]):
-    """K and V of one layer, or of one layer of each KV cache group, for every block of the pool."""
+class LayerKVCache(Storage, Traceable, Generic[PlanT]):
+    """K and V of one layer, or of one layer of each KV cache group, for every block of the pool.
+
+    Rejected drafts leave nothing to restore: a request's next rows start at the position after its
+    last accepted token, and no row sees positions after its own. So a step writes over K/V of
+    rejected drafts before it reads them.
+    """
 
     #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
     gathers: ClassVar[bool]
     block_axis = 1
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: mx.Dtype,
-        value_size: int | None = None,
-        latent: bool = False,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype) -> None:
         """
         Args:
-            num_blocks, block_size, num_kv_heads, head_size: of K and of V.
+            num_blocks: of the pool.
+            block_size: tokens of a block.
+            shape: of a token's K and V.
             dtype: of the pool's elements: the model's, or uint8 (fp8 e4m3) or int8 for codes.
-            value_size: of V where its heads have another size than K's.
-            latent: whether values are the first `value_size` elements of keys, and kept as such.
         """
         self.split = parts_of(block_size)
-        self.value_size = value_size or head_size
-        shape = (num_kv_heads, num_blocks * self.split, block_size // self.split)
-        self.keys = KVArray.empty((*shape, head_size), dtype)
-        self.values = None if latent else KVArray.empty((*shape, self.value_size), dtype)
+        self.value_size = shape.value_size
+        blocks = (shape.num_heads, num_blocks * self.split, block_size // self.split)
+        self.keys = KVArray.empty((*blocks, shape.key_size), dtype)
+        self.values = None if shape.latent else KVArray.empty((*blocks, self.value_size), dtype)
         self.dtype = dtype
+        self._row_dtype = dtype  # of the rows last written, before they are encoded
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Of keys, then of values: elements, and scales where the elements are codes."""
+        """Arrays of keys, then of values: elements, and scales where the elements are codes."""
         return [*self.keys.arrays, *(() if self.values is None else self.values.arrays)]
 
     @arrays.setter
@@ -122,12 +129,17 @@ class LayerKVCache(LayerState, Generic[PlanT]):
             self.values.arrays = arrays[count:]
 
     @property
+    def inputs(self) -> list[mx.array]:
+        return self.arrays
+
+    @property
     def held_values(self) -> KVArray:
         """What values are read from: of latents, the keys."""
         return self.keys if self.values is None else self.values
 
     def elements_of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Those of K and of V, each [Hkv, B * split, rows, D], among such `arrays`."""
+        """Picks the element arrays of K and V, without their scales, from `arrays`; each
+        [Hkv, B * split, rows, D]."""
         return list(arrays[:: len(self.keys.arrays)])
 
     @classmethod
@@ -138,11 +150,12 @@ class LayerKVCache(LayerState, Generic[PlanT]):
             num_blocks: of the pool.
             nbytes: of a state, a multiple of 4.
         """
-        return cls(num_blocks, 1, 1, nbytes // mx.float32.size, mx.float32, latent=True)
+        width = nbytes // mx.float32.size
+        return cls(num_blocks, 1, KVShape(1, width, width, latent=True), mx.float32)
 
     @property
     def block_bytes(self) -> list[int]:
-        """Of a block's elements in K, and in V where there is one."""
+        """Bytes of a block's elements in K, and in V where there is one."""
         elements = self.elements_of(self.arrays)
         return [array.nbytes // array.shape[1] * self.split for array in elements]
 
@@ -176,29 +189,14 @@ class LayerKVCache(LayerState, Generic[PlanT]):
         """
         return ()
 
-    def restore(self, last_rows_np: np.ndarray) -> None:
-        """Nothing to do: the next step writes over K/V of rejected drafts before it reads them.
-
-        A request's next rows start at the position after its last accepted token, and no row sees
-        positions after its own.
-        """
-
     @abstractmethod
     def write(self, plan: PlanT, keys: mx.array, values: mx.array) -> None:
         """Takes the step's K/V, each [T, Hkv, D], of the layer that attends next."""
 
     @abstractmethod
-    def attend(
-        self,
-        plan: PlanT,
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
+    def attend(self, plan: PlanT, queries: mx.array, scoring: Scoring) -> mx.array:
         """[T, H, D] queries over each row's context, K/V just written included; [T, H, DV] back.
 
-        Scores become softcap * tanh(score / softcap), where there is one. The rows just written
-        count as the pool will hold them. So a row that is found in the cache later on
-        answers as it did in the step that computed it.
+        The rows just written count as the pool will hold them. So a row that is found in the cache
+        later on answers as it did in the step that computed it.
         """

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps between steps: its storage, and the layers' part of a step.
+"""What a layer keeps between steps, and the layers' part of a step.
 
-A `LayerState` is the storage: arrays in which every block of the pool has a place. A `StepScope`
-holds what layers share of one step. `StatefulLayer` (stateful_layer.py) describes the layer.
+A `LayerState` lies in a `Storage`: arrays in which every block of the pool has a place. What not
+every kind of state can do, or needs, is a part of its own: `Traceable`, `Fenced`, `Restorable`. A
+`StepScope` holds what layers share of one step. `StatefulLayer` (stateful_layer.py) describes the
+layer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +28,8 @@ _NO_STEP = "a paged cache was used outside a step"
 
 @dataclass(frozen=True)
 class StepLayout(RaggedLayout):
-    """The same of one KV cache group, and what layers may want to know of its requests."""
+    """A step's layout for one KV cache group: block tables, slots, and each request's index and
+    draft count."""
 
     req_indices_np: np.ndarray | None = None  # [R] int32; None: the requests are in no table
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
@@ -36,7 +39,7 @@ class StepLayout(RaggedLayout):
     slot_mapping: mx.array | None = None  # [T] int32
 
     def split(self, parts: int) -> StepLayout:
-        """The same of a pool whose blocks are each cut into so many."""
+        """Returns the layout over a pool whose blocks are each cut into so many."""
         if parts == 1:
             return self
         tables_np = self.block_tables_np[:, :, None] * parts + np.arange(parts, dtype=np.int32)
@@ -54,10 +57,10 @@ class StepLayout(RaggedLayout):
 
 
 @dataclass(frozen=True)
-class Written(Generic[PlanT]):
-    """What one layer of a forward leaves for the next step."""
+class Pending(Generic[PlanT]):
+    """Arrays that one layer of a forward leaves for the next step."""
 
-    plan: PlanT  # that it was made by
+    plan: PlanT  # that they were made by
     arrays: list[mx.array]
 
 
@@ -90,7 +93,7 @@ class StepScope(Generic[PlanT]):
             self._step = step
 
     def end(self) -> None:
-        """The forward is built: no layer has a step until the next `begin`."""
+        """Clears the step, so that use outside a step raises."""
         self._step = None
 
     @property
@@ -113,44 +116,26 @@ class StepScope(Generic[PlanT]):
 
 
 class LayerState(ABC):
-    """What one layer keeps, or one layer of each KV cache group, for every block of the pool.
+    """What one layer, or one layer of each KV cache group, keeps for every block of the pool.
 
-    Groups share a storage soundly: a block belongs to one group at a time.
+    Groups share a storage soundly: a block belongs to one group at a time. A kind of state
+    implements this, and as much of `Traceable`, `Fenced` and `Restorable` as it needs.
     """
 
-    #: Whether a step may be handed to the device while the one before still runs.
-    pipelined: bool
-    #: Whether `restore` has anything to do.
-    rolls_back: ClassVar[bool] = False
-    #: Axis of `arrays` that counts blocks, or their parts.
-    block_axis: int = 0
-    #: Of how many parts a block consists, one after another on that axis.
-    split: int = 1
-    #: Whether MLX sees no order of writes and reads, and fences make it.
-    fenced: bool = False
-
     @property
     @abstractmethod
-    def arrays(self) -> list[mx.array]:
-        """All that the storage holds, as it stands. May be set to other arrays of the same kind."""
-
-    @arrays.setter
-    @abstractmethod
-    def arrays(self, arrays: Sequence[mx.array]) -> None: ...
-
-    @property
-    def memory(self) -> LayerState:
-        """The storage that this one lies in, which orders the writes and reads of both."""
-        return self
+    def storage(self) -> Storage:
+        """The arrays that the state lies in; others may lie there, too."""
 
     @property
     def page_arrays(self) -> list[mx.array]:
-        """Those whose blocks hold all that the storage keeps (pages.py)."""
-        return self.arrays
+        """Arrays whose blocks hold all that the layer keeps (pages.py)."""
+        return self.storage.arrays
 
     @property
     def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
-        """Of each of them what a block's bytes are numbers of; empty: of the array's dtype."""
+        """For each page array: the (dtype, bytes) segments of one block, one after another; empty
+        if the whole block has the array's dtype."""
         return [()] * len(self.page_arrays)
 
     def begin_step(self) -> None:
@@ -162,55 +147,36 @@ class LayerState(ABC):
         return
 
     @abstractmethod
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         """Waits until all that was written is in the arrays and nothing queued reads them.
 
         Called between steps: after a step was handed to the device, before the next one's first
         write. MLX may then write the arrays in place, without a copy of the pool.
         """
 
-    @property
-    def traceable(self) -> bool:
-        """Whether a forward over the storage can be traced: it has the four members that follow."""
-        return False
+
+class Storage(LayerState):
+    """Arrays in which every block of the pool has a place."""
+
+    #: Whether a step may be handed to the device while the one before still runs.
+    pipelined: bool
+    #: Axis of `arrays` that counts blocks, or their parts.
+    block_axis: int = 0
+    #: Number of parts that a block consists of, one after another on that axis.
+    split: int = 1
 
     @property
-    def inputs(self) -> list[mx.array]:
-        """What a forward reads of the storage."""
-        return self.arrays
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """All that is kept, as it stands. May be set to other arrays of the same kind."""
 
-    @contextmanager
-    def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
-        """Within, a forward is traced: it reads these as `inputs`, and leaves nothing behind.
-
-        Args:
-            inputs: stand for `inputs`, in their order and of their shapes.
-        """
-        raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
-        yield
+    @arrays.setter
+    @abstractmethod
+    def arrays(self, arrays: Sequence[mx.array]) -> None: ...
 
     @property
-    def outputs(self) -> list[Written[Any]]:
-        """What the forward built last left, in an order that depends on nothing but the model."""
-        raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
-
-    @outputs.setter
-    def outputs(self, outputs: Sequence[Written[Any]]) -> None:
-        """Of a forward that was traced before, and computed again."""
-        raise NotImplementedError(f"forwards over {type(self).__name__} cannot be traced")
-
-    @property
-    def fences(self) -> Sequence[mx.array]:
-        """Arrays that a queued read of `arrays` must be computed from, where they are `fenced`."""
-        return ()
-
-    def write_after(self, fence: mx.array) -> None:
-        """Has the next write come after a queued read.
-
-        Args:
-            fence: [8] uint32, computed from what was read, which in turn came after `fences`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes no fences")
+    def storage(self) -> Storage:
+        return self
 
     def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
         """Copies whole blocks, between steps.
@@ -219,11 +185,16 @@ class LayerState(ABC):
             sources_np: [n] int32, blocks to copy.
             targets_np: [n] int32, where each goes; none of them a source, none twice.
         """
-        self.settle()
+        self.wait_for_device()
         sources = mx.array(self.rows_of_blocks(sources_np))
         copied = [mx.take(array, sources, self.block_axis) for array in self.arrays]
         mx.eval(copied)  # a queued read would have the whole pool copied
         self._put(self.rows_of_blocks(targets_np), copied)
+
+    def clear_blocks(self, blocks_np: np.ndarray) -> None:
+        """Sets [n] int32 blocks to zero, between steps."""
+        rows_np = self.rows_of_blocks(blocks_np)
+        self._put(rows_np, [mx.zeros((), array.dtype) for array in self.arrays])
 
     def rows_of_blocks(self, blocks_np: np.ndarray) -> np.ndarray:
         """[n * split] int32, where the parts of [n] blocks are on the axis of blocks."""
@@ -232,25 +203,72 @@ class LayerState(ABC):
         parts_np = np.arange(self.split, dtype=np.int32)
         return (blocks_np[:, None].astype(np.int32) * self.split + parts_np).ravel()
 
-    def clear_blocks(self, blocks_np: np.ndarray) -> None:
-        """Sets [n] int32 blocks to zero, between steps."""
-        rows_np = self.rows_of_blocks(blocks_np)
-        self._put(rows_np, [mx.zeros((), array.dtype) for array in self.arrays])
-
-    def restore(self, last_rows_np: np.ndarray) -> None:
-        """Takes the state back to the last accepted token, where drafts after it were rejected.
-
-        Called once the newest step's tokens are known, before the next `begin_step`, and only where
-        the storage `rolls_back`.
-
-        Args:
-            last_rows_np: [R] int32, of each request of that step the row of its last token that was
-                accepted.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps no state of rejected drafts")
-
     def _put(self, rows_np: np.ndarray, contents: Sequence[mx.array]) -> None:
         """Writes in place; [..., n, ...] contents, or one value for all."""
         where = (slice(None),) * self.block_axis + (mx.array(rows_np),)
         for array, content in zip(self.arrays, contents, strict=True):
             array[where] = content
+
+
+class Traceable(ABC):
+    """A state over which MLX can trace a forward (models/compiled.py)."""
+
+    @property
+    def traceable(self) -> bool:
+        """Whether a forward over it can be traced as things are."""
+        return True
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[mx.array]:
+        """Arrays that a forward reads of it."""
+
+    @abstractmethod
+    def traced(self, inputs: Sequence[mx.array]) -> AbstractContextManager[None]:
+        """Within, a forward is traced: it reads these as `inputs`, and leaves nothing behind.
+
+        Args:
+            inputs: stand for `inputs`, in their order and of their shapes.
+        """
+
+    @property
+    @abstractmethod
+    def outputs(self) -> list[Pending[Any]]:
+        """Arrays that the last forward leaves for the next step (rows to write, fences), in layer
+        order. May be set to those of a forward that was traced before and computed again."""
+
+    @outputs.setter
+    @abstractmethod
+    def outputs(self, outputs: Sequence[Pending[Any]]) -> None: ...
+
+
+class Fenced(ABC):
+    """A storage whose writes and reads MLX does not order: fences do."""
+
+    @property
+    @abstractmethod
+    def fences(self) -> Sequence[mx.array]:
+        """Arrays that a queued read of the storage must be computed from."""
+
+    @abstractmethod
+    def write_after(self, fence: mx.array) -> None:
+        """Has the next write come after a queued read.
+
+        Args:
+            fence: [8] uint32, computed from what was read, which in turn came after `fences`.
+        """
+
+
+class Restorable(ABC):
+    """A state that rejected drafts change."""
+
+    @abstractmethod
+    def restore(self, last_rows_np: np.ndarray) -> None:
+        """Takes the state back to the last accepted token, where drafts after it were rejected.
+
+        Called once the newest step's tokens are known, before the next `begin_step`.
+
+        Args:
+            last_rows_np: [R] int32, of each request of that step the row of its last token that was
+                accepted.
+        """

@@ -16,13 +16,13 @@ from itertools import groupby
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.layer_state import Fenced, LayerState
 
 #: Arrays of these dtypes come as integers: Python's memoryviews know no bfloat16.
 _CARRIERS = {mx.bfloat16: mx.uint16}
 #: Elements of a fence that are taken of a copied array: as many as a fence has.
 _FENCE_SIZE = 8
-#: By dtype the least code without a sign that stands for no finite number; all above it do so, too.
+#: Smallest unsigned bit pattern that is inf or NaN, by dtype; all larger ones are, too.
 #: In a pool uint8 is fp8 e4m3, which has no infinity; int8, which is not here, is always finite.
 _NOT_FINITE = {mx.float32: 0x7F800000, mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.uint8: 0x7F}
 
@@ -71,6 +71,8 @@ class BlockPages:
         """
         self._states = [[layer_states[name] for name in names] for names in groups]
         self._all_states = list(dict.fromkeys(layer_states.values()))
+        storages = (dict.fromkeys(state.storage for state in states) for states in self._states)
+        self._fenced = [[each for each in group if isinstance(each, Fenced)] for group in storages]
         reads = [[_reads_of(state) for state in states] for states in self._states]
         self._reads = [[read for of_state in group for read in of_state] for group in reads]
         self._num_blocks = min(read.outer[-1] for group in self._reads for read in group)
@@ -119,14 +121,13 @@ class BlockPages:
             copies a pool that is written while a read of it is queued.
         """
         self._check(blocks_np)
-        states = self._states[group]
-        fenced = [state for state in states if state.fenced]
-        fences = [fence for state in fenced for fence in state.fences]
+        fenced = self._fenced[group]
+        fences = [fence for storage in fenced for fence in storage.fences]
         copies = list(self._copies(group, blocks_np, fences))
         if fenced:
             after = _fence_of(copies)
-            for state in fenced:
-                state.write_after(after)
+            for storage in fenced:
+                storage.write_after(after)
             # So the fence is computed with the copies, or it would keep them until a layer writes.
             copies[-1:] = mx.depends(copies[-1:], [after])
         return copies
@@ -146,7 +147,7 @@ class BlockPages:
         """
         self._check(blocks_np)
         for state in self._states[group]:
-            state.settle()
+            state.wait_for_device()
         copies = list(self._copies(group, blocks_np))
         mx.eval(copies)
         return copies
@@ -174,7 +175,7 @@ class BlockPages:
         for state in self._all_states:
             state.begin_step()
         for state in states:
-            state.settle()
+            state.wait_for_device()
         arrays = (array for state in states for array in state.page_arrays)
         # Views of the same memory, under dtypes that numpy has.
         views = [array.view(part.carrier) for array, part in zip(arrays, parts, strict=True)]
@@ -227,13 +228,13 @@ class _Read:
 
     @property
     def carrier(self) -> mx.Dtype | None:
-        """Of a copy; None: its own dtype."""
+        """Dtype that copies get; None: the array's own."""
         return _CARRIERS.get(self.dtype)
 
 
 def _reads_of(state: LayerState) -> list[_Read]:
-    """Of each of the storage's arrays."""
-    found, axis, split = [], state.block_axis, state.split
+    """Returns how blocks of each of the state's arrays are read."""
+    found, axis, split = [], state.storage.block_axis, state.storage.split
     for array in state.page_arrays:
         lead, num_parts, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
         if split > 1:
@@ -243,7 +244,7 @@ def _reads_of(state: LayerState) -> list[_Read]:
 
 
 def _parts_of(state: LayerState, reads: Sequence[_Read]) -> Iterator[PagePart]:
-    """Of a page, the storage's."""
+    """Yields the state's parts of a page."""
     for read, numbers in zip(reads, state.page_numbers, strict=True):
         shape = (*read.outer[:-1], *read.inner)
         yield PagePart(shape, read.dtype, math.prod(shape) * read.dtype.size, numbers)
@@ -257,10 +258,11 @@ def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
 
 
 def _write(array: mx.array, read: _Read, blocks_np: np.ndarray, columns: np.ndarray) -> None:
-    """Writes parts of pages into the blocks of a settled array, in place, by the host.
+    """Writes parts of pages into the blocks of an array, in place, by the host.
 
-    The device reads the same memory. MLX's scatter takes element by element on a CPU, a tenth as
-    fast. The view of the pool ends here: while it is held, the next scatter would copy the pool.
+    The device reads the same memory, and has nothing queued that does. MLX's scatter takes element
+    by element on a CPU, a tenth as fast. The view of the pool ends here: while it is held, the next
+    scatter would copy the pool.
 
     Args:
         array: of a dtype that numpy has.
@@ -312,7 +314,7 @@ def _bytes_of(array: mx.array | memoryview) -> np.ndarray:
 
 
 def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
-    """Of each page whether there is no NaN and no infinity among its numbers.
+    """Tells of each page whether there is no NaN and no infinity among its numbers.
 
     Args:
         parts: of a page; uint8 counts as codes of fp8 e4m3, integers of other dtypes as finite.
@@ -339,8 +341,8 @@ def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
 def _finite(columns: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """`finite_rows` for numbers of one floating dtype.
 
-    The greatest code tells, with no array in between: as signed integers those of negative numbers
-    are the least, as unsigned ones the greatest.
+    Compares the largest bit pattern, with no array in between: viewed as unsigned for negative
+    numbers, as signed for positive ones.
     """
     least, sign = _NOT_FINITE[dtype], 1 << 8 * dtype.size - 1
     signed, unsigned = columns.view(f"i{dtype.size}"), columns.view(f"u{dtype.size}")

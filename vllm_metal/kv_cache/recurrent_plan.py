@@ -77,7 +77,7 @@ class RecurrentPlan:
     endings: Endings = field(compare=False)
 
     @staticmethod
-    def of(layout: StepLayout) -> RecurrentPlan:
+    def from_layout(layout: StepLayout) -> RecurrentPlan:
         """Rows of many lengths as runs of powers of two.
 
         So the number of calls grows with the logarithm of the longest prompt, and with the drafts

@@ -14,7 +14,13 @@ import numpy as np
 
 from metal_kernels.op_common import BITS
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, Written
+from vllm_metal.kv_cache.layer_state import (
+    Fenced,
+    LayerState,
+    Pending,
+    Restorable,
+    Traceable,
+)
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan, Run
 
 #: Each part of a state begins at a multiple of this: of the bytes of any dtype.
@@ -32,12 +38,12 @@ class StateFormat:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of one state, its parts aligned."""
+        """Bytes of one state, its parts aligned."""
         return sum(self.part_bytes)
 
     @cached_property
     def part_bytes(self) -> tuple[int, ...]:
-        """Of each part, rounded up to where the next one begins."""
+        """Bytes of each part, rounded up to where the next one begins."""
         sizes = (math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes, strict=True))
         return tuple(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
@@ -73,28 +79,25 @@ class StateFormat:
         return parts
 
 
-class RecurrentState(LayerState):
+class RecurrentState(LayerState, Traceable, Restorable):
     """States in the memory of K and V.
 
     A block of the pool belongs to one KV cache group at a time, so layers of several groups share
     memory: of a block that is a recurrent layer's, the rows of K, then of V, hold a state's bits.
     What a step computed is written when the next one begins: by then it is known which drafts were
-    kept. Without drafts nobody waits for that where the memory is `pipelined`.
+    kept. Without drafts nobody waits for that where the storage is `pipelined`.
     """
 
-    rolls_back = True
-
-    def __init__(self, memory: LayerKVCache, form: StateFormat, alone: bool = False) -> None:
+    def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
         """
         Args:
-            memory: that states lie in.
+            storage: that states lie in: a layer's K and V, or memory `of_states` alone.
             form: of the states.
-            alone: whether the memory is no layer's K and V, so that it is this storage's to keep.
 
         Raises:
             ValueError: a block has no room for a state.
         """
-        sizes = memory.block_bytes
+        sizes = storage.block_bytes
         if form.nbytes > sum(sizes):
             raise ValueError(
                 f"a block of {sum(sizes)} bytes has no room for a state of {form.nbytes} bytes"
@@ -103,31 +106,19 @@ class RecurrentState(LayerState):
         self._num_used = sum(start < form.nbytes for start in starts)
         spans = list(zip(starts, sizes, strict=True))[: self._num_used]
         self._numbers = [form.numbers(*span) for span in spans]
-        self._memory, self._form, self._alone = memory, form, alone
-        self._element_bytes = memory.dtype.size
+        self._storage, self._form = storage, form
+        self._element_bytes = storage.dtype.size
         self._width = form.nbytes // self._element_bytes  # elements of a state
-        self.block_axis, self.split = memory.block_axis, memory.split
-        self.pipelined, self.fenced = memory.pipelined, memory.fenced
-        self._pending: list[Written[RecurrentPlan]] = []  # of each, the states its plan ends with
+        self._pending: list[Pending[RecurrentPlan]] = []  # the states that each plan ends with
         self._last_rows_np: np.ndarray | None = None
 
     @property
-    def memory(self) -> LayerState:
-        return self._memory
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """None where the memory is that of K and V, whose storage looks after it."""
-        return self._memory.arrays if self._alone else []
-
-    @arrays.setter
-    def arrays(self, arrays: Sequence[mx.array]) -> None:
-        if self._alone:
-            self._memory.arrays = arrays
+    def storage(self) -> LayerKVCache:
+        return self._storage
 
     @property
     def page_arrays(self) -> list[mx.array]:
-        return self._memory.elements_of(self._memory.arrays)[: self._num_used]
+        return self._storage.elements_of(self._storage.arrays)[: self._num_used]
 
     @property
     def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
@@ -151,45 +142,31 @@ class RecurrentState(LayerState):
         blocks_np = np.concatenate(blocks)
         if len(blocks_np):
             parts = [_joined(parts) for parts in zip(*states, strict=True)]
-            self._memory.write_states(blocks_np, self._form.to_bits(parts, self._element_bytes))
+            self._storage.write_states(blocks_np, self._form.to_bits(parts, self._element_bytes))
 
     def move(self, source: int, target: int) -> mx.array:
         """Copies a state from block to block; returns what is computed once it is there."""
-        states = self._memory.read_states(None, mx.array([source], mx.int32), self._width)
-        self._memory.write_states(np.array([target]), states)
-        return mx.stack(list(self._memory.fences))
+        states = self._storage.read_states(None, mx.array([source], mx.int32), self._width)
+        self._storage.write_states(np.array([target]), states)
+        assert isinstance(self._storage, Fenced)  # else there is nothing to compile
+        return mx.stack(list(self._storage.fences))
 
-    def settle(self) -> None:
-        self._memory.settle()
+    def wait_for_device(self) -> None:
+        self._storage.wait_for_device()
         if self._pending:
             self.begin_step()
-            self._memory.settle()
-
-    @property
-    def fences(self) -> Sequence[mx.array]:
-        return self._memory.fences
-
-    def write_after(self, fence: mx.array) -> None:
-        self._memory.write_after(fence)
-
-    def copy_blocks(self, sources_np: np.ndarray, targets_np: np.ndarray) -> None:
-        if self._alone:
-            self._memory.copy_blocks(sources_np, targets_np)
-
-    def clear_blocks(self, blocks_np: np.ndarray) -> None:
-        if self._alone:
-            self._memory.clear_blocks(blocks_np)
+            self._storage.wait_for_device()
 
     def restore(self, last_rows_np: np.ndarray) -> None:
         self._last_rows_np = last_rows_np
 
     @property
     def traceable(self) -> bool:
-        return self._memory.traceable
+        return self._storage.traceable
 
     @property
     def inputs(self) -> list[mx.array]:
-        """Those of the memory are all."""
+        """No arrays: states are read from the storage, which lists its own."""
         return []
 
     @contextmanager
@@ -201,11 +178,11 @@ class RecurrentState(LayerState):
             self._pending = pending
 
     @property
-    def outputs(self) -> list[Written[RecurrentPlan]]:
+    def outputs(self) -> list[Pending[RecurrentPlan]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[RecurrentPlan]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[RecurrentPlan]]) -> None:
         self._pending += outputs
 
     def run(
@@ -223,7 +200,7 @@ class RecurrentState(LayerState):
         Returns:
             The results, each [T, 1, ...].
         """
-        bits = self._memory.read_states(plan, plan.before, self._width)
+        bits = self._storage.read_states(plan, plan.before, self._width)
         states = self._form.from_bits(bits)
         if plan.fresh is not None:
             states = [_zero_where(plan.fresh, part) for part in states]
@@ -243,7 +220,7 @@ class RecurrentState(LayerState):
                     _put(part, run.requests, new) for part, new in zip(states, after, strict=True)
                 ]
         kept = [_joined(parts) for parts in zip(*ended, strict=True)]
-        self._pending.append(Written(plan, kept))
+        self._pending.append(Pending(plan, kept))
         joined = [_joined(parts) for parts in zip(*results, strict=True)]
         # With the results, or what states are cut from would be held until the next step begins.
         joined = mx.depends(joined, kept)
@@ -255,7 +232,7 @@ def _joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def _ending(run: Run, part: mx.array) -> mx.array:
-    """Of the [n, ...] states after a run those that may be wanted."""
+    """Selects the end states of a run that later steps may need, of [n, ...] states after it."""
     if run.kept is not None:
         return part[run.kept]
     if run.rows.shape[1] < _LONG:
@@ -268,7 +245,7 @@ def _zero_where(fresh: mx.array, part: mx.array) -> mx.array:
 
 
 def _put(part: mx.array, requests: mx.array, new: mx.array) -> mx.array:
-    """A copy of [R, ...] with [n, ...] in the place of some."""
+    """Returns a copy of `part`, [R, ...], whose rows `requests` are replaced by `new`, [n, ...]."""
     copied = mx.contiguous(part)  # another array: this one may be wanted as it is
     copied[requests] = new
     return copied

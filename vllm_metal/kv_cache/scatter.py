@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +19,8 @@ from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.buckets import Places
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout, Written
+from vllm_metal.kv_cache.layer_state import Pending, StepLayout
+from vllm_metal.mlx_patches.seam import Scoring
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,19 @@ class ScatterPlan:
     slot_mapping: mx.array  # [T] int32
     attention: reference.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
-    _places: dict[tuple[int, int], Places] = field(
-        init=False, default_factory=dict, compare=False, repr=False
-    )
+    num_heads: int  # of K and V
+    block_size: int
 
-    def places(self, num_heads: int, block_size: int) -> Places:
+    @cached_property
+    def places(self) -> Places:
         """Head, block and offset of what goes to the slots, each [T * Hkv] int32.
 
         The heads of a row one after another; made once a step.
         """
-        shape = num_heads, block_size
-        if shape not in self._places:
-            rows = self.slot_mapping.size, num_heads
-            heads = mx.broadcast_to(mx.array(np.arange(num_heads, dtype=np.int32)), rows)
-            slots = mx.broadcast_to(self.slot_mapping[:, None], rows).flatten()
-            self._places[shape] = heads.flatten(), *mx.divmod(slots, block_size)
-        return self._places[shape]
+        rows = self.slot_mapping.size, self.num_heads
+        heads = mx.broadcast_to(mx.array(np.arange(self.num_heads, dtype=np.int32)), rows)
+        slots = mx.broadcast_to(self.slot_mapping[:, None], rows).flatten()
+        return heads.flatten(), *mx.divmod(slots, self.block_size)
 
 
 class ScatterKVCache(LayerKVCache[ScatterPlan]):
@@ -57,22 +56,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     pipelined = False
     gathers = True
-    traceable = True
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: mx.Dtype,
-        value_size: int | None = None,
-        latent: bool = False,
-    ) -> None:
-        super().__init__(num_blocks, block_size, num_kv_heads, head_size, dtype, value_size, latent)
-        # What goes to the slots of a plan, in the arrays of keys, then of values.
-        self._pending: list[Written[ScatterPlan]] = []
-        self._row_dtype = dtype  # of the rows before they are encoded
+    _pending: tuple[Pending[ScatterPlan], ...] = ()  # rows of K and V for the slots of their plans
 
     @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
@@ -92,19 +76,19 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             sizes = kind.shape.head_size + kind.shape.value_size
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)
-        return ScatterPlan(mx.array(layout.slot_mapping_np), attention, pace)
+        slots, num_heads = mx.array(layout.slot_mapping_np), kind.shape.num_kv_heads
+        return ScatterPlan(slots, attention, pace, num_heads, layout.block_size)
 
     def begin_step(self) -> None:
         if not self._pending:
             return
-        written, self._pending = self._pending, []
-        num_heads, _, block_size = self.keys.elements.shape[:3]
-        slots = [each.plan.places(num_heads, block_size) for each in written]
+        written, self._pending = self._pending, ()
+        slots = [each.plan.places for each in written]
         places = tuple(_joined(parts) for parts in zip(*slots, strict=True))
         for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
             array[places] = _joined(parts).flatten(0, 1)
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
         self.begin_step()
         mx.eval(self.arrays)
@@ -113,24 +97,25 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         self._row_dtype = keys.dtype
         both = (keys,) if self.values is None else (keys, values)
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
-        self._pending.append(Written(plan, [part for part in encoded if part is not None]))
+        rows = [part for part in encoded if part is not None]
+        self._pending += (Pending(plan, rows),)
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
         arrays, pending = self.arrays, self._pending
-        self.arrays, self._pending = list(inputs), []
+        self.arrays, self._pending = list(inputs), ()
         try:
             yield
         finally:
             self.arrays, self._pending = arrays, pending
 
     @property
-    def outputs(self) -> list[Written[ScatterPlan]]:
+    def outputs(self) -> list[Pending[ScatterPlan]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Written[ScatterPlan]]) -> None:
-        self._pending += outputs
+    def outputs(self, outputs: Sequence[Pending[ScatterPlan]]) -> None:
+        self._pending += tuple(outputs)
 
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
         return states_reference.read(self.elements_of(self.arrays), blocks, width, self.split)
@@ -138,14 +123,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
         states_reference.write(self.elements_of(self.arrays), blocks_np, states, self.split)
 
-    def attend(
-        self,
-        plan: ScatterPlan,
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
-    ) -> mx.array:
+    def attend(self, plan: ScatterPlan, queries: mx.array, scoring: Scoring) -> mx.array:
         # A layer attends after it has written its K/V; layers of other groups may have, too.
         newest = next(each for each in reversed(self._pending) if each.plan is plan)
         count = len(self.keys.arrays)
@@ -161,9 +139,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             values,
             self.keys.elements,
             held.elements,
-            scale,
-            sinks,
-            softcap,
+            *scoring,
             key_scales=self.keys.scales,
             value_scales=held.scales,
             pace=plan.pace,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the model as vLLM's KV cache specs, and vLLM's placement as storages of the pool."""
+"""Decides a block's size, a hybrid's too, which layers share blocks, and where each lies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def block_size_for(
     return max(block_size, _STEP * -(-max(states) // room))
 
 
-def settle_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> int:
+def choose_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> int:
     """Makes blocks large enough for a state, before vLLM lays out the pool.
 
     Args:
@@ -84,9 +84,9 @@ def kv_cache_specs(
         dtype: of the pool's elements.
     """
     attending = [layer for layer in layers if not layer.state_bytes]
-    memories = {layer.memory for layer in attending}
+    storage_keys = {layer.storage_key for layer in attending}
     contexts = {layer.context for layer in attending}
-    one_group = len(memories) > 1 and len(contexts) > 1
+    one_group = len(storage_keys) > 1 and len(contexts) > 1
     specs = {layer.name: layer.spec(block_size, dtype, one_group) for layer in layers}
     if len(attending) < len(layers):
         return _padded(specs, layers)
@@ -101,7 +101,8 @@ def _padded(
     states: dict[Hashable, int] = {}
     for layer in layers:
         sizes = states if layer.state_bytes else attended
-        sizes[layer.memory] = max(sizes.get(layer.memory, 0), specs[layer.name].page_size_bytes)
+        key, size = layer.storage_key, specs[layer.name].page_size_bytes
+        sizes[key] = max(sizes.get(key, 0), size)
     page = max(sum(attended.values()), sum(states.values()) if not attended else 0)
     page = max(page, *states.values())
     # All of vLLM's specs that are in use have the field; their base class lacks it.
@@ -111,7 +112,7 @@ def _padded(
 def host_of_states(
     layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype
 ) -> StatefulLayer | None:
-    """The layer in whose memory states lie: the first with most room; None: no layer attends."""
+    """The layer in whose storage states lie: the first with most room; None: no layer attends."""
     attending = (layer for layer in layers if not layer.state_bytes)
     return max(attending, key=lambda layer: layer.room(block_size, dtype), default=None)
 
@@ -148,22 +149,22 @@ def allocate_kv_caches(
             shared[key] = layer.allocate(config.num_blocks, block_size, dtype, kv_cache_type)
         return shared[key]
 
-    memories: dict[int, Hashable] = {}
+    first_keys: dict[int, Hashable] = {}
     for name in attending:
         layer, offset = by_name[name], offset_of[name]
-        memory = memories.setdefault(offset, layer.memory)
-        if memory != layer.memory and not with_states:
+        first = first_keys.setdefault(offset, layer.storage_key)
+        if first != layer.storage_key and not with_states:
             raise NotImplementedError(
-                f"{name} has K/V of {layer.memory} (heads, head size) where another layer of "
-                f"its memory has {memory}; use --disable-hybrid-kv-cache-manager"
+                f"{name} has K/V of {layer.storage_key} where another layer of its memory has "
+                f"{first}; use --disable-hybrid-kv-cache-manager"
             )
-        placed[name] = storage(layer, (offset, layer.memory))
+        placed[name] = storage(layer, (offset, layer.storage_key))
     roomy = host_of_states(layers, block_size, dtype)
     for name in with_states:
         layer, offset = by_name[name], offset_of[name]
-        key = offset, layer.memory
-        beside = None if roomy is None else shared.get((offset, roomy.memory))
+        key = offset, layer.storage_key
+        beside = None if roomy is None else shared.get((offset, roomy.storage_key))
         if key not in shared and beside is not None:
-            shared[key] = layer.share(beside)
+            shared[key] = layer.share(beside.storage)
         placed[name] = storage(layer, key)
     return placed

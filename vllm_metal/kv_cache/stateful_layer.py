@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, StepScope, Storage
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from metal_kernels.selfcheck import Case
-    from vllm_metal.device.library_kernels import Call
+    from vllm_metal.mlx_patches.library_kernels import Call
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StatefulLayer(ABC):
 
     @property
     @abstractmethod
-    def memory(self) -> Hashable:
+    def storage_key(self) -> Hashable:
         """What layers must have in common to share a storage, for any one pool."""
 
     @property
@@ -74,15 +74,15 @@ class StatefulLayer(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Of what the layer keeps of a request, however long; 0: it keeps rows of every token.
+        """Bytes that the layer keeps of a request, however long; 0: it keeps rows of every token.
 
-        A state lies in the memory of such rows where the pool has any (`share`).
+        A state lies in the storage of such rows where the pool has any (`share`).
         """
         return 0
 
-    def share(self, state: LayerState) -> LayerState:
-        """The storage in the memory of another layer's, whose `room` is at least `state_bytes`."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no state that shares memory")
+    def share(self, storage: Storage) -> LayerState:
+        """What the layer keeps, in a storage whose layer has `room` for `state_bytes`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no state that shares a storage")
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
         """Bytes that a block of the layer has for a state of another layer; see `spec`."""
@@ -90,7 +90,7 @@ class StatefulLayer(ABC):
 
     @abstractmethod
     def scope(self, state: LayerState) -> StepScope:
-        """Of this layer's kind.
+        """Makes what the layers of this kind share of a step.
 
         Args:
             state: storage of one of the kind's layers, which stands for all.
@@ -129,7 +129,7 @@ class StatefulLayer(ABC):
         """Small launches that compile, between them, all kernels that the layer may ever launch.
 
         Each has a key; of launches with one key any may stand for all. `host` is the layer in whose
-        memory states lie, if there is one.
+        storage states lie, if there is one.
         """
         return ()
 

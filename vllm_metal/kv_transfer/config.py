@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer import peer_config, salts, secret_file
+from vllm_metal.kv_transfer import peer_config
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.limits import DEFAULT_DAILY_WRITE_BYTES, default_max_bytes
 from vllm_metal.kv_transfer.peer_config import PeerConfig
-from vllm_metal.settings import values
+from vllm_metal.settings import salts, secret_file, values
 from vllm_metal.settings.additional_config import OPTION, PREFIX_CACHE_KEYS, AdditionalConfig
 
 if TYPE_CHECKING:

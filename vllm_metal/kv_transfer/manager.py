@@ -19,10 +19,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.kv_transfer.messages import Discard, PageKeys, RequestPlace
 from vllm_metal.kv_transfer.metrics import transfer_stats
 from vllm_metal.kv_transfer.peers import NOTHING, Asked
+from vllm_metal.settings import salts
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from vllm_metal.kv_transfer import secret_file
 from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.settings import secret_file
 
 #: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
 #: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).

@@ -13,9 +13,9 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 
-from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.kv_transfer.manager import PageManager
 from vllm_metal.kv_transfer.metrics import DEFINITIONS
+from vllm_metal.settings import salts, secret_file
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would make the KV pool fit, where it does not."""
+"""Decides what would make the pool fit: an engine's error and `vllm-metal fit` print its advice."""
 
 from __future__ import annotations
 

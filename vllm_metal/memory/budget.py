@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes the KV pool may take: arithmetic on what was measured.
+"""Decides the KV pool's size: arithmetic on what was measured, with its margins and shares.
 
 Nothing here asks the device; `vllm_metal.memory.planner` measures. All sizes are bytes.
 """
@@ -209,7 +209,7 @@ def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: 
 
 
 def for_drafts(states: StepStates, settings: Settings, nbytes: int) -> int:
-    """Of `nbytes` for the pool and the states of steps, what is set aside for those of drafts.
+    """Bytes to set aside for drafts' states, of `nbytes` for the pool and the states of steps.
 
     At least those of one request, whatever there is.
     """
@@ -246,7 +246,7 @@ def enough_for(states: StepStates, settings: Settings, pool: int) -> int:
 
 
 def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tuple[int, int]:
-    """Of `nbytes` the largest pool that leaves room for the states of its requests' steps.
+    """Bytes of the largest pool within `nbytes` that leaves room for its requests' states.
 
     Returns:
         Its size, no more than the most that is made, and not positive where there is no room for

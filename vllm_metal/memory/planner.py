@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a model needs, settles the KV pool's size, and holds MLX to the sum.
+"""Measures what a model needs for budget.py's sum, holds MLX to it, caps a pool nobody asked for.
 
 Memory is wired only where its user asks for it: what is wired cannot be paged out, and Macs have
 panicked over it (mlx#3186, mlx#3346). Metal also limits the number of buffers (`resource_limit` of

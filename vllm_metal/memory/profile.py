@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler may ask for at most, run once to measure it."""
+"""Runs the largest steps that a scheduler may ask for, once, to measure their memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def requests_profile(
 def _run(parts: ModelParts, step: LargestStep) -> None:
     with step.caches() as caches:
         # Of all rows nobody holds the hidden states, as in a step.
-        hidden_states = step.rows.of_logits(parts.forward_hidden(step.rows.input_ids, caches))
+        hidden_states = step.rows.of_logits(parts.forward_hidden(step.rows.inputs, caches))
     mx.eval(parts.compute_logits(hidden_states))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest things a device is asked for, and what was measured of them."""
+"""Describes the largest calls of a step, and keeps what was measured of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a device is asked for at most beside a forward pass, run to be measured."""
+    """The largest attention and sampling calls of a step, run once to measure their memory."""
 
     attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
     sampling: Callable[[int], None]  # of so many rows

@@ -1,47 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step adds to an engine's figures, and how that travels from the worker to the server."""
+"""StepFigures: what a step adds to an engine's figures, and which metric shows each of them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
-from vllm.v1.outputs import ECConnectorOutput
+from vllm_metal.metrics.metric import metric
 
-if TYPE_CHECKING:
-    from vllm.v1.metrics.stats import SchedulerStats
-
-_KEY = "vllm_metal"
+#: Upper bounds in seconds: from a small model's step to a step at which streams stall.
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_BUSY = "Device time of steps, by what its rows were for: prompts (prefill), answers (decode)."
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of one step that was handed to the device, and of the engine after it."""
+    """One step that was handed to the device, and the engine after it; None: not known."""
 
-    host_seconds: float  # of the worker's calls
-    device_seconds: float | None  # at most; None: no token told when the step was over
-    device_memory_bytes: int  # that MLX holds: live arrays, and buffers to use again
-    memory_budget_bytes: int | None  # that MLX is held to; None: nobody set a limit
-    failed_steps: int  # since the engine started
-    prefill_seconds: float = 0.0  # of device_seconds, what rows of prompts took
-
-    def for_scheduler(self) -> ECConnectorOutput:
-        """As the part of a step's result that vLLM's scheduler passes on to stat loggers.
-
-        vLLM has it for connectors that move encoders' outputs. The models served here have no
-        encoder, so it is free.
-        """
-        return ECConnectorOutput(ec_connector_stats=ECConnectorStats({_KEY: asdict(self)}))
-
-    @staticmethod
-    def take_from(stats: SchedulerStats) -> StepFigures | None:
-        """Takes a step's figures out of what the scheduler passed on; None: there are none.
-
-        Who takes them must come before vLLM's own loggers: these look for a connector's class.
-        """
-        found = (stats.ec_connector_stats or {}).get(_KEY)
-        if found is None:
-            return None
-        stats.ec_connector_stats = None
-        return StepFigures(**found)
+    host_seconds: float = metric(
+        "histogram",
+        "vllm:metal_step_host_seconds",
+        "Time that a step took the engine's host, before the device had all of it.",
+        buckets=_BUCKETS,
+    )
+    #: The most it may have taken; None: no token told when the step was over.
+    device_seconds: float | None = metric(
+        "histogram",
+        "vllm:metal_step_device_seconds",
+        "Time from a step's hand-over, or the end of the step before, until its tokens came.",
+        buckets=_BUCKETS,
+    )
+    #: The two parts of `device_seconds`.
+    prefill_seconds: float | None = metric(
+        "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "prefill")
+    )
+    decode_seconds: float | None = metric(
+        "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "decode")
+    )
+    device_memory_bytes: int = metric(
+        "gauge",
+        "vllm:metal_device_memory_bytes",
+        "Device memory that MLX holds: live arrays, and freed buffers it keeps to use again.",
+    )
+    #: None: nobody set a limit.
+    memory_budget_bytes: int | None = metric(
+        "gauge", "vllm:metal_memory_budget_bytes", "Device memory that MLX is held to."
+    )
+    failed_steps: int = metric(
+        "total",
+        "vllm:metal_failed_steps",
+        "Steps that failed: their requests ended with an error, and all others started again.",
+    )

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import CachingMetrics
 
 from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.metric import Shown
+from vllm_metal.vllm_patches import step_result
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 logger = init_logger(__name__)
 
 _GIB = 2**30
-#: Upper bounds in seconds: from a small model's step to a step at which streams stall.
-_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class MetalStatLogger(AggregateStatLoggerBase):
@@ -34,9 +35,9 @@ class MetalStatLogger(AggregateStatLoggerBase):
             engine_indexes: by which vLLM tells them apart.
         """
         model_name = vllm_config.model_config.served_model_name
-        metrics = _Metrics()
+        shown = Shown(StepFigures, ("model_name", "engine"))
         self._engines = {
-            index: _Engine(metrics, str(model_name), index) for index in engine_indexes
+            index: _Engine(index, shown.of(str(model_name), str(index))) for index in engine_indexes
         }
 
     def record(
@@ -59,63 +60,14 @@ class MetalStatLogger(AggregateStatLoggerBase):
         return
 
 
-class _Metrics:
-    """The metrics of a process."""
-
-    def __init__(self) -> None:
-        labels = ("model_name", "engine")
-        self.memory = Gauge(
-            "vllm:metal_device_memory_bytes",
-            "Device memory that MLX holds: live arrays, and freed buffers it keeps to use again.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.budget = Gauge(
-            "vllm:metal_memory_budget_bytes",
-            "Device memory that MLX is held to.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.host = Histogram(
-            "vllm:metal_step_host_seconds",
-            "Time that a step took the engine's host, before the device had all of it.",
-            labels,
-            buckets=_BUCKETS,
-        )
-        self.device = Histogram(
-            "vllm:metal_step_device_seconds",
-            "Time from a step's hand-over, or the end of the step before, until its tokens came.",
-            labels,
-            buckets=_BUCKETS,
-        )
-        self.busy = Counter(
-            "vllm:metal_device_seconds",
-            "Device time of steps, by what its rows were for: prompts (prefill), answers (decode).",
-            (*labels, "kind"),
-        )
-        self.failed = Counter(
-            "vllm:metal_failed_steps",
-            "Steps that failed: their requests ended with an error, and all others started again.",
-            labels,
-        )
-
-
 class _Engine:
     """One engine's metrics, and what has come since its last line in the log."""
 
-    def __init__(self, metrics: _Metrics, model_name: str, index: int) -> None:
-        labels = (model_name, str(index))
+    def __init__(self, index: int, show: Callable[[StepFigures], None]) -> None:
         self._index = index
-        self._memory = metrics.memory.labels(*labels)
-        self._budget = metrics.budget.labels(*labels)
-        self._host = metrics.host.labels(*labels)
-        self._device = metrics.device.labels(*labels)
-        self._prefill = metrics.busy.labels(*labels, "prefill")
-        self._decode = metrics.busy.labels(*labels, "decode")
-        self._failed = metrics.failed.labels(*labels)
+        self._show = show
         self._prefix_cache = CachingMetrics()  # of as many requests as in vLLM's own line
         self._newest: StepFigures | None = None
-        self._failed_steps = 0  # counted so far
         self._reset()
 
     def _reset(self) -> None:
@@ -128,22 +80,13 @@ class _Engine:
         if (drafts := stats.spec_decoding_stats) is not None:
             self._num_drafted += drafts.num_draft_tokens
             self._num_accepted += drafts.num_accepted_tokens
-        figures = StepFigures.take_from(stats)
-        if figures is None:
+        if (sent := step_result.take_figures(stats)) is None:
             return
-        self._newest = figures
+        self._newest = figures = StepFigures(**sent)
+        self._show(figures)
         self._host_seconds.append(figures.host_seconds)
-        self._host.observe(figures.host_seconds)
         if figures.device_seconds is not None:
             self._device_seconds.append(figures.device_seconds)
-            self._device.observe(figures.device_seconds)
-            self._prefill.inc(figures.prefill_seconds)
-            self._decode.inc(figures.device_seconds - figures.prefill_seconds)
-        self._memory.set(figures.device_memory_bytes)
-        if figures.memory_budget_bytes is not None:
-            self._budget.set(figures.memory_budget_bytes)
-        self._failed.inc(figures.failed_steps - self._failed_steps)
-        self._failed_steps = figures.failed_steps
 
     def log(self) -> None:
         if not self._host_seconds or self._newest is None:
@@ -151,7 +94,7 @@ class _Engine:
         parts = [_memory_of(self._newest), _step_time("host", self._host_seconds)]
         if self._device_seconds:
             parts.append(_step_time("device", self._device_seconds))
-        parts.append(f"Failed steps: {self._failed_steps}")
+        parts.append(f"Failed steps: {self._newest.failed_steps}")
         if not self._prefix_cache.empty:
             parts.append(f"Prefix cache hit rate: {self._prefix_cache.hit_rate:.1%}")
         if self._num_drafted:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass
 class StepTimes:
-    """Of one step, filled in as it goes on; seconds, by the clock where they are moments."""
+    """Times of one step, filled in as it goes on; seconds, by the clock where they are moments."""
 
     handed_over: float  # when its hand-over to the device began
     host_seconds: float = 0.0  # of laying it out and handing it over

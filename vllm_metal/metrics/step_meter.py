@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import mlx_device
 from vllm_metal.metrics.figures import StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_rows import StepRows
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.vllm_patches.step_result import StepResult
 
 
@@ -32,49 +32,49 @@ class StepMeter:
         self._num_failures = num_failures
         self._rows = StepRows()  # of steps whose device time is not known yet
 
-    def measured(self, output: AsyncOutput, step: StepTimes, rows: StepRows) -> AsyncOutput:
+    def measured(
+        self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
+    ) -> AsyncModelRunnerOutput:
         """The results of a step that was handed over, which will bring its figures."""
         return _MeasuredOutput(self, output, step, rows)
 
-    def figures(self, step: StepTimes, rows: StepRows, result: ModelRunnerOutput) -> StepFigures:
-        """Of a step whose results have come just now.
+    def figures(self, step: StepTimes, rows: StepRows, result: StepResult) -> StepFigures:
+        """The figures of a step whose results have come just now.
 
         Its device time is divided by rows: a row of a prompt and one of an answer that are computed
         together cost the same.
         """
         self._rows += rows
-        if isinstance(result, StepResult) and result.pool_lost:
+        if result.pool_lost:
             self._clock.drop()
             self._rows = StepRows()
-        prefill_seconds = 0.0
+        prefill_seconds = decode_seconds = None
         device_seconds = self._clock.end(step, any(result.sampled_token_ids))
         if device_seconds is not None:
             prefill_seconds = device_seconds * self._rows.prefill_share
+            decode_seconds = device_seconds - prefill_seconds
             self._rows = StepRows()
         return StepFigures(
             host_seconds=step.host_seconds,
             device_seconds=device_seconds,
             prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
             device_memory_bytes=mlx_device.memory_held(),
             memory_budget_bytes=self._budget,
             failed_steps=self._num_failures(),
         )
 
 
-class _MeasuredOutput(AsyncOutput):
+class _MeasuredOutput(AsyncModelRunnerOutput):
     """Results that the device may still be computing."""
 
     def __init__(
-        self, meter: StepMeter, output: AsyncOutput, step: StepTimes, rows: StepRows
+        self, meter: StepMeter, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
     ) -> None:
         self._meter, self._output, self._step, self._rows = meter, output, step, rows
 
     def get_output(self) -> ModelRunnerOutput:
         result = self._output.get_output()
-        result.ec_connector_output = self._meter.figures(
-            self._step, self._rows, result
-        ).for_scheduler()
+        assert isinstance(result, StepResult)
+        result.figures = asdict(self._meter.figures(self._step, self._rows, result))
         return result
-
-    def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        return self._output.get_kv_connector_output()

@@ -19,7 +19,7 @@ class StepRows:
 
     @staticmethod
     def of(step: SchedulerOutput) -> StepRows:
-        """Those of a step.
+        """Counts the rows of a step.
 
         Args:
             step: after its forward was built; rows reserved for drafts that got none are left out.

@@ -13,15 +13,16 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels.plan_arrays import all_else, with_arrays
-from vllm_metal.kv_cache.layer_state import LayerState, StepScope, Written
+from vllm_metal.attention.forward_inputs import ForwardInputs
+from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope, Traceable
+from vllm_metal.mlx_patches.traced_layers import TransposedWeights, angles_shared
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.models.traced_layers import TransposedWeights, angles_shared
 
 logger = init_logger(__name__)
 
 #: The most rows: of decode steps and of those that verify drafts. Prefill spends its time on the
 #: device, and hardly ever has the same shapes twice.
-_MAX_ROWS = 512
+MAX_ROWS = 512
 #: Graphs kept, the least recently used goes first. An engine decodes with a few at a time: shapes
 #: change when requests come, go, or outgrow a width of the block table.
 _MAX_GRAPHS = 64
@@ -72,40 +73,41 @@ class CompiledForwards:
         self._parts = parts
         self._caches = list(caches)
         self._scopes = list(scopes)
-        self._states = list(states)
+        self._states = [state for state in states if isinstance(state, Traceable)]
         self._of_all = graphs
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._traceable = graphs.allowed and all(state.traceable for state in states)
+        every = len(self._states) == len(states)
+        self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
         self._weights = TransposedWeights(parts.model)
 
-    def forward_hidden(self, input_ids: mx.array) -> mx.array:
-        """[T, 1, H] hidden states of [T] int32 tokens; the step has begun."""
-        hidden = self._by_graph(input_ids) if self._traceable else None
-        return self._parts.forward_hidden(input_ids, self._caches) if hidden is None else hidden
+    def forward_hidden(self, inputs: ForwardInputs) -> mx.array:
+        """[T, 1, H] hidden states of T rows; the step has begun."""
+        hidden = self._by_graph(inputs) if self._traceable else None
+        return self._parts.forward_hidden(inputs, self._caches) if hidden is None else hidden
 
-    def _by_graph(self, input_ids: mx.array) -> mx.array | None:
-        """The same; None where there is no graph of such steps.
+    def _by_graph(self, inputs: ForwardInputs) -> mx.array | None:
+        """Hidden states as a graph computes them; None where there is no graph of such steps.
 
         A shape that comes for the first time is not traced: most of a prompt's never come again.
         Nor is what a model computes in its first call and keeps.
         """
         plans = [scope.plan for scope in self._scopes]
         # Command buffers that end amid a forward cannot be traced.
-        if input_ids.size > _MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
+        if inputs.input_ids.size > MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
             return None
-        arrays = [input_ids, self._scopes[0].positions]
-        key: list[Hashable] = [input_ids.size, *(all_else(plan, arrays) for plan in plans)]
+        arrays: list[mx.array] = []
+        key = [all_else(each, arrays) for each in (inputs, *plans)]
         num_inputs = []
         for state in self._states:
-            inputs = state.inputs
-            num_inputs.append(len(inputs))
-            arrays += inputs
+            of_state = state.inputs
+            num_inputs.append(len(of_state))
+            arrays += of_state
         graph = self._graph((*key, *num_inputs))
         if graph is None:
             return None
         if graph.compute is None:
             self._weights.make()
-            graph.compute = mx.compile(self._traced(graph, plans, num_inputs))
+            graph.compute = mx.compile(self._traced(graph, inputs, plans, num_inputs))
             try:
                 hidden, *others = graph.compute(arrays)
             except (RuntimeError, ValueError) as error:  # the model wants to see a value
@@ -128,19 +130,25 @@ class CompiledForwards:
         return graph
 
     def _traced(
-        self, graph: _Graph, plans: Sequence[object], num_inputs: Sequence[int]
+        self,
+        graph: _Graph,
+        inputs: ForwardInputs,
+        plans: Sequence[object],
+        num_inputs: Sequence[int],
     ) -> Callable[[list[mx.array]], list[mx.array]]:
         """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
 
         Args:
             graph: whose `left` is filled in.
-            plans: of the scopes; all but their arrays is taken as it is.
-            num_inputs: of each storage.
+            inputs: of the rows. Of these and of the plans, all but the arrays is taken as it is.
+            plans: of the scopes.
+            num_inputs: arrays of each storage.
         """
 
         def forward(arrays: list[mx.array]) -> list[mx.array]:
             given = iter(arrays)
-            input_ids, positions = next(given), next(given)
+            of_rows = with_arrays(inputs, given)
+            positions = of_rows.positions[0]
             traced = [with_arrays(plan, given) for plan in plans]
             with ExitStack() as stack:
                 stack.enter_context(self._weights.used())
@@ -149,7 +157,7 @@ class CompiledForwards:
                     stack.enter_context(scope.traced(positions, plan))
                 for state, count in zip(self._states, num_inputs, strict=True):
                     stack.enter_context(state.traced([next(given) for _ in range(count)]))
-                outputs = [self._parts.forward_hidden(input_ids, self._caches)]
+                outputs = [self._parts.forward_hidden(of_rows, self._caches)]
                 for observer in self._parts.observers:
                     outputs += observer.newest
                 graph.left = []
@@ -164,12 +172,12 @@ class CompiledForwards:
         return forward
 
     def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
-        """Puts what a graph computes besides where a call of the model would have left it."""
+        """Hands the graph's extra outputs (hidden, pending writes) to observers and states."""
         for observer in self._parts.observers:
             observer.newest = [next(outputs) for _ in range(observer.num_layers)]
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
-                Written(plans[place], [next(outputs) for _ in range(count)])
+                Pending(plans[place], [next(outputs) for _ in range(count)])
                 for place, count in left
             ]
 

@@ -84,7 +84,7 @@ def _says_again(config: Config, key: str) -> bool:
 
 
 def _inside(config: Config, module: str, key: str) -> dict[Path, Any]:
-    """The same of a key whose value is a mapping."""
+    """Keys within a mapping that nobody reads, by path, and their values."""
     value = config[key]
     if not isinstance(value, Mapping):
         return {}

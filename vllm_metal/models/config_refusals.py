@@ -192,7 +192,11 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
 
 
 def _check_types(parameters: Config, module: str, read: set[str]) -> None:
-    """The same of ropes by layer type."""
+    """Refuses ropes by layer type of which the module computes fewer.
+
+    Raises:
+        ModelLoadError: a layer type has parameters of its own that mlx-lm does not read.
+    """
     whole = parameters.get("full_attention") or {}
     theta, scaled = whole.get("rope_theta"), scaling_of({"rope_parameters": whole})
     share = whole.get("partial_rotary_factor")

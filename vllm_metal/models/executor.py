@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
+from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import LayerState
@@ -42,19 +43,17 @@ class ModelExecutor(PagedLayers):
         )
 
     def forward_hidden(
-        self, rows: Rows, block_tables: BlockTables, embeddings: mx.array | None = None
+        self, rows: Rows, block_tables: BlockTables, inputs: ForwardInputs | None = None
     ) -> mx.array:
         """[T, 1, H] hidden states of the rows, for `compute_logits`; lazy.
 
         Args:
             rows: the step's.
             block_tables: of the requests.
-            embeddings: [T, 1, H] in place of those of the rows' tokens.
+            inputs: what the model reads; None: the rows' own `inputs`.
         """
-        with self.step(rows, block_tables) as caches:
-            if embeddings is None:
-                return self._forwards.forward_hidden(rows.input_ids)
-            return self.parts.forward_hidden(rows.input_ids, caches, embeddings)
+        with self.step(rows, block_tables):
+            return self._forwards.forward_hidden(inputs or rows.inputs)
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, V] logits of [N, 1, H] hidden states; lazy."""

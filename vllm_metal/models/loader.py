@@ -19,13 +19,10 @@ from mlx_lm.utils import load_model as load_mlx_model
 from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
-from vllm_metal.attention import seam, soft_caps
 from vllm_metal.kv_cache.formats import MLX_DTYPES
+from vllm_metal.mlx_patches import registry as patches
 from vllm_metal.models import published_config
-from vllm_metal.models.patches import llama4
-from vllm_metal.models.patches import registry as patches
-from vllm_metal.models.patches.plain_ropes import mend_ropes
-from vllm_metal.models.patches.ropes import fit_context
+from vllm_metal.models.ropes import fit_context, mend_ropes
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
 
 if TYPE_CHECKING:
@@ -69,7 +66,6 @@ def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
     overrides = _overrides(model_config, path)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
     fit_context(model, model_config.max_model_len)
-    llama4.check_context(model, model_config.max_model_len)
     _materialise(model, path)
     return model
 
@@ -135,14 +131,13 @@ def lazy_model(
         ModelLoadError: see `load`.
     """
     check_weight_files(path)
-    seam.install()
     try:
+        patches.install()
         model = dense_model(path, trust_remote_code, overrides)
+        patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         reason = shorten(str(error), _LONGEST_REASON)  # mlx-lm lists every missing weight on a line
         raise ModelLoadError(f"mlx-lm cannot load {path}: {reason}") from error
-    seam.install()  # again: mlx-lm has just imported the family's module
-    soft_caps.install()
     parameters = dict(tree_flatten(model.parameters()))
     model.update(tree_unflatten(list(in_dtype(parameters, dtype, model).items())))
     model.eval()
@@ -305,7 +300,7 @@ def torch_dtype(config: VllmConfig) -> torch.dtype:
 
 
 def mlx_dtype(config: VllmConfig) -> mx.Dtype:
-    """The same as MLX's dtype.
+    """The dtype that vLLM chose, as MLX's.
 
     Raises:
         ModelLoadError: no MLX model can have it.

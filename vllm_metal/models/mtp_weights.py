@@ -96,7 +96,7 @@ def _place(model: nn.Module) -> str:
 
 
 def _stacked(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """With one array of all experts where there is one of each, as no family has left it."""
+    """Stacks per-expert arrays that the family's sanitize left apart."""
     found: dict[str, mx.array] = {}
     experts: dict[str, dict[int, mx.array]] = {}
     for name, array in arrays.items():

@@ -14,7 +14,7 @@ import numpy as np
 from metal_kernels.pace import Pace
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
-from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, Restorable, StepLayout, StepScope
 from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
@@ -47,11 +47,13 @@ class PagedLayers:
         self._begins_steps = begins_steps
         self._by_name, self._group_of = dict(layer_states), dict(group_of)
         self.layer_states = list(dict.fromkeys(layer_states.values()))
+        #: What those lie in.
+        self.storages = list(dict.fromkeys(state.storage for state in self.layer_states))
         #: Whether a step may be handed to the device while the one before still runs.
-        self.pipelined = all(state.pipelined for state in self.layer_states)
-        self._rolled_back = [state for state in self.layer_states if state.rolls_back]
+        self.pipelined = all(storage.pipelined for storage in self.storages)
+        self._restorable = [state for state in self.layer_states if isinstance(state, Restorable)]
         #: Whether `restore` has anything to do.
-        self.rolls_back = bool(self._rolled_back)
+        self.rolls_back = bool(self._restorable)
         # Layers that share a block table and a kind share a step's plan.
         scopes: dict[tuple[int, Hashable], StepScope] = {}
         self._caches: list[Any] = []
@@ -67,7 +69,7 @@ class PagedLayers:
         own = [layer_states[layer.name] for layer in layers]
         #: Of this network's own layers, each after the one it lies in.
         self._own_states = list(
-            dict.fromkeys(each for state in own for each in (state.memory, state))
+            dict.fromkeys(each for state in own for each in (state.storage, state))
         )
 
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
@@ -79,12 +81,12 @@ class PagedLayers:
         """
         for state in self.layer_states:
             state.begin_step()
-        for state in self.layer_states:
+        for storage in self.storages:
             if zeroed:
-                state.clear_blocks(np.array(zeroed, np.int32))
+                storage.clear_blocks(np.array(zeroed, np.int32))
             if copied:
                 sources, targets = np.array(copied, np.int32).T
-                state.copy_blocks(sources, targets)
+                storage.copy_blocks(sources, targets)
 
     def restore(self, last_rows_np: np.ndarray) -> None:
         """Takes layers back to the last accepted token, once drafts were rejected.
@@ -95,7 +97,7 @@ class PagedLayers:
             last_rows_np: [R] int32, of each request of that step the row of its last token that was
                 accepted.
         """
-        for state in self._rolled_back:
+        for state in self._restorable:
             state.restore(last_rows_np)
 
     @contextmanager
@@ -128,4 +130,4 @@ class PagedLayers:
 
     def pool_arrays(self) -> list[mx.array]:
         """The pool as it stands, for whoever must wait for it or measure it."""
-        return [array for state in self.layer_states for array in state.arrays]
+        return [array for storage in self.storages for array in storage.arrays]

@@ -11,6 +11,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.attention.forward_inputs import ForwardInputs, bound
+from vllm_metal.mlx_patches.module_calls import follow_call
+
 
 @dataclass
 class _Call:
@@ -48,10 +51,10 @@ class ModelParts:
         self.observers: list[HiddenStates] = []
         self._decoder = _decoder(model)
         if self._decoder is not None:
-            _wrap_call(self._decoder, self._show, lambda: self._call.hidden_states)
+            follow_call(self._decoder, self._show, lambda: self._call.hidden_states)
         self._embedding = _embedding(model)
         if self._embedding is not None:
-            _wrap_call(self._embedding, lambda out: out, lambda: self._call.embeddings)
+            follow_call(self._embedding, lambda out: out, lambda: self._call.embeddings)
 
     def embed(self, input_ids: mx.array) -> mx.array:
         """[T, 1, H] embeddings of [T] int32 tokens, for `forward_hidden`.
@@ -61,24 +64,22 @@ class ModelParts:
         """
         return cast(mx.array, self.input_embedding(input_ids[:, None]))
 
-    def forward_hidden(
-        self, input_ids: mx.array, caches: list[Any], embeddings: mx.array | None = None
-    ) -> mx.array:
+    def forward_hidden(self, inputs: ForwardInputs, caches: list[Any]) -> mx.array:
         """Runs the model over T rows of length 1, all but its head.
 
         Args:
-            input_ids: [T] int32.
+            inputs: of the rows.
             caches: one a layer, already told of the step.
-            embeddings: [T, 1, H] in place of those of `input_ids`.
 
         Returns:
             [T, 1, H], for `compute_logits`; the logits where the model has no head of its own.
         """
-        if embeddings is not None and self._embedding is None:
+        if inputs.embeddings is not None and self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
-        self._call = _Call(embeddings=embeddings, stops=True)
+        self._call = _Call(embeddings=inputs.embeddings, stops=True)
         try:
-            logits: mx.array = self.model(input_ids[:, None], cache=caches)
+            with bound(inputs):
+                logits: mx.array = self.model(inputs.input_ids[:, None], cache=caches)
         except _DecoderReturned as returned:
             return returned.hidden_states
         finally:  # a call that fails must leave nothing for the next one
@@ -167,7 +168,7 @@ class HiddenStates:
                     f"the draft head reads the hidden states after layer {layer_id} of a model "
                     f"that has {len(layers)} (eagle_aux_hidden_state_layer_ids)"
                 )
-            _wrap_call(layers[layer_id - 1], partial(self._note, layer_id))
+            follow_call(layers[layer_id - 1], partial(self._note, layer_id))
 
     def _note(self, layer_id: int, hidden_states: mx.array) -> mx.array:
         self._newest[layer_id] = hidden_states
@@ -219,22 +220,3 @@ def _embedding(model: nn.Module) -> nn.Module | None:
         if isinstance(module := decoder.get(name), nn.Module):
             return module
     return None
-
-
-def _wrap_call(
-    module: nn.Module,
-    then: Callable[[mx.array], mx.array],
-    instead: Callable[[], mx.array | None] = lambda: None,
-) -> None:
-    """Applies `then` to what the module returns, or returns what `instead` has.
-
-    Python looks up ``__call__`` on the class, so the module gets one of its own.
-    """
-    family = type(module)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        if (given := instead()) is not None:
-            return given
-        return then(family.__call__(self, *args, **kwargs))
-
-    module.__class__ = type(family.__name__, (family,), {"__call__": call})

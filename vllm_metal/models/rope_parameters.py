@@ -45,6 +45,6 @@ def stated_share(config: Config) -> float | None:
 
 
 def rotated_share(config: Config) -> float:
-    """The same; all of it where the config does not say."""
+    """The share of each head that a rope turns; all of it where the config does not say."""
     stated = stated_share(config)
     return 1.0 if stated is None else stated

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of a platform: the device, defaults, and a check of the configuration."""
+"""Answers what vLLM asks of a platform, with defaults of batch and block; applies patches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
-    cache_salts,
     engine_args,
     logs,
     mlx_models,
@@ -143,7 +142,6 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
-        from vllm_metal.batch.requests import remember_salt
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
@@ -162,7 +160,6 @@ class MetalPlatform(Platform):
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
-        cache_salts.send_salts(remember_salt)
         stat_loggers.add_stat_logger(MetalStatLogger)
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that this plugin cannot honour, refused by name before a model is loaded."""
+"""Decides which settings are refused, by name, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _engine_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
-    """The same of what moves K/V out of the pool and back."""
+    """Settings of what moves K/V out of the pool and back, and whether each was asked for."""
     instead = (
         f"use {CONNECTOR!r}, or --additional-config prefix_cache_dir for a prefix cache on disk"
     )
@@ -100,7 +100,7 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _model_refusals(config: VllmConfig) -> dict[str, bool]:
-    """The same of the model and its cache."""
+    """Settings of the model and its cache, and whether each was asked for."""
     model, cache = config.model_config, config.cache_config
     if model is None:
         return {}
@@ -128,7 +128,7 @@ def _model_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
-    """The same of --speculative-config."""
+    """Settings in --speculative-config, and whether each was asked for."""
     speculation, model = config.speculative_config, config.model_config
     if speculation is None:
         return {}
@@ -165,7 +165,7 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
 
 
 def _serving_refusals(config: VllmConfig) -> dict[str, bool]:
-    """The same of what stands beside tenants, kept answers and time limits."""
+    """Settings beside tenants, kept answers and time limits, and whether each was asked for."""
     transfer = config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     key = extra.get("salt_key") or AdditionalConfig.of(config).prefix_cache_salt_key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the engine that are refused wherever they are set: a row each."""
+"""Lists options of the engine that are refused wherever they are set: a row each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RefusedOption:
 
     @property
     def field(self) -> str:
-        """Of `EngineArgs`."""
+        """The option's field of `EngineArgs`."""
         return self.option.removeprefix("--").replace("-", "_")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables of vLLM's environment that are refused where they are set: a row each."""
+"""Lists variables of vLLM's environment that are refused where they are set: a row each."""
 
 from __future__ import annotations
 

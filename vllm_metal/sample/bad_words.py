@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forbidden token sequences, matched on the device against each request's latest output tokens."""
+"""Stage of bad_words: forbidden sequences, matched on the device against the newest tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

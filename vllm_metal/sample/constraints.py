@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages whose edits the host knows in full: allowed_token_ids, min_tokens, logit_bias.
+"""Stages of allowed_token_ids, min_tokens, logit_bias, whose edits the host knows in full.
 
 Token ids outside the vocabulary are dropped when a request is added: the model cannot produce
 them, and a device scatter does not check bounds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User-written logits processors (vLLM's v1 interface), which run in torch on the host.
+"""Stages of user-written logits processors (vLLM's v1 interface), in torch on the host.
 
 They are the one part of the sampler that waits for the device: in every step the logits they are
 given are evaluated and copied to the host, and their result is copied back. Processors also read

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that shape the distribution of random requests: temperature, min_p, top_k and top_p.
+"""Stages that choose the rows of temperature, min_p, top_k and top_p; transforms.py has the masks.
 
 They keep the most likely token, so greedy requests do not have them.
 """

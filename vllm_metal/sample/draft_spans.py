@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DraftSpans: the rows of a request that verify its drafts, and how many of them are accepted.
+"""DraftSpans: the rows that verify a request's drafts; decides which are accepted or rejected.
 
 Every row draws from the target's distribution as it would without drafts. A draft is accepted when
 it is the token drawn, so accepting has probability p(draft), and a refused draft leaves p without

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides a step's rows into chunks, so that a step of many rows needs no more memory."""
+"""Decides how many rows get their logits at once, so that many rows need no more memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties, with token counts on the device because the host does not know the tokens yet."""
+"""Stage of the penalties, with token counts on the device: the host does not know tokens yet."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random draws with one key per row, so that a row's noise depends on nothing but its key."""
+"""Draws with one random key a row, so that a row's noise depends on nothing but its key."""
 
 from collections.abc import Sequence
 from typing import Any

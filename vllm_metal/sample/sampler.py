@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: stages in a fixed order from logits to tokens, all lazy on the device.
+"""Runs the stages in a fixed order, from logits to tokens, and draws; all lazy on the device.
 
 Nothing here waits for the device or reads a sampled value, so a step can be submitted before the
 tokens of the previous one are known. Custom processors are the exception (custom.py).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions on logits. Every one takes and returns [N, V]; a removed token is -inf.
+"""Computes every mask and penalty on [N, V] logits, top-k and top-p too; a removed token is -inf.
 
 Row parameters come as [N, 1] arrays. Logits are float32, except where a docstring says any float.
 """

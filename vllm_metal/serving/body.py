@@ -12,8 +12,8 @@ import json
 import re
 from typing import Any, NoReturn
 
+from vllm_metal.serving.asgi import Disconnected, Receive, Refusal
 from vllm_metal.serving.config import BodyLimits
-from vllm_metal.serving.refusal import Disconnected, Receive, Refusal
 
 __all__ = ["Disconnected", "parse", "read", "until_gone", "write"]
 

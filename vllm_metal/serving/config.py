@@ -6,33 +6,31 @@ vLLM makes a middleware without arguments, so its settings cannot be options of 
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_metal.kv_transfer import secret_file
 from vllm_metal.serving import tenants_file
-from vllm_metal.settings import envs, values
+from vllm_metal.settings import envs, secret_file, values
 from vllm_metal.settings.extras import install_advice
 
 SETTING = "VLLM_METAL_SERVING_CONFIG"
 MIDDLEWARE = "vllm_metal.serving.Tenants"
 #: Python reads JSON by recursion, and stops at 1,000 calls.
 _DEEPEST = 500
-DEFAULT_TTL_S = 24 * 3600.0
-DEFAULT_CACHE_BYTES = 10**9
-DEFAULT_ANSWER_BYTES = 10**6
 _EXAMPLE = '''timeout_s = 600
 [tenants]
 keys = "tenants.json"      # vllm-metal tenants add NAME --keys tenants.json
 secret = "secret"          # openssl rand -hex 32 > secret; chmod 600 secret
 [response_cache]
 path = "answers"'''
+
+_seconds = partial(values.positive, of="seconds")
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,11 @@ class TenantsConfig:
 class ResponseCacheConfig:
     """Where answers are kept, how long and how many."""
 
-    path: Path | None  # folder of the SQLite file; None: `redis` keeps them
+    path: Path | None = None  # folder of the SQLite file; None: `redis` keeps them
     redis: str | None = field(default=None, repr=False)  # address; it may hold a password
-    ttl_s: float = DEFAULT_TTL_S
-    max_bytes: int = DEFAULT_CACHE_BYTES
-    max_answer_bytes: int = DEFAULT_ANSWER_BYTES  # longer answers are not kept
+    ttl_s: float = 24 * 3600.0
+    max_bytes: int = 10**9
+    max_answer_bytes: int = 10**6  # longer answers are not kept
     secret: Path | None = None  # that seals answers where there are no tenants; None: of `path`
 
 
@@ -111,7 +109,7 @@ def of_environment() -> ServingConfig | None:
 
 
 def required() -> ServingConfig:
-    """The same, where there has to be one.
+    """Returns the settings that the environment names, where there have to be some.
 
     Raises:
         ValueError: as `read`, or the variable is not set.
@@ -152,11 +150,11 @@ def read(path: Path) -> ServingConfig:
         "timeout_s": _seconds,
         "max_body_bytes": values.size,
         "max_body_s": _seconds,
-        "max_body_depth": _count_up_to(_DEEPEST),
-        "max_body_values": _count_up_to(None),
-        "max_body_names": _count_up_to(None),
-        "max_body_items": _count_up_to(None),
-        "max_body_choices": _count_up_to(None),
+        "max_body_depth": partial(values.count, most=_DEEPEST),
+        "max_body_values": values.count,
+        "max_body_names": values.count,
+        "max_body_items": values.count,
+        "max_body_choices": values.count,
         "tenants": lambda section: _tenants(section, folder, f"{where} [tenants]"),
         "response_cache": lambda section: _response_cache(section, path, f"{where}"),
     }
@@ -200,10 +198,11 @@ def _tenants(given: Mapping[str, Any], folder: Path, where: str) -> TenantsConfi
 
 
 def _response_cache(given: Mapping[str, Any], file: Path, where: str) -> ResponseCacheConfig:
+    path = _path_below(file.expanduser().absolute().parent)
     readers: dict[str, values.Reader] = {
-        "path": _path_below(file.expanduser().absolute().parent),
+        "path": path,
         "redis": _redis,
-        "secret": _path_below(file.expanduser().absolute().parent),
+        "secret": path,
         "ttl_s": _seconds,
         "bytes": values.size,
         "max_answer_bytes": values.size,
@@ -216,14 +215,9 @@ def _response_cache(given: Mapping[str, Any], file: Path, where: str) -> Respons
             f"'redis' holds a password, and the mode of {file} lets other users read it: run "
             f"`chmod 600 {file}`"
         )
-    return ResponseCacheConfig(
-        path=found.get("path"),
-        redis=found.get("redis"),
-        ttl_s=found.get("ttl_s", DEFAULT_TTL_S),
-        max_bytes=found.get("bytes", DEFAULT_CACHE_BYTES),
-        max_answer_bytes=found.get("max_answer_bytes", DEFAULT_ANSWER_BYTES),
-        secret=found.get("secret"),
-    )
+    if "bytes" in found:
+        found["max_bytes"] = found.pop("bytes")
+    return ResponseCacheConfig(**found)
 
 
 def _check_seal(
@@ -252,23 +246,6 @@ def _path_below(folder: Path) -> values.Reader:
         return values.path(value)
 
     return path
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"must be a number of seconds, not {value!r}")
-    return float(value)
-
-
-def _count_up_to(most: int | None) -> values.Reader:
-    def count(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"must be a whole number above 0, not {value!r}")
-        if most is not None and value > most:
-            raise ValueError(f"must be at most {most}, not {value!r}")
-        return value
-
-    return count
 
 
 def _metrics(value: Any) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from vllm_metal.serving.figures import Figures, Outcome
-from vllm_metal.serving.refusal import Message, Receive, Send
+from vllm_metal.serving.asgi import Message, Receive, Send
+from vllm_metal.serving.metrics import Figures, Metric, Outcome
 
 
 class Duration:
@@ -60,7 +60,7 @@ class Duration:
             background: the engine goes on after the answer.
         """
         outcome = self._outcome(timed_out, background)
-        self._figures.durations[outcome].observe(self._now() - self._began)
+        self._figures.series(Metric.DURATIONS, outcome=outcome).observe(self._now() - self._began)
 
     def _outcome(self, timed_out: bool, background: bool) -> Outcome:
         if timed_out:

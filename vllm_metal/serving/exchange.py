@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from vllm_metal.serving import cut_short, refusal
+from vllm_metal.serving import asgi, cut_short
+from vllm_metal.serving.asgi import App, Message, Receive, Refusal, Scope, Send, hang_up
+from vllm_metal.serving.backlog import Backlog
 from vllm_metal.serving.deadline import Deadline
-from vllm_metal.serving.outbox import Outbox
-from vllm_metal.serving.refusal import App, Message, Receive, Refusal, Scope, Send, hang_up
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
 
@@ -54,7 +54,7 @@ class Exchange:
         self._complete = False
         self._let_go = False
         self._left = False
-        self._outbox: Outbox | None = None
+        self._backlog: Backlog | None = None
         self._send_on: Send
 
     async def run(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,20 +68,20 @@ class Exchange:
         """
         self._scope, self._send_on = scope, send
         if self._record_bytes:
-            self._outbox = Outbox(send, self._record_bytes)
-            self._send_on = self._outbox.put
+            self._backlog = Backlog(send, self._record_bytes)
+            self._send_on = self._backlog.put
         await self._until_cut(app(scope, lambda: self._receive(receive), self._send))
         if self._let_go and not self._complete:
             await self._until_cut(self._end_early())
 
     async def deliver(self) -> None:
         """Waits until the client has all of the answer, or it has taken too long over it."""
-        if self._outbox is not None:
-            await self._until_cut(self._outbox.empty())
+        if self._backlog is not None:
+            await self._until_cut(self._backlog.empty())
 
     async def _end_early(self) -> None:
         if self._status is None or self._held is not None:
-            await refusal.answer(self._send_on, _TOO_LATE)
+            await asgi.answer(self._send_on, _TOO_LATE)
         else:
             event = _CUT_EVENT if self._form == "stream" else b""
             await self._send_on({"type": "http.response.body", "body": event})

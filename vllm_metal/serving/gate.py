@@ -5,25 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_metal.serving import body, headers, refusal, response_ids, routes
-from vllm_metal.serving import figures as figures_of
+from vllm_metal.serving import asgi, body, headers, metrics, response_ids, routes
+from vllm_metal.serving.asgi import App, Disconnected, Message, Receive, Refusal, Scope, Send
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
-from vllm_metal.serving.figures import NOBODY, Figures
-from vllm_metal.serving.generation import Asked, Generation, Parts
+from vllm_metal.serving.generation import ClientRequest, Generation, Shared
+from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.refusal import App, Disconnected, Message, Receive, Refusal, Scope, Send
-from vllm_metal.serving.response_cache import seal
+from vllm_metal.serving.metrics import NOBODY, Figures, Metric
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
-from vllm_metal.serving.response_cache.stores import open_store
-from vllm_metal.serving.routes import Found
+from vllm_metal.serving.response_cache.stores import open_store, secret_of
+from vllm_metal.serving.routes import Match, Style
 from vllm_metal.serving.tenants_file import Key, KeyFile
 from vllm_metal.vllm_patches.engine_outputs import watch
 
@@ -53,6 +53,7 @@ class Tenants:
         figures: Figures | None = None,
         sleep: Sleep = asyncio.sleep,
         model: Model | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens nothing but the file of keys.
 
@@ -62,56 +63,73 @@ class Tenants:
             figures: where to count; None: in vLLM's /metrics.
             sleep: how time limits wait.
             model: how prompts are rendered, and the fingerprint of the model; None: vLLM's.
+            clock: seconds; says when to look at the file of keys, or at a store that failed, again.
 
         Raises:
             ValueError: the settings cannot be used.
         """
         config = config or required()
         self._config, self._model = config, model
-        self._keys: KeyFile | None = None
-        self._parts = Parts(app, config, figures or figures_of.of_process(), sleep)
+        self.app, self.figures = app, figures or metrics.of_process()
+        self.keys: KeyFile | None = None  # of tenants; None: there are none
+        self._shared = Shared(app, config, self.figures, sleep)
         if config.tenants is not None:
-            self._keys = KeyFile(config.tenants.keys)
-            self._parts.secret = config.tenants.read_secret()
-            self._parts.meter = Meter(self._parts.figures, self._parts.secret)
+            self.keys = KeyFile(config.tenants.keys, clock)
+            self._shared.secret = config.tenants.read_secret()
+            self._shared.meter = Meter(self.figures, self._shared.secret)
             # There before the first: a rate sees nothing of a series' first value.
-            self._parts.figures.requests.labels(tenant=NOBODY, status="401")
+            self.figures.series(Metric.REQUESTS, tenant=NOBODY, status="401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
-            secret = self._parts.secret or seal.secret_of(config.response_cache)
-            self._parts.cache = ResponseCache(store, secret, self._parts.figures)
+            secret = self._shared.secret or secret_of(config.response_cache)
+            self._shared.cache = ResponseCache(store, secret, self.figures, clock)
         self._begun = False
         self._learning: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
-        elif self._keys is not None and scope["type"] == "websocket":
-            await self._refuse_socket(scope, receive, send)
+        elif self.keys is not None and scope["type"] == "websocket":
+            await self._refuse_socket(self.keys, scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
-            await self._parts.app(scope, receive, send)
+            await self.app(scope, receive, send)
+
+    async def ready(self, state: Any) -> None:
+        """Begins as with the first message, and waits until it is known which model answers.
+
+        Args:
+            state: of vLLM's application.
+        """
+        self._begin(state)
+        if self._learning is not None:
+            await self._learning
+
+    async def aclose(self) -> None:
+        """Closes the store of kept answers."""
+        if self._shared.cache is not None:
+            await self._shared.cache.close()
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._begin(scope)
+        self._begin(scope["app"].state)
 
         async def after_closing(message: Message) -> None:
             # The server's process may end at once when it has this message.
-            if message["type"].startswith("lifespan.shutdown") and self._parts.cache is not None:
-                await self._parts.cache.close()
+            if message["type"].startswith("lifespan.shutdown"):
+                await self.aclose()
             await send(message)
 
-        await self._parts.app(scope, receive, after_closing)
+        await self.app(scope, receive, after_closing)
 
-    def _begin(self, scope: Scope) -> None:
+    def _begin(self, state: Any) -> None:
         """Begins to count tokens, and to find out which model answers: until then none is kept."""
         if self._begun:
             return
-        self._begun, state = True, scope["app"].state
-        if self._parts.meter is not None:
-            watch(state.engine_client.output_processor, self._parts.meter)
-        if self._parts.cache is not None:
+        self._begun = True
+        if self._shared.meter is not None:
+            watch(state.engine_client.output_processor, self._shared.meter)
+        if self._shared.cache is not None:
             self._learning = asyncio.create_task(self._learn_model(state))
 
     async def _learn_model(self, state: Any) -> None:
@@ -122,30 +140,32 @@ class Tenants:
                 from vllm_metal.serving.response_cache import rendering
 
                 self._model = (rendering.renderer, rendering.fingerprint)
-            self._parts.render, fingerprint = self._model
+            self._shared.render, fingerprint = self._model
             memo = None if config.path is None else config.path / "weights.json"
-            self._parts.model = await asyncio.to_thread(fingerprint, state, memo)
+            self._shared.model = await asyncio.to_thread(fingerprint, state, memo)
         except Exception:
             logger.exception("The response cache is off: it cannot tell which model answers.")
 
-    async def _refuse_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Before it is accepted, as HTTP where the server can, else with the code for a policy."""
+    async def _refuse_socket(
+        self, keys: KeyFile, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Refuses a socket before it is accepted: as HTTP where the server can, else by a code."""
         await receive()
         try:
-            self._key_of(scope)
-            found = _UNLISTED
-        except Refusal as refused:
-            found = refused
-        self._count(NOBODY, found.status)
+            _key_of(headers.read(scope), keys)
+            refused = _UNLISTED
+        except Refusal as error:
+            refused = error
+        self._count(NOBODY, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
-            await refusal.answer(send, found, "websocket.http")
+            await asgi.answer(send, refused, "websocket.http")
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._begin(scope)
+        self._begin(scope["app"].state)
         root = scope.get("root_path", "")
-        found = routes.find(scope["method"], scope["path"].removeprefix(root))
+        match = routes.find(scope["method"], scope["path"].removeprefix(root))
         started = False
 
         async def watched(message: Message) -> None:
@@ -157,95 +177,83 @@ class Tenants:
 
         tenant = NOBODY
         try:
-            if self._keys is None:
-                await self._open(found, scope, receive, send)
+            if self.keys is None:
+                await self._open(match, scope, receive, send)
                 return
-            if found is not None and self._needs_no_key(found):
-                await self._bring_figures_up_to_date(found)
-                await self._parts.app(_inner(scope, root, found), receive, send)
+            if match is not None and self._needs_no_key(match):
+                await self._bring_figures_up_to_date(match)
+                await self.app(_inner(scope, root, match), receive, send)
                 return
-            key = self._key_of(scope)
+            read = headers.read(scope)
+            key = _key_of(read, self.keys)
             tenant = key.tenant
-            if found is None or found.route.asks != key.purpose:
+            if match is None or match.route.asks != key.purpose:
                 raise _UNLISTED
-            await self._serve(found, key, _inner(scope, root, found), receive, watched)
+            await self._serve(match, key, read, _inner(scope, root, match), receive, watched)
         except Refusal as refused:
             if not started:
-                await refusal.answer(watched if self._keys else send, refused)
+                await asgi.answer(watched if self.keys else send, refused)
         except Disconnected:
             return
 
-    async def _bring_figures_up_to_date(self, found: Found | None) -> None:
+    async def _bring_figures_up_to_date(self, match: Match | None) -> None:
         """Asks the store, for whoever may read /metrics and nobody else."""
-        if found is not None and found.route.asks == "metrics" and self._parts.cache is not None:
-            await self._parts.cache.count_bytes()
+        if match is not None and match.route.asks == "metrics" and self._shared.cache is not None:
+            await self._shared.cache.count_bytes()
 
-    def _needs_no_key(self, found: Found) -> bool:
+    def _needs_no_key(self, match: Match) -> bool:
         tenants = self._config.tenants
         open_metrics = tenants is not None and tenants.open_metrics
-        return found.route.asks == "nothing" or (found.route.asks == "metrics" and open_metrics)
-
-    def _key_of(self, scope: Scope) -> Key:
-        """Whose key a request has.
-
-        Raises:
-            Refusal: it has none that is in the file.
-        """
-        assert self._keys is not None
-        headers.check(scope["headers"])
-        key = self._keys.find(headers.api_key(scope["headers"]))
-        if key is None:
-            raise headers.NO_KEY
-        return key
+        return match.route.asks == "nothing" or (match.route.asks == "metrics" and open_metrics)
 
     async def _serve(
-        self, found: Found, key: Key, scope: Scope, receive: Receive, send: Send
+        self, match: Match, key: Key, read: Headers, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """A tenant's request of a listed route."""
-        route, app = found.route, self._parts.app
-        if found.response_id is not None and not response_ids.belongs(
-            self._parts.secret, key.identity, found.response_id
+        """Answers a tenant's request of a listed route."""
+        if match.response_id is not None and not response_ids.belongs(
+            self._shared.secret, key.identity, match.response_id
         ):
             raise Refusal(404, "There is no response with this id.")
-        if not route.body:
-            await self._bring_figures_up_to_date(found)
-            scope["headers"] = headers.passed_on(scope["headers"])
-            await app(scope, _without_body(receive), send)
-        elif route.style is None:
-            fields = await self._fields(scope, receive)
+        scope["headers"] = [*read.passed_on]
+        if match.route.style is not None:
+            await self._generate(match.route.style, key, read, scope, receive, send)
+        elif match.route.body:
+            fields = await self._fields(read, receive)
             fields.pop("cache_salt", None)
             written = body.write(fields)
-            passed = headers.passed_on(scope["headers"])
-            scope["headers"] = headers.with_body(passed, len(written))
-            await app(scope, _with_body(written, receive), send)
+            scope["headers"] = headers.with_body(read.passed_on, len(written))
+            await self.app(scope, _with_body(written, receive), send)
         else:
-            await self._generate(found, key, scope, receive, send)
+            await self._bring_figures_up_to_date(match)
+            await self.app(scope, _with_body(b"", receive), send)
 
-    async def _open(self, found: Found | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request where there are no tenants: only those that generate are looked into."""
-        if found is None or found.route.style is None:
-            await self._bring_figures_up_to_date(found)
-            await self._parts.app(scope, receive, send)
+    async def _open(self, match: Match | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request where there are no tenants: only one that generates is looked into."""
+        if match is None or match.route.style is None:
+            await self._bring_figures_up_to_date(match)
+            await self.app(scope, receive, send)
         else:
-            await self._generate(found, None, dict(scope), receive, send)
+            read = headers.read(scope)
+            await self._generate(match.route.style, None, read, dict(scope), receive, send)
 
     async def _generate(
-        self, found: Found, key: Key | None, scope: Scope, receive: Receive, send: Send
+        self,
+        style: Style,
+        key: Key | None,
+        read: Headers,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self._refuse_second_key(scope)
-        fresh = headers.wants_fresh(scope["headers"])
-        fields = await self._fields(scope, receive)
-        if key is not None:
-            scope["headers"] = headers.passed_on(scope["headers"])
-        assert found.route.style is not None
-        asked = Asked(found.route.style, key, fields, fresh)
-        await Generation(self._parts, asked, scope).run(receive, send)
+        request = ClientRequest(style, key, await self._fields(read, receive), read.fresh)
+        await Generation(self._shared, request, scope).run(receive, send)
 
-    async def _fields(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        headers.check_json(scope["headers"])
-        length = headers.content_length(scope["headers"])
+    async def _fields(self, read: Headers, receive: Receive) -> dict[str, Any]:
+        if read.body is not None:
+            raise read.body
         limits = self._config.body
-        return body.parse(await body.read(receive, limits, length), limits)
+        return body.parse(await body.read(receive, limits, read.length), limits)
 
     def _refuse_second_key(self, scope: Scope) -> None:
         """Where vLLM checks keys, too, an answer from the cache would go past it."""
@@ -254,20 +262,30 @@ class Tenants:
             raise Refusal(500, f"{_SECOND_KEY}.")
 
     def _count(self, tenant: str, status: int) -> None:
-        self._parts.figures.requests.labels(tenant=tenant, status=str(status)).inc()
+        self.figures.series(Metric.REQUESTS, tenant=tenant, status=str(status)).inc()
 
 
-def _inner(scope: Scope, root: str, found: Found) -> Scope:
+def _key_of(read: Headers, keys: KeyFile) -> Key:
+    """Whose key a request has.
+
+    Raises:
+        Refusal: it has none that is in the file, or headers that could be read in two ways.
+    """
+    if read.has_controls:
+        raise Refusal(400, "A header has control characters in it.")
+    key = None if read.api_key is None else keys.find(read.api_key)
+    if key is None:
+        raise headers.NO_KEY
+    return key
+
+
+def _inner(scope: Scope, root: str, match: Match) -> Scope:
     """A scope for vLLM that has nothing but what was looked at."""
-    if not found.route.query:
+    if not match.route.query:
         # In the server's own scope, too: a key in it would stand in the log of requests.
         scope["query_string"] = b""
-    path = root + found.path
+    path = root + match.path
     return {**scope, "path": path, "raw_path": path.encode()}
-
-
-def _without_body(receive: Receive) -> Receive:
-    return _with_body(b"", receive)
 
 
 def _with_body(written: bytes, receive: Receive) -> Receive:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request that the engine is to answer, unless its answer is there already."""
+"""Answers one request that generates: by a kept answer or the engine; decides its cache_salt."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_metal.kv_transfer import salts
 from vllm_metal.serving import body, fields, headers, response_ids
+from vllm_metal.serving.asgi import App, Receive, Refusal, Scope, Send
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
-from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.refusal import App, Receive, Refusal, Scope, Send
-from vllm_metal.serving.response_cache import key, replay
+from vllm_metal.serving.metrics import Figures, Metric
+from vllm_metal.serving.response_cache import complete, key
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.twins import Abandoned, Lead, NotKept
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
 
 #: vLLM's own bounds of a salt (vllm/entrypoints/generate/base/protocol.py).
 _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
@@ -38,8 +38,8 @@ _MEDIA: dict[Form, bytes] = {
 
 
 @dataclass
-class Parts:
-    """What all requests share."""
+class Shared:
+    """What all requests of a server share."""
 
     app: App  # vLLM's
     config: ServingConfig
@@ -53,7 +53,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """Who asks for what."""
 
     style: Style
@@ -75,42 +75,42 @@ class Asked:
 class Generation:
     """One request, from its parsed body to the end of its answer."""
 
-    def __init__(self, parts: Parts, asked: Asked, scope: Scope) -> None:
+    def __init__(self, shared: Shared, request: ClientRequest, scope: Scope) -> None:
         """Makes what vLLM gets.
 
         Args:
-            parts: of the server.
-            asked: by a client.
+            shared: of the server.
+            request: of a client.
             scope: for vLLM, but for the body's headers.
 
         Raises:
             Refusal: a field of the body may not be what it is.
         """
-        self._parts, self._asked, self._scope = parts, asked, scope
+        self._shared, self._request, self._scope = shared, request, scope
         self._id = secrets.token_hex(16)
-        self._read = fields.read(asked.style, asked.fields)
-        most = parts.config.body.max_body_choices
+        self._read = fields.read(request.style, request.fields)
+        most = shared.config.body.max_body_choices
         if self._read.choices > most:
             raise Refusal(400, f"The body asks for more than {most} choices (max_body_choices).")
-        self._deadline = Deadline(parts.config.timeout_s, parts.sleep)
-        outgoing = dict(asked.fields)
-        if asked.key is not None:
-            self._keep_apart(outgoing, asked.key)
+        self._deadline = Deadline(shared.config.timeout_s, shared.sleep)
+        outgoing = dict(request.fields)
+        if request.key is not None:
+            self._keep_apart(outgoing, request.key)
         outgoing.pop("request_id", None)
-        if asked.style == "responses":
+        if request.style == "responses":
             outgoing["request_id"] = self._response_id()
         self._body = body.write(outgoing)
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Answers the client."""
         engine = self._scope["app"].state.engine_client
-        watched = Duration(self._parts.figures, receive, send)
+        watched = Duration(self._shared.figures, receive, send)
         receive, send = watched.receive, watched.send
-        self._deadline.start(self._id, engine, self._parts.figures.timeouts.inc)
+        self._deadline.start(self._id, engine, self._shared.figures.series(Metric.TIMEOUTS).inc)
         try:
             found = await self._key()
             if found is None:
-                result = None if self._parts.cache is None else "bypass"
+                result = None if self._shared.cache is None else "bypass"
                 await self._ask(receive, send, result)
             else:
                 await self._answer_or_wait(found, receive, send)
@@ -120,7 +120,7 @@ class Generation:
 
     def _keep_apart(self, outgoing: dict[str, Any], key: Key) -> None:
         """Writes the tenant's salt, and refuses what would reach another's."""
-        secret = self._parts.secret
+        secret = self._shared.secret
         more = outgoing.get("vllm_xargs")  # vLLM reads both from there, too
         for name in _TRANSFERS:
             if outgoing.pop(name, None) is not None or (isinstance(more, dict) and name in more):
@@ -132,32 +132,32 @@ class Generation:
             raise Refusal(404, "There is no response with the id in 'previous_response_id'.")
         salt = salts.derive(secret, key.identity, client_salt(outgoing))
         outgoing["cache_salt"] = salt
-        if self._parts.meter is not None:
-            self._parts.meter.introduce(key, salt)
+        if self._shared.meter is not None:
+            self._shared.meter.introduce(key, salt)
 
     def _response_id(self) -> str:
         """What vLLM names a response, and what the deadline finds it by."""
-        if self._asked.key is None:
+        if self._request.key is None:
             return f"resp_{self._id}"
-        made = response_ids.make(self._parts.secret, self._asked.identity)
+        made = response_ids.make(self._shared.secret, self._request.identity)
         self._id = made.removeprefix("resp_")
         return made
 
     async def _key(self) -> str | None:
-        """Of the kept answer; None: none is to be used, nor kept."""
-        parts, asked = self._parts, self._asked
-        if parts.cache is None or parts.render is None or parts.model is None or asked.fresh:
+        """Returns the key of the kept answer; None: none is to be used, nor kept."""
+        shared, request = self._shared, self._request
+        if shared.cache is None or shared.render is None or shared.model is None or request.fresh:
             return None
         if not self._read.repeatable:
             return None
-        render = parts.render(self._scope["app"].state)
+        render = shared.render(self._scope["app"].state)
         return await key.of_request(
-            asked.style, asked.fields, self._read, asked.identity, parts.model, render
+            request.style, request.fields, self._read, request.identity, shared.model, render
         )
 
     async def _answer_or_wait(self, found: str, receive: Receive, send: Send) -> None:
         """Looks the answer up, waits for a twin's, or asks, for others too."""
-        cache = self._parts.cache
+        cache = self._shared.cache
         assert cache is not None
         while (waiting := cache.twins.join(found)) is not None:
             try:
@@ -170,7 +170,7 @@ class Generation:
         lead = cache.twins.lead(found)
         outcome: Entry | Exception = Abandoned()
         try:
-            kept = await cache.get(found, self._asked.owner)
+            kept = await cache.get(found, self._request.owner)
             if kept is None:
                 exchange = await self._ask(receive, send, "miss", lead)
                 outcome = await self._kept(found, exchange)
@@ -218,8 +218,8 @@ class Generation:
             }
         )
         await send({"type": "http.response.body", "body": entry.content})
-        assert self._parts.cache is not None
-        self._parts.cache.count("hit")
+        assert self._shared.cache is not None
+        self._shared.cache.count("hit")
 
     async def _ask(
         self, receive: Receive, send: Send, result: str | None, lead: Lead | None = None
@@ -232,21 +232,21 @@ class Generation:
             result: of the response cache, "miss" or "bypass"; None: there is no cache.
             lead: of those who wait for the answer; None: nobody does, and it is not kept.
         """
-        parts = self._parts
-        if parts.cache is not None and result is not None:
-            parts.cache.count(result)
-        config = parts.config.response_cache
+        shared = self._shared
+        if shared.cache is not None and result is not None:
+            shared.cache.count(result)
+        config = shared.config.response_cache
         exchange = Exchange(
             self._body,
             self._deadline,
-            style=self._asked.style,
+            style=self._request.style,
             x_cache=None if result is None else result.upper().encode(),
             record_bytes=config.max_answer_bytes if config and lead else 0,
             on_too_long=(lambda: lead.end(NotKept())) if lead else None,
         )
         sent = headers.with_body(self._scope["headers"], len(self._body))
         sent.append((b"x-request-id", self._id.encode()))
-        await exchange.run(parts.app, {**self._scope, "headers": sent}, receive, send)
+        await exchange.run(shared.app, {**self._scope, "headers": sent}, receive, send)
         if self._read.background:
             self._deadline.leave_running()
         return exchange
@@ -259,13 +259,13 @@ class Generation:
         if entry is None or self._deadline.expired.done():
             return NotKept()
         if len(entry.content) < _SHORT:
-            complete = replay.complete(self._asked.style, entry)
+            whole = complete.is_complete(self._request.style, entry)
         else:  # it takes milliseconds, in which other requests are served
-            complete = await asyncio.to_thread(replay.complete, self._asked.style, entry)
-        if not complete:
+            whole = await asyncio.to_thread(complete.is_complete, self._request.style, entry)
+        if not whole:
             return NotKept()
-        assert self._parts.cache is not None
-        await self._parts.cache.keep(found, entry, self._asked.owner)
+        assert self._shared.cache is not None
+        await self._shared.cache.keep(found, entry, self._request.owner)
         return entry
 
 

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers of requests: the API key in them, and those that vLLM gets to see."""
+"""Headers of requests: read once for the API key, the body, and what vLLM gets to see."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from vllm_metal.serving.refusal import Refusal
+from vllm_metal.serving.asgi import Refusal, Scope
 
-Headers = Sequence[tuple[bytes, bytes]]
+#: Names in lower case, and values, as ASGI has them.
+Pairs = Iterable[tuple[bytes, bytes]]
 #: Ours have 46 characters.
 _MAX_KEY = 256
 #: What vLLM, or a library below it, reads and a tenant may say. Left out are keys, ids of requests
@@ -24,76 +28,61 @@ _PASSED = frozenset(
         b"x-vllm-priority",
     )
 )
-_CONTROLS = frozenset(range(32)) - {9} | {127}
+_CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 #: Who has no valid key is not told why.
 NO_KEY = Refusal(401, "Send an API key: the header 'Authorization: Bearer KEY', or 'x-api-key'.")
 
 
-def api_key(headers: Headers) -> str:
-    """The API key that a request carries.
+@dataclass(frozen=True)
+class Headers:
+    """What a request's headers say."""
 
-    Raises:
-        Refusal: there is none, there are several, or it cannot be one of ours.
-    """
-    found = []
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, credentials = value.partition(b" ")
-            if scheme.lower() != b"bearer":
-                raise NO_KEY
-            found.append(credentials.strip())
-        elif name == b"x-api-key":
-            found.append(value.strip())
+    has_controls: bool  # control characters are in a value, so it could be read in two ways
+    api_key: str | None  # None: there is none, there are several, or it cannot be one of ours
+    body: Refusal | None  # why the body is not plain JSON; None: it is said to be
+    length: int | None  # of the body, in bytes; None: nothing that can be understood
+    fresh: bool  # whether the client asks for an answer that was not kept (RFC 9111, 5.2.1)
+    passed_on: tuple[tuple[bytes, bytes], ...]  # those of a tenant's request that vLLM may see
+
+
+def read(scope: Scope) -> Headers:
+    """Reads a request's headers. It refuses nothing: what matters depends on the route."""
+    values = defaultdict(list)
+    for name, value in scope["headers"]:
+        values[name].append(value)
+    lengths = (value for value in values[b"content-length"] if value.isdigit() and len(value) < 20)
+    caching = b"\n".join(values[b"cache-control"]).lower()
+    return Headers(
+        has_controls=any(_CONTROLS.search(value) for _, value in scope["headers"]),
+        api_key=_api_key(values[b"authorization"], values[b"x-api-key"]),
+        body=_why_not_json(values[b"content-type"], values[b"content-encoding"]),
+        length=next(map(int, lengths), None),
+        fresh=b"no-cache" in caching or b"no-store" in caching,
+        passed_on=tuple(pair for pair in scope["headers"] if pair[0] in _PASSED),
+    )
+
+
+def _api_key(authorizations: Sequence[bytes], keys: Sequence[bytes]) -> str | None:
+    schemes = [value.partition(b" ") for value in authorizations]
+    if any(scheme.lower() != b"bearer" for scheme, _, _ in schemes):
+        return None
+    found = [value.strip() for value in (*(sent for _, _, sent in schemes), *keys)]
     if len(found) != 1 or not 0 < len(found[0]) <= _MAX_KEY or not found[0].isascii():
-        raise NO_KEY
+        return None
     return found[0].decode()
 
 
-def check(headers: Headers) -> None:
-    """Refuses what could be read in two ways.
-
-    Raises:
-        Refusal: a value has control characters, or the body is compressed, or not said to be JSON.
-    """
-    if any(_CONTROLS & set(value) for _, value in headers):
-        raise Refusal(400, "A header has control characters in it.")
-
-
-def check_json(headers: Headers) -> None:
-    """Refuses bodies that are not plain JSON.
-
-    Raises:
-        Refusal: the headers say so.
-    """
-    kinds = [value for name, value in headers if name == b"content-type"]
-    kind = kinds[0].split(b";")[0].strip().lower() if len(kinds) == 1 else b""
+def _why_not_json(types: Sequence[bytes], encodings: Sequence[bytes]) -> Refusal | None:
+    kind = types[0].split(b";")[0].strip().lower() if len(types) == 1 else b""
     if kind != b"application/json":
-        raise Refusal(400, "Content-Type must be application/json.")
-    if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
-        raise Refusal(400, "The body must not be compressed.")
-
-
-def content_length(headers: Headers) -> int | None:
-    """What the client says of the body's length; None: nothing that can be understood."""
-    for name, value in headers:
-        if name == b"content-length" and value.isdigit() and len(value) < 20:
-            return int(value)
+        return Refusal(400, "Content-Type must be application/json.")
+    if any(value.lower() != b"identity" for value in encodings):
+        return Refusal(400, "The body must not be compressed.")
     return None
 
 
-def wants_fresh(headers: Headers) -> bool:
-    """Whether the client asks for an answer that was not kept (RFC 9111, section 5.2.1)."""
-    values = [value.lower() for name, value in headers if name == b"cache-control"]
-    return any(b"no-cache" in value or b"no-store" in value for value in values)
-
-
-def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Those of a tenant's request that vLLM gets to see."""
-    return [(name, value) for name, value in headers if name in _PASSED]
-
-
-def with_body(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
-    """The same for a body of JSON that the server wrote.
+def with_body(headers: Pairs, length: int) -> list[tuple[bytes, bytes]]:
+    """Returns headers for a body of JSON that the server wrote.
 
     Args:
         headers: of the request.

@@ -7,13 +7,14 @@ in the background.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.kv_transfer import salts
-from vllm_metal.serving.figures import Figures
+from vllm_metal.serving.metrics import Figures, Metric
 from vllm_metal.serving.tenants_file import Key
+from vllm_metal.settings import salts
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -34,7 +35,7 @@ class _Account:
 
 
 class Meter:
-    """Counts tokens by tenant, whom a request's salt tells. Of one event loop."""
+    """Counts tokens by tenant, whom a request's salt tells; it belongs to one event loop."""
 
     def __init__(self, figures: Figures, secret: bytes) -> None:
         """Nothing is counted yet.
@@ -59,9 +60,9 @@ class Meter:
         """
         if key.identity not in self._introduced:
             self._introduced.add(key.identity)
-            of = self._figures.tokens.labels
+            tokens = functools.partial(self._figures.series, Metric.TOKENS, tenant=key.tenant)
             self._by_namespace[salts.namespace(self._secret, salt)] = _Account(
-                *(of(tenant=key.tenant, kind=kind) for kind in ("prompt", "cached", "completion"))
+                *(tokens(kind=kind) for kind in ("prompt", "cached", "completion"))
             )
 
     def begin(self, request_id: str, salt: str | None) -> None:

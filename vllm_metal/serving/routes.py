@@ -53,7 +53,7 @@ _STORED = [
 
 
 @dataclass(frozen=True)
-class Found:
+class Match:
     """A route, with what stands in its path."""
 
     route: Route
@@ -64,7 +64,7 @@ class Found:
         return self.route.path.replace("{id}", self.response_id or "")
 
 
-def find(method: str, path: str) -> Found | None:
+def find(method: str, path: str) -> Match | None:
     """The route of a request; None: it is not listed.
 
     Args:
@@ -72,8 +72,8 @@ def find(method: str, path: str) -> Found | None:
         path: decoded, without `root_path`.
     """
     if route := _FIXED.get((method, path)):
-        return Found(route)
+        return Match(route)
     for route, pattern in _STORED:
         if route.method == method and (match := pattern.fullmatch(path)):
-            return Found(route, match[1])
+            return Match(route, match[1])
     return None

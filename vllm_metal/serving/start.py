@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_metal.kv_transfer import salts, secret_file
 from vllm_metal.serving import config
 from vllm_metal.serving.config import MIDDLEWARE, SETTING
+from vllm_metal.settings import salts, secret_file
 
 
 def refusals(
@@ -88,7 +88,7 @@ def check_salt(salt: object) -> None:
     Raises:
         ValueError: there are tenants, and it is not one that the server made for one of them.
     """
-    secret = _secret_of_tenants()
+    secret = secret_of_tenants()
     if secret is None:
         return
     text = salt if isinstance(salt, str) else None
@@ -100,7 +100,12 @@ def check_salt(salt: object) -> None:
 
 
 @functools.cache
-def _secret_of_tenants() -> bytes | None:
+def secret_of_tenants() -> bytes | None:
+    """The secret that this process's settings name, read once; None: there are no tenants.
+
+    Raises:
+        ValueError: the settings, or the secret, cannot be used.
+    """
     settings = config.of_environment()
     if settings is None or settings.tenants is None:
         return None

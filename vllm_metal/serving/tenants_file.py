@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys of tenants: a file of their digests, which `vllm-metal tenants` writes.
+"""Reads and writes the file of tenants' API keys, of which it has digests alone.
 
 A key is 256 random bits that are shown once. So a plain SHA-256 keeps it: there is nothing to guess
 that a slow hash would protect.
@@ -14,13 +14,14 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from vllm_metal.settings.secret_file import write_private
 
 Purpose = Literal["tenant", "metrics"]
 #: Tenants' names stand in labels of metrics, in logs and in JSON.
@@ -113,7 +114,7 @@ def add(path: Path, tenant: str, purpose: Purpose = "tenant") -> tuple[Key, str]
 
 
 def _generation(keys: Sequence[Key], tenant: str) -> str:
-    """That of the tenant's other keys; a new one for a new tenant."""
+    """The generation of the tenant's other keys; a new one for a new tenant."""
     others = (key.generation for key in keys if (key.tenant, key.purpose) == (tenant, "tenant"))
     return next(others, secrets.token_hex(8))
 
@@ -138,9 +139,10 @@ def remove(path: Path, which: str) -> Removal:
 
 
 def check_name(tenant: str) -> None:
-    """
+    """Checks the name of a tenant.
+
     Raises:
-        ValueError: no tenant can have this name.
+        ValueError: no tenant can have it.
     """
     if NAME.fullmatch(tenant) is None:
         raise ValueError(
@@ -235,18 +237,8 @@ def _parse(content: bytes, path: Path) -> list[Key]:
 
 
 def _write(path: Path, keys: Sequence[Key]) -> None:
-    """Puts a whole file in the place of the old one, for its owner alone."""
     text = json.dumps({"version": _VERSION, "keys": [asdict(key) for key in keys]}, indent=1)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with open(handle, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_private(path, f"{text}\n")
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's own settings: the keys of --additional-config, read here and nowhere else."""
+"""Reads the plugin's own settings, the keys of --additional-config, and has their defaults."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,16 +28,8 @@ def _default_max_step_ms() -> float:
 
 
 def _milliseconds(value: Any) -> float | None:
-    """A time, or None for no bound. 0 is refused, as it could be taken for either.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"must be a number of milliseconds, or null for no bound, not {value!r}")
-    return float(value)
+    """A time, or None for no bound. 0 is refused, as it could be taken for either."""
+    return None if value is None else values.positive(value, "milliseconds, or null for no bound")
 
 
 _READERS: Mapping[str, values.Reader] = {

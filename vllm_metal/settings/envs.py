@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's environment variables, all but VLLM_METAL_CACHE, which metal_kernels reads."""
+"""Reads the plugin's environment variables, all but VLLM_METAL_CACHE, which metal_kernels reads."""
 
 import os
 import platform

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that install what optional parts of the plugin need.
+"""Makes the commands that messages advise to install optional parts of the plugin.
 
 Advice names packages of other projects, or a folder of the clone. It never names
 ``vllm-metal[...]`` or ``vllm-metal-interpreter``: an installer would ask a package index for them,
@@ -15,8 +15,10 @@ from pathlib import Path
 PACKAGES = {"gguf": ("gguf>=0.19", "filelock>=3.20.3"), "redis": ("redis>=6",)}
 #: Extras that are folders of the clone, and no part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
+#: What the extra `interpreter` brings: the compiler that runs kernels on a CPU.
+INTERPRETER = "metal_interpreter:metal_kernel"
 
-_CLONE = Path(__file__).parents[2]  # or site-packages, which holds no such folder
+CLONE = Path(__file__).parents[2]  # or site-packages, which holds no such folder
 
 
 def install_advice(extra: str) -> str:
@@ -27,7 +29,7 @@ def install_advice(extra: str) -> str:
     """
     if extra not in FOLDERS:
         return pip_install(*PACKAGES[extra])
-    folder = _CLONE / FOLDERS[extra]
+    folder = CLONE / FOLDERS[extra]
     if (folder / "pyproject.toml").is_file():
         return pip_install(str(folder))
     return f"{pip_install(f'./{FOLDERS[extra]}')}  (in a clone of the repository)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that results depend on, in a form that is the same in every process, and their digest."""
+"""Brings facts that results depend on into one form for all processes, and digests them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import blake3
 import torch
 
 #: Packages of the plugin, and the files of them that compute.
-_PACKAGES = ("vllm_metal", "metal_kernels")
+PACKAGES = ("vllm_metal", "metal_kernels")
 _SOURCES = frozenset((".py", ".metal", ".h"))
 
 
@@ -34,7 +34,7 @@ def roots() -> list[Path]:
     """The folders of the plugin's packages."""
     return [
         Path(place)
-        for package in _PACKAGES
+        for package in PACKAGES
         for place in (getattr(find_spec(package), "submodule_search_locations", None) or ())
     ]
 
@@ -61,7 +61,7 @@ def of_files(files: Iterable[tuple[Path, Path]]) -> str:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Of each package; None: it is not installed."""
+    """Returns the version of each package; None: it is not installed."""
     return {package: _version(package) for package in packages}
 
 
@@ -73,7 +73,7 @@ def _version(package: str) -> str | None:
 
 
 def plain(value: Any, no_fact: Collection[str] = ()) -> Any:
-    """As JSON has it, the same in every process: no addresses, no order of sets.
+    """Returns a value as JSON has it, the same in every process: no addresses, no order of sets.
 
     Args:
         value: of any type.

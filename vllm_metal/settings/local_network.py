@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do where macOS keeps a server from other machines of its network.
+"""Advises what to do where macOS keeps a server from other machines of its network.
 
 Since macOS 15 a program needs leave to reach the local network. One without it gets EHOSTUNREACH,
 as if the other machine were off. Daemons of launchd, root, and what is started from Terminal or

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads JSON objects of settings: each key by its reader, mistakes named."""
+"""Reads JSON objects of settings: each key by its reader, mistakes named.
+
+Sizes and numbers are read as people write them: 24GB of memory, 50GB of a disk.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_metal.settings import sizes
-
 #: The daily budget of writes that is none. 0 is refused, as it could be taken for either.
 UNLIMITED: Literal["unlimited"] = "unlimited"
 
+#: Disks are sold, and macOS's Finder counts, in powers of 1000; GiB and its kind say 1024.
+_DISK = {"": 1, "B": 1} | {
+    unit: factor**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, factor in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
 #: Turns the value of a key into what the plugin uses; a ValueError goes on after the key's name.
 Reader = Callable[[Any], Any]
 
@@ -72,21 +82,70 @@ def path(value: Any) -> Path:
         raise ValueError(f"must be a path, not {value!r}: {error}") from error
 
 
-def size(value: Any) -> int:
-    """Bytes of a disk, as `sizes.disk_bytes` reads them.
+def positive(value: Any, of: str) -> float:
+    """A finite number above 0.
+
+    Args:
+        value: to read.
+        of: what it counts, and what else may be written; for the message.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is none.
     """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"must be a number of {of}, not {value!r}")
+    return float(value)
+
+
+def count(value: Any, most: int | None = None) -> int:
+    """A whole number above 0, and at most `most`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"must be a whole number above 0, not {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"must be at most {most}, not {value!r}")
+    return value
+
+
+def parse_size(text: str, units: Mapping[str, int], example: str) -> int:
+    """The number that a text such as `1.5GB` stands for, rounded down.
+
+    Args:
+        text: a decimal number and a unit of letters, in either case, with or without a space.
+        units: factors by unit in capitals; "" for a number alone.
+        example: for the message, of what may be written.
+
+    Raises:
+        ValueError: it is no such text, or less than 1.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = None if found is None else units.get(found[2].upper())
+    if found is None or unit is None or not (size := int(Decimal(found[1]) * unit)):
+        raise ValueError(f"{text!r} is not understood; write for example {example}")
+    return size
+
+
+def size(value: Any) -> int:
+    """Bytes of a disk: a whole number, or a text such as "50GB", "50 GiB" or "500MB".
+
+    Raises:
+        ValueError: it is neither, or less than 1.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f'must be a number of bytes, or a size such as "50GB", not {value!r}')
     try:
-        return sizes.disk_bytes(value)
+        return parse_size(value, _DISK, '"50GB", "50GiB" or "500MB"')
     except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith("must") else f"is no size: {text}") from error
+        raise ValueError(f"is no size: {error}") from error
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:
-    """The same, or "unlimited".
+    """Bytes of a disk, or "unlimited".
 
     Raises:
         ValueError: it is neither.

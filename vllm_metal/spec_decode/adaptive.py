@@ -61,7 +61,7 @@ class DraftLengthPolicy(Protocol):
 
 
 class FixedDraftLengths:
-    """The same number of drafts for every request at all times."""
+    """Gives every request all K drafts at all times."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -114,7 +114,7 @@ class AdaptiveDraftLengths:
         gains = rates[:, None] ** np.arange(1, self._num_drafts + 1)  # [R, K], falling along K
         order = np.argsort(-gains, axis=None, kind="stable")
         tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
-        base, row = self._time.of(num_reqs + num_rows_other), self._time.row()
+        base, row = self._time.seconds(num_reqs + num_rows_other), self._time.row()
         num_taken = int(np.argmax(tokens / (base + row * np.arange(len(tokens)))))
         taken = order[:num_taken] // self._num_drafts
         limits = np.bincount(taken, minlength=num_reqs).astype(np.int32)
@@ -186,14 +186,14 @@ class _StepTime:
         slope = (self._covariance + GUESS_WEIGHT * guess) / (self._variance + GUESS_WEIGHT)
         return min(max(slope, 0.01 * guess), self._seconds / self._rows)
 
-    def of(self, num_rows: int) -> float:
+    def seconds(self, num_rows: int) -> float:
         """Seconds of a step of that many rows."""
         if not self._num_steps:
             return 1.0
         return max(self._seconds + self.row() * (num_rows - self._rows), 1e-3 * self._seconds)
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        if not self._num_steps or seconds < 0.4 * self.of(num_rows):
+        if not self._num_steps or seconds < 0.4 * self.seconds(num_rows):
             # Far faster than the line allows: something held up the steps before.
             self._num_steps, self._rows, self._seconds = 1, float(num_rows), seconds
             self._variance = self._covariance = 0.0
@@ -201,7 +201,7 @@ class _StepTime:
             return
         self._num_steps += 1
         weight = max(1.0 - STEP_MEMORY, 1.0 / self._num_steps)
-        expected = self.of(num_rows)
+        expected = self.seconds(num_rows)
         more_rows = num_rows - self._rows
         # Clips the error of a step that was held up. The limit grows with the distance from the
         # mean rows, where the line itself may be wrong.

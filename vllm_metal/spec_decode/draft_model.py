@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,25 +10,20 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState
+from vllm_metal.kv_cache.layer_state import LayerState, Restorable
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader
-from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_writer import DraftModelWriter, DraftWriter
-from vllm_metal.spec_decode.paged_proposer import (
-    LAYER_PREFIX,
-    DraftNetwork,
-    PagedProposer,
-    Spans,
-)
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork, DraftPool
+from vllm_metal.spec_decode.paged_proposer import PagedProposer
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
+from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,36 +65,23 @@ class DraftModel(DraftNetwork):
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:
         profile_step(self._parts, self.layers, self._config, kv_cache_type)
 
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
-        own = self._own(kv_caches)
-        block_size = self._config.cache_config.block_size
-        executor = ModelExecutor(self._parts, self.layers, own, group_of, block_size, graphs)
+    def proposer(self, pool: DraftPool) -> Proposer:
+        placed = self._own(pool), pool.group_of, self._config.cache_config.block_size
+        executor = ModelExecutor(self._parts, self.layers, *placed, pool.graphs)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
         return DraftModelProposer(
-            executor, block_tables, max_num_reqs, self._num_drafts, self._max_len
+            executor, pool.block_tables, max_num_reqs, self._num_drafts, self._max_len
         )
 
-    def writer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        requests: Requests,
-    ) -> DraftWriter:
-        own = self._own(kv_caches)
-        block_size = self._config.cache_config.block_size
-        paged = PagedLayers(self.layers, own, group_of, block_size, begins_steps=False)
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        own, block_size = self._own(pool), self._config.cache_config.block_size
+        paged = PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=False)
         last = own[self.layers[-1].name]
         return DraftModelWriter(self._parts, paged, last, requests, self._max_len)
 
-    def _own(self, kv_caches: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
-        if any(state.rolls_back for state in own.values()):
+    def _own(self, pool: DraftPool) -> dict[str, LayerState]:
+        own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
+        if any(isinstance(state, Restorable) for state in own.values()):
             raise NotImplementedError(
                 f"--speculative-config model {self._name!r} keeps state that rejected "
                 "drafts change (recurrent layers), as only the target may: choose another model"
@@ -143,66 +124,54 @@ class DraftModelProposer(PagedProposer):
         self._written_np[req_idx] = self._called_np[req_idx] = num_computed
         self._doubtful_np[req_idx] = 0
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
-        max_len = min(self._max_len, token_ids_np.shape[1])
-        unread_np = np.zeros_like(num_tokens_np) if unread is None else unread.counts_np
-        most_tokens = num_tokens_np + unread_np
-        limits = np.clip(np.minimum(limits_np, max_len - most_tokens), 0, self._num_drafts)
+    def propose(self, request: DraftRequest) -> Drafts:
+        req_indices_np, num_tokens_np = request.req_indices_np, request.num_tokens_np
+        most_tokens = request.most_tokens_np
+        max_len = min(self._max_len, request.token_ids_np.shape[1])
+        limits = request.limits_within(self._num_drafts, max_len)
         written = self._written_np[req_indices_np]
         # The newest token has no K/V yet: at most a rejected draft was written at its position.
         # The drafts before it were accepted.
         sure = np.minimum(written - self._doubtful_np[req_indices_np], num_tokens_np - 1)
         # Where tokens are unread, the pass before ran over all that is known.
-        starts = np.where(unread_np > 0, np.minimum(written, num_tokens_np), sure)
+        ran = most_tokens > num_tokens_np
+        starts = np.where(ran, np.minimum(written, num_tokens_np), sure)
         ends = np.minimum(most_tokens, max_len)
         self._written_np[req_indices_np], self._called_np[req_indices_np] = starts, ends
         self._doubtful_np[req_indices_np] = 0
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         here = np.flatnonzero(ends > starts)
         if len(here) and (limits.any() or (ends - starts).max() > MAX_BEHIND):
-            spans = Spans(req_indices_np[here], starts[here], ends[here])
-            of_here = None if unread is None else unread.of(here)
             token_ids[mx.array(here)] = self._write(
-                token_ids_np, spans, limits[here], num_tokens_np[here], of_here
+                request.select(here), starts[here], ends[here], limits[here]
             )
-        return Drafts(token_ids, limits.astype(np.int32))
+        return Drafts(token_ids, limits)
 
-    def settle(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        ends_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-    ) -> None:
+    def complete_draft_kv(self, request: DraftRequest) -> None:
+        req_indices_np = request.req_indices_np
         starts = self._written_np[req_indices_np] - self._doubtful_np[req_indices_np]
-        ends = np.minimum(ends_np, self._called_np[req_indices_np])
+        ends = np.minimum(request.num_tokens_np - 1, self._called_np[req_indices_np])
         here = np.flatnonzero(ends > starts)
         if len(here):
-            spans = Spans(req_indices_np[here], starts[here], ends[here])
-            nothing_np = np.zeros(len(here), np.int32)
-            self._write(token_ids_np, spans, nothing_np, spans.ends_np, None)
+            self._write(request.select(here), starts[here], ends[here], request.limits_np[here])
 
     def _write(
         self,
-        token_ids_np: np.ndarray,
-        spans: Spans,
+        request: DraftRequest,
+        starts_np: np.ndarray,
+        ends_np: np.ndarray,
         limits_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        unread: Unread | None,
     ) -> mx.array:
-        """Drafts that follow the spans, whose K/V count as written from now on."""
-        input_ids = spans.tokens(token_ids_np, num_tokens_np, unread)
-        behind = None if unread is None else unread.behind
-        drafts = self._draft(spans, input_ids, None, limits_np, behind)
-        self._written_np[spans.req_indices_np] = spans.ends_np + np.maximum(limits_np - 1, 0)
+        """Drafts that follow [starts, ends), whose K/V count as written from now on.
+
+        Args:
+            request: of R requests.
+            starts_np, ends_np: [R] int32, positions to write; none empty.
+            limits_np: [R] int32, drafts of each.
+        """
+        spans, behind = Spans(request.req_indices_np, starts_np, ends_np), request.behind
+        drafts = self._draft(spans, spans.tokens(request), None, limits_np, behind)
+        self._written_np[spans.req_indices_np] = ends_np + np.maximum(limits_np - 1, 0)
         self._doubtful_np[spans.req_indices_np] = 0 if behind is None else behind.most_np
         return drafts
 

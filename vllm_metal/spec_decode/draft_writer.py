@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.seam import AttendingCache
 from vllm_metal.batch.input_batch import following_ids
-from vllm_metal.spec_decode.paged_proposer import Spans
+from vllm_metal.kv_cache.layer_state import Fenced
+from vllm_metal.mlx_patches.seam import AttendingCache
+from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm_metal.batch.requests import Requests
     from vllm_metal.batch.rows import Rows
     from vllm_metal.kv_cache.layer_state import LayerState
+    from vllm_metal.mlx_patches.seam import Scoring
     from vllm_metal.models.paged_layers import PagedLayers
     from vllm_metal.models.parts import HiddenStates, ModelParts
-    from vllm_metal.spec_decode.paged_head import Head
+    from vllm_metal.spec_decode.head import Head
 
 
 class DraftWriter(ABC):
@@ -65,7 +67,8 @@ class DraftWriter(ABC):
             try:
                 forward([*caches[:-1], _LastCache(caches[-1])])
             except _LastWritten as written:
-                return [*written.arrays, *self._last.fences]
+                last = self._last.storage
+                return [*written.arrays, *(last.fences if isinstance(last, Fenced) else ())]
         raise RuntimeError("the draft network's last layer has not written its K/V")
 
 
@@ -100,7 +103,7 @@ class DraftModelWriter(DraftWriter):
             here = ends_np > starts_np
             spans = Spans(rows.req_indices_np[here], starts_np[here], ends_np[here])
             rows = spans.rows(rows.input_ids[mx.array(within_np)], None)
-        return self._run(rows, lambda caches: self._parts.forward_hidden(rows.input_ids, caches))
+        return self._run(rows, lambda caches: self._parts.forward_hidden(rows.inputs, caches))
 
 
 class HeadWriter(DraftWriter):
@@ -152,12 +155,6 @@ class _LastCache(AttendingCache):
         raise _LastWritten(list(self._cache.update_and_fetch(keys, values)))
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None,
-        softcap: float | None = None,
+        self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         raise RuntimeError("K/V were not written before attention")

@@ -12,8 +12,8 @@ from vllm_metal.models import loader
 from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
+from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
-from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,7 +44,7 @@ class Eagle(HeadNetwork):
         model_config = speculation.draft_model_config
         (architecture, *_) = model_config.architectures
         family = EAGLE_FAMILIES[architecture]  # the platform has refused all others
-        shape = HeadConfig.of(model_config.hf_config.to_dict())
+        shape = HeadConfig.from_config(model_config.hf_config.to_dict())
         weights = {
             own: array
             for name, array in loader.load_weights(model_config, config).items()

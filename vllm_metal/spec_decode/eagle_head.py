@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 
 #: Layers of the target whose output EAGLE-3 reads where config.json names none, counted from 1, as
 #: functions of the target's number of layers; the choice of EAGLE-3's authors.
@@ -43,7 +43,7 @@ class HeadConfig:
     norm_output: bool
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> HeadConfig:
+    def from_config(config: Mapping[str, Any]) -> HeadConfig:
         """Reads config.json, as vLLM completes it."""
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
@@ -126,7 +126,7 @@ class Eagle3Head(nn.Module):
     side; the rest of the vocabulary `d2t` leaves out is never drafted."""
 
     def __init__(self, config: HeadConfig, names: set[str]) -> None:
-        """See EagleHead."""
+        """Takes what EagleHead takes."""
         super().__init__()
         args = config.decoder
         size, eps = args.hidden_size, args.rms_norm_eps
@@ -147,7 +147,7 @@ class Eagle3Head(nn.Module):
         _own_ends(self, config, names)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...] | None:
-        """See EagleHead."""
+        """Layers of the target whose hidden states it reads; None: the final ones."""
         if not self._config.num_hidden_states:
             return None
         return self._config.layer_ids or tuple(layer(num_layers) for layer in DEFAULT_LAYERS)
@@ -167,7 +167,7 @@ class Eagle3Head(nn.Module):
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """See EagleHead."""
+        """Runs the layers over rows, as EagleHead does."""
         out = self.layers[0](self.embed_tokens(input_ids)[:, None], hidden[:, None], caches[0])
         for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
             out = layer(out, None, cache)

@@ -52,7 +52,7 @@ class MedusaHeads(nn.Module):
             ]
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
-        """See StateHeads; Medusa's do not read the newest tokens."""
+        """Drafts as StateHeads do; Medusa's do not read the newest tokens."""
         columns = []
         for index, block in enumerate(self.blocks[:num_heads]):
             project = self.lm_head if self._shared else self.lm_heads[index]

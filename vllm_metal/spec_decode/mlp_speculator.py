@@ -69,7 +69,7 @@ class MLPSpeculatorHeads(nn.Module):
         self._token_weight = token_weight / state_weight
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
-        """See StateHeads."""
+        """Drafts as StateHeads do."""
         state, tokens = hidden, newest
         if self._scale_input:
             state = mx.fast.rms_norm(state, None, EPS) / math.sqrt(2)

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vllm_metal.attention.layers import decoder_layer
-from vllm_metal.attention.seam import AttendingCache
+from vllm_metal.mlx_patches.seam import AttendingCache
 from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.models.mtp_weights import mtp_weights
 from vllm_metal.models.parts import HiddenStates, ModelParts
+from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
-from vllm_metal.spec_decode.paged_proposer import LAYER_PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,13 +49,13 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
 
     def combine(self, hidden: mx.array) -> mx.array:
-        """See Head."""
+        """The target's hidden states, as they are."""
         return hidden
 
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """See Head."""
+        """Runs the layer over rows, as a Head does."""
         embeds = self.embed_tokens(input_ids)
         if self._family.masks_first:  # they are trained without a token there
             embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
@@ -67,7 +67,7 @@ class MTPHead(nn.Module):
         return normed, normed if self._family.feeds_normed else out
 
     def tokens(self, out: mx.array) -> mx.array:
-        """See Head."""
+        """[N] int32, the likeliest token of each of [N, H]."""
         return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)
 
 

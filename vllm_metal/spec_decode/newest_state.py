@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.batch.outputs import Unread
-from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
-from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,13 +73,7 @@ class StateNetwork(DraftNetwork):
         hidden = mx.zeros(shape, mlx_dtype(self._config))
         mx.eval(self._heads(hidden, mx.zeros(len(sampled), mx.int32), self._heads.num_heads))
 
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
+    def proposer(self, pool: DraftPool) -> Proposer:
         return StateProposer(self._heads, self._states, self._num_drafts)
 
 
@@ -117,28 +107,19 @@ class StateProposer(Proposer):
         places = zip(*(column.tolist() for column in columns), strict=True)
         self._rows = dict(zip(rows.req_indices_np.tolist(), places, strict=True))
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
+    def propose(self, request: DraftRequest) -> Drafts:
+        req_indices_np, num_tokens_np = request.req_indices_np, request.num_tokens_np
         places = [self._rows.get(req_idx, (0, 0, 0)) for req_idx in req_indices_np.tolist()]
         firsts, starts, counts = np.array(places, np.int64).reshape(-1, 3).T
         offsets = num_tokens_np - 2 - starts  # of the row that the newest token was sampled from
-        fitting = (offsets >= 0) & (offsets < counts)
-        most = np.minimum(token_ids_np.shape[1] - num_tokens_np, self._heads.num_heads)
-        limits = np.minimum(np.minimum(limits_np, most), self._num_drafts)
-        limits = np.where(fitting, np.maximum(limits, 0), 0).astype(np.int32)
+        limits = request.limits_within(min(self._heads.num_heads, self._num_drafts))
+        limits[(offsets < 0) | (offsets >= counts)] = 0
         token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
         drafting = np.flatnonzero(limits)
         if len(drafting):
             assert self._newest is not None
             hidden = self._newest[mx.array((firsts + offsets)[drafting].astype(np.int32))]
-            newest = mx.array(token_ids_np[req_indices_np[drafting], num_tokens_np[drafting] - 1])
+            newest_np = request.token_ids_np[req_indices_np[drafting], num_tokens_np[drafting] - 1]
             width = int(limits.max())
-            token_ids[mx.array(drafting), :width] = self._heads(hidden, newest, width)
+            token_ids[mx.array(drafting), :width] = self._heads(hidden, mx.array(newest_np), width)
         return Drafts(token_ids, limits)

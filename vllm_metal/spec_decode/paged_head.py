@@ -3,28 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
-from vllm_metal.attention.seam import AttendingCache
-from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import LargestStep
-from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
 from vllm_metal.spec_decode.draft_writer import DraftWriter, HeadWriter
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork, PagedProposer, Spans
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.head import Head
+from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
+from vllm_metal.spec_decode.paged_proposer import PagedProposer
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
+from vllm_metal.spec_decode.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,32 +31,6 @@ if TYPE_CHECKING:
 
 #: Position of the first row of a step that was laid out before the host knew it.
 _UNKNOWN = -1
-
-
-class Head(Protocol):
-    """Works on rows: row i takes the hidden state of position i and the token of position i + 1,
-    keeps K/V at position i, and predicts the token of position i + 2."""
-
-    input_size: int  # of the target's hidden states
-
-    def combine(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states, [T, input_size], as the head takes them, [T, H]."""
-
-    def __call__(
-        self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
-    ) -> tuple[mx.array, mx.array]:
-        """
-        Args:
-            input_ids: [T] int32.
-            hidden: [T, H], combined or from the head itself.
-            caches: one a layer, for the rows of this pass.
-
-        Returns:
-            [T, H] for `tokens`, and [T, H] for the pass after the next token.
-        """
-
-    def tokens(self, out: mx.array) -> mx.array:
-        """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
 
 
 class HeadNetwork(DraftNetwork):
@@ -88,35 +61,19 @@ class HeadNetwork(DraftNetwork):
             out, _ = self._head(rows.input_ids, self._head.combine(hidden), caches)
         mx.eval(self._head.tokens(out[rows.logits_indices]))
 
-    def proposer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        block_tables: BlockTables,
-        graphs: Graphs,
-    ) -> Proposer:
-        paged = self._paged(kv_caches, group_of)
-        return HeadProposer(self._head, paged, block_tables, self._states, self._num_drafts)
+    def proposer(self, pool: DraftPool) -> Proposer:
+        paged = self._paged(pool)
+        return HeadProposer(self._head, paged, pool.block_tables, self._states, self._num_drafts)
 
-    def writer(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        requests: Requests,
-    ) -> DraftWriter:
-        paged = self._paged(kv_caches, group_of, begins_steps=False)
-        last = kv_caches[self.layers[-1].name]
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        paged = self._paged(pool, begins_steps=False)
+        last = pool.layer_states[self.layers[-1].name]
         return HeadWriter(self._head, self._states, paged, last, requests)
 
-    def _paged(
-        self,
-        kv_caches: Mapping[str, LayerState],
-        group_of: Mapping[str, int],
-        begins_steps: bool = True,
-    ) -> PagedLayers:
-        own = {layer.name: kv_caches[layer.name] for layer in self.layers}
+    def _paged(self, pool: DraftPool, begins_steps: bool = True) -> PagedLayers:
+        own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
         block_size = self._config.cache_config.block_size
-        return PagedLayers(self.layers, own, group_of, block_size, begins_steps=begins_steps)
+        return PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=begins_steps)
 
 
 @dataclass(frozen=True)
@@ -176,52 +133,35 @@ class HeadProposer(PagedProposer):
             self._kept[req_idx] = _Kept(states, *of_request)
             self._written.pop(req_idx, None)
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
+    def propose(self, request: DraftRequest) -> Drafts:
         nothing = _Kept(mx.zeros(0), 0, 0, 0)
-        kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices_np.tolist()]
+        req_indices = request.req_indices_np.tolist()
+        kept = [self._kept.get(req_idx, nothing) for req_idx in req_indices]
         starts = np.array([of.start for of in kept], np.int32)
-        if num_before_np is not None:
-            starts = np.where(starts == _UNKNOWN, num_before_np - 1, starts)
+        if request.num_before_np is not None:
+            starts = np.where(starts == _UNKNOWN, request.num_before_np - 1, starts)
         counts = np.array([of.count for of in kept], np.int32)
-        most_tokens = num_tokens_np if unread is None else num_tokens_np + unread.counts_np
+        most_tokens = request.most_tokens_np
         # Row i reads token i + 1; the rows of rejected drafts lie behind the newest token.
         ends = np.minimum(starts + counts, most_tokens - 1)
         usable = ends > starts
-        most = np.minimum(token_ids_np.shape[1] - most_tokens, self._num_drafts)
-        limits = np.maximum(np.minimum(limits_np, most), 0).astype(np.int32)
+        limits = request.limits_within(self._num_drafts)
         limits[~usable | (ends < most_tokens - 1)] = 0
-        written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices_np.tolist()])
+        written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices])
         here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
-        token_ids = mx.zeros((len(req_indices_np), self._num_drafts), mx.int32)
+        token_ids = mx.zeros((len(req_indices), self._num_drafts), mx.int32)
         if len(here):
-            spans = Spans(req_indices_np[here], starts[here], ends[here])
-            of_here = None if unread is None else unread.of(here)
-            following = spans.tokens(token_ids_np, num_tokens_np[here], of_here, ahead=1)
+            of_here = request.select(here)
+            spans = Spans(of_here.req_indices_np, starts[here], ends[here])
+            following = spans.tokens(of_here, ahead=1)
             hidden = self._head.combine(_rows_of([kept[index] for index in here], spans))
-            behind = None if of_here is None else of_here.behind
-            drafts = self._draft(spans, following, hidden, limits[here], behind)
+            drafts = self._draft(spans, following, hidden, limits[here], of_here.behind)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
 
-    def settle(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        ends_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-    ) -> None:
-        nothing_np = np.zeros(len(req_indices_np), np.int32)
-        # Row i reads token i + 1, so K/V of so many positions take one token more.
-        self.propose(token_ids_np, req_indices_np, ends_np + 1, nothing_np, num_before_np)
+    def complete_draft_kv(self, request: DraftRequest) -> None:
+        self.propose(request)
 
     def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         assert hidden is not None

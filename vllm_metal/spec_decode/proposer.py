@@ -10,11 +10,63 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import Behind
 from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.rows import Rows
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A step's R requests, whose newest tokens drafts are to follow."""
+
+    token_ids_np: np.ndarray  # [max_num_reqs, max_model_len] int32, by req_idx; read only
+    req_indices_np: np.ndarray  # [R] int32, rows of the requests
+    #: [R] int32, known tokens of a request that samples in the coming step; where the step still
+    #: works on a prompt, the end of its rows.
+    num_tokens_np: np.ndarray
+    limits_np: np.ndarray  # [R] int32, most drafts wanted of each, from 0 to K; 0 within a prompt
+    #: [R] int32, known tokens of each before its newest step sampled; None: all rows since lay
+    #: where the host said.
+    num_before_np: np.ndarray | None = None
+    #: What that step sampled and the host does not know; None: the host knows all tokens.
+    unread: Unread | None = None
+
+    @property
+    def most_tokens_np(self) -> np.ndarray:
+        """[R] int32, tokens of each if all those that the host has not read are kept."""
+        unread = self.unread
+        return self.num_tokens_np if unread is None else self.num_tokens_np + unread.counts_np
+
+    @property
+    def behind(self) -> Behind | None:
+        """How far before its most tokens each request is; None: all have as many."""
+        return None if self.unread is None else self.unread.behind
+
+    def limits_within(self, num_drafts: int, max_len: int | None = None) -> np.ndarray:
+        """[R] int32 drafts of each: what is wanted, up to `num_drafts`, while its text has room.
+
+        Args:
+            num_drafts: most drafts of a request.
+            max_len: tokens of the longest text; None: as many as the table has.
+        """
+        room_np = (max_len or self.token_ids_np.shape[1]) - self.most_tokens_np
+        limits_np = np.minimum(np.minimum(self.limits_np, room_np), num_drafts)
+        return np.maximum(limits_np, 0).astype(np.int32)
+
+    def select(self, indices_np: np.ndarray) -> DraftRequest:
+        """Returns the [n] requests at `indices_np` alone."""
+        before_np = self.num_before_np
+        return DraftRequest(
+            self.token_ids_np,
+            self.req_indices_np[indices_np],
+            self.num_tokens_np[indices_np],
+            self.limits_np[indices_np],
+            None if before_np is None else before_np[indices_np],
+            None if self.unread is None else self.unread.of(indices_np),
+        )
 
 
 @dataclass(frozen=True)
@@ -42,31 +94,12 @@ class Proposer(ABC):
     A wrong draft costs time; it never changes what the target samples.
     """
 
-    #: Whether the host must know all tokens: `propose` then gets no `unread`.
+    #: Whether the host must know all tokens: requests then have no `unread`.
     reads_text: ClassVar[bool] = True
 
     @abstractmethod
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
-        """Guesses what follows the newest tokens of a step's R requests.
-
-        Args:
-            token_ids_np: [max_num_reqs, max_model_len] int32, by req_idx; read only.
-            req_indices_np: [R] rows of the requests.
-            num_tokens_np: [R] known tokens of a request that samples in the coming step; where the
-                step still works on a prompt, the end of its rows.
-            limits_np: [R] most drafts wanted of each, from 0 to K; 0 within a prompt.
-            num_before_np: [R] known tokens of each before its newest step sampled; None: all rows
-                since lay where the host said.
-            unread: what that step sampled and the host does not know; None: it knows all tokens.
-        """
+    def propose(self, request: DraftRequest) -> Drafts:
+        """Guesses what follows the newest tokens of a step's R requests."""
 
     def begin_request(self, req_idx: int, num_computed: int) -> None:  # noqa: B027 - most need not know
         """A request starts or resumes; the prefix cache holds its first `num_computed` tokens."""
@@ -77,23 +110,14 @@ class Proposer(ABC):
     def forget_request(self, req_idx: int) -> None:  # noqa: B027 - most keep nothing by req_idx
         """The request is gone; another one may take its row."""
 
-    def settle(  # noqa: B027 - most keep no K/V
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        ends_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-    ) -> None:
-        """Writes the K/V of positions before `ends_np`, where `propose` has not done so yet.
+    def complete_draft_kv(self, request: DraftRequest) -> None:  # noqa: B027 - most keep no K/V
+        """Writes the K/V of all tokens but each request's newest, where `propose` has not yet.
 
         Their blocks are about to be kept for other requests, or other machines.
 
         Args:
-            token_ids_np: see `propose`.
-            req_indices_np: [R] rows of the requests.
-            ends_np: [R] int32, each below its request's number of known tokens. What no step has
-                had rows of is left out.
-            num_before_np: see `propose`.
+            request: wants no drafts, and has no `unread`. Positions that no step has had rows of
+                are left out.
         """
 
     def take_hidden(self, rows: Rows) -> None:  # noqa: B027 - for heads on hidden states
@@ -118,21 +142,12 @@ class TextProposer(Proposer):
     def from_config(cls, config: SpeculativeConfig) -> Self:
         """The proposer with the settings of --speculative-config."""
 
-    def propose(
-        self,
-        token_ids_np: np.ndarray,
-        req_indices_np: np.ndarray,
-        num_tokens_np: np.ndarray,
-        limits_np: np.ndarray,
-        num_before_np: np.ndarray | None = None,
-        unread: Unread | None = None,
-    ) -> Drafts:
-        room = token_ids_np.shape[1] - num_tokens_np  # no draft beyond the longest text
-        limits = np.minimum(np.minimum(limits_np, self._num_drafts), room).tolist()
-        requests = zip(req_indices_np.tolist(), num_tokens_np.tolist(), limits, strict=True)
+    def propose(self, request: DraftRequest) -> Drafts:
+        limits_np = request.limits_within(self._num_drafts)
+        columns = request.req_indices_np, request.num_tokens_np, limits_np
         guesses = [
-            self._guess(req_idx, token_ids_np[req_idx, :num_tokens], limit)
-            for req_idx, num_tokens, limit in requests
+            self._guess(req_idx, request.token_ids_np[req_idx, :num_tokens], limit)
+            for req_idx, num_tokens, limit in zip(*(each.tolist() for each in columns), strict=True)
         ]
         return Drafts.of_lists(guesses, self._num_drafts)
 

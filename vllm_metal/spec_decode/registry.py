@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_metal.batch.requests import Requests
     from vllm_metal.models.parts import ModelParts
     from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
-    from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+    from vllm_metal.spec_decode.network import DraftNetwork
     from vllm_metal.spec_decode.proposer import Proposer
     from vllm_metal.spec_decode.speculator import Speculator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each step its drafts, and tells proposer and length policy what became of them."""
+"""Decides a step's drafts, and when a draft network has to write K/V that it left out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import mlx.core as mx
 import numpy as np
 from vllm.logger import init_logger
 
+from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.spec_decode.adaptive import FixedDraftLengths
-from vllm_metal.spec_decode.proposer import Drafts, Proposer
+from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm_metal.batch.input_batch import InputBatch
@@ -29,7 +30,7 @@ logger = init_logger(__name__)
 LOW_ACCEPTANCE, MIN_JUDGED = 0.2, 1000
 
 
-class Speculator:
+class Speculator(RequestColumn):
     """Asks one proposer for drafts, and one policy for how many are worth verifying.
 
     With async scheduling the scheduler reserves rows for K drafts of every request; rows that get
@@ -110,8 +111,8 @@ class Speculator:
                 100 * self._lengths.acceptance(),
             )
 
-    def forget_request(self, req_idx: int) -> None:
-        """The request is gone; another one may take its row."""
+    def leave(self, req_idx: int) -> None:
+        """A request is gone; another one may take its row."""
         self._proposer.forget_request(req_idx)
         self._lengths.forget_request(req_idx)
 
@@ -166,7 +167,7 @@ class Speculator:
         req_ids, drafts = self._laid_out
         return _lists(req_ids, drafts.token_ids, drafts.counts_np)
 
-    def settle(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Has the proposer write K/V of requests' first tokens, where it has not yet.
 
         Args:
@@ -176,15 +177,13 @@ class Speculator:
         if here:
             requests = self._requests
             indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
-            ends_np = np.minimum(list(here.values()), requests.num_known_np[indices_np] - 1)
-            self._proposer.settle(
-                requests.token_ids_np,
-                indices_np,
-                ends_np.astype(np.int32),
-                _num_before(requests, indices_np),
-            )
+            # The newest of so many tokens is left out, see Proposer.
+            known_np = requests.num_known_np[indices_np]
+            tokens_np = np.minimum(np.array([*here.values()]) + 1, known_np)
+            nothing_np = np.zeros(len(here), np.int32)
+            self._proposer.complete_draft_kv(self._request(indices_np, tokens_np, nothing_np))
 
-    def settle_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
+    def complete_draft_blocks(self, req_ids: Iterable[str], block_size: int) -> None:
         """Has the proposer complete the full blocks of requests that it will not be asked for.
 
         It runs for steps to come, so it has not yet taken in the last one, and the prefix cache
@@ -198,9 +197,11 @@ class Speculator:
         here = [req_id for req_id in req_ids if req_id in requests]
         known_np = requests.num_known_np
         ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
-        self.settle({req_id: end // block_size * block_size for req_id, end in ends.items()})
+        self.complete_draft_kv(
+            {req_id: end // block_size * block_size for req_id, end in ends.items()}
+        )
 
-    def begin_request(self, state: RequestState) -> None:
+    def enter(self, state: RequestState) -> None:
         """A request starts or resumes."""
         num_computed = int(self._requests.num_computed_tokens_np[state.req_idx])
         self._proposer.begin_request(state.req_idx, num_computed)
@@ -241,13 +242,22 @@ class Speculator:
             chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
             limits = _within(limits, self._most_drafts)
-        return self._proposer.propose(
-            requests.token_ids_np,
-            req_indices,
-            ends,
-            limits,
-            _num_before(requests, req_indices),
-            unread,
+        return self._proposer.propose(self._request(req_indices, ends, limits, unread))
+
+    def _request(
+        self,
+        req_indices_np: np.ndarray,
+        num_tokens_np: np.ndarray,
+        limits_np: np.ndarray,
+        unread: Unread | None = None,
+    ) -> DraftRequest:
+        """Describes [R] requests to the proposer; arguments as in DraftRequest."""
+        requests, known_np = self._requests, self._requests.num_known_np[req_indices_np]
+        pending = requests.num_tokens_np[req_indices_np] > known_np
+        before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
+        num_tokens_np = num_tokens_np.astype(np.int32)
+        return DraftRequest(
+            requests.token_ids_np, req_indices_np, num_tokens_np, limits_np, before_np, unread
         )
 
 
@@ -258,13 +268,6 @@ def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
     there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]
     first = there & (np.cumsum(there).reshape(there.shape) <= most)
     return first.sum(0, dtype=np.int32)
-
-
-def _num_before(requests: Requests, req_indices_np: np.ndarray) -> np.ndarray:
-    """[R] known tokens of each before its newest step sampled."""
-    known = requests.num_known_np[req_indices_np]
-    unread = requests.num_tokens_np[req_indices_np] > known
-    return np.where(unread, known, requests.num_known_before_np[req_indices_np])
 
 
 def _lists(req_ids: Sequence[str], token_ids: mx.array, counts: np.ndarray) -> dict[str, list[int]]:

@@ -80,7 +80,6 @@ class SuffixProposer(TextProposer):
         return cls(config.num_speculative_tokens, options)
 
     def set_scope(self, req_idx: int, scope: str | None) -> None:
-        """See Proposer: the scope is the request's cache_salt."""
         self._scopes[req_idx] = scope
 
     def forget_request(self, req_idx: int) -> None:

@@ -1,40 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's cache_salt, on its way to the worker."""
+"""Has the scheduler send each request's cache_salt to the worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
+    from collections.abc import Callable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 #: The vLLM releases that all of this is true for.
 RELEASES = ("0.32",)
 
 
-def send_salts(remember: Callable[[SamplingParams, str | None], None]) -> None:
-    """Has each request's cache_salt noted in the sampling parameters that go to the worker.
+def send_salts() -> None:
+    """Has schedulers send each request's cache_salt along; call it in the process that schedules.
 
     vLLM's scheduler keeps the salt for the hashes of blocks and sends none to the worker, which
-    keeps apart by it what requests draft from. The parameters are vLLM's copy for this request: the
-    caller's own, which may serve other requests and be printed, stay as they are.
-
-    Args:
-        remember: notes a salt in parameters, and removes any that a client put there.
+    keeps apart by it what requests draft from.
     """
-    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    def noting(process: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
-        def process_inputs(self: InputProcessor, *args: Any, **options: Any) -> EngineCoreRequest:
-            request = process(self, *args, **options)
-            if request.sampling_params is not None:
-                remember(request.sampling_params, request.cache_salt)
-            return request
+    replace(Scheduler, "schedule", _with_salts)
 
-        return process_inputs
 
-    replace(InputProcessor, "process_inputs", noting)
+def _with_salts(schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+    def schedule_step(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
+        output = schedule(self, *arguments, **options)
+        for data in output.scheduled_new_reqs:
+            vars(data)["cache_salt"] = self.requests[data.req_id].cache_salt  # pickled with fields
+        return output
+
+    return schedule_step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults and choices of vLLM's engine arguments."""
+"""Sets defaults and choices of vLLM's engine arguments; their values are platform's."""
 
 from __future__ import annotations
 

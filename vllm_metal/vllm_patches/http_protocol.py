@@ -25,11 +25,11 @@ RELEASES = ("0.32",)
 #: An extension of a request's scope: under "call", what ends its connection at once.
 HANG_UP = "vllm-metal.hang-up"
 #: That the headers of a request may take, as nginx has it (client_header_timeout).
-_HEAD_S = 60.0
+HEAD_S = 60.0
 #: That a client may go on sending a body after its answer: enough to read the answer.
-_AFTER_ANSWER_S = 5.0
+AFTER_ANSWER_S = 5.0
 #: That a client may take nothing of an answer that waits for it, as nginx has it (send_timeout).
-_TAKE_S = 60.0
+TAKE_S = 60.0
 _SLICE = 1 << 14  # bytes of headers that the parser gets at a time
 
 
@@ -48,7 +48,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._within(_HEAD_S)
+        self._within(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._within(None)
@@ -74,7 +74,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {HANG_UP: {"call": self.transport.abort}}
         self._in_head, self._whole = True, False
-        self._within(_HEAD_S)
+        self._within(HEAD_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -95,7 +95,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._whole:
-            self._within(_AFTER_ANSWER_S)
+            self._within(AFTER_ANSWER_S)
         if self.transport.get_write_buffer_size():
             self._look_at_the_rest()
 
@@ -109,7 +109,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Begins to look, from time to time, whether the client takes what waits for it."""
         if self._taking is None:
             left = self.transport.get_write_buffer_size()
-            self._taking = self.loop.call_later(_TAKE_S, self._look_again, left)
+            self._taking = self.loop.call_later(TAKE_S, self._look_again, left)
 
     def _look_again(self, before: int) -> None:
         self._taking = None

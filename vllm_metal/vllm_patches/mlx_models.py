@@ -34,7 +34,7 @@ def take_mlx_models() -> None:
 
 
 def _model_types(known: Container[str]) -> list[str]:
-    """Of mlx-lm's modules those that are not known, without an import of them."""
+    """Names of mlx-lm's modules that are not known, found without an import of them."""
     found = importlib.util.find_spec("mlx_lm")
     assert found is not None and found.submodule_search_locations is not None
     folder = Path(found.submodule_search_locations[0]) / "models"

@@ -131,11 +131,11 @@ def parameters(found: Any) -> str | None:
     if signature is None:
         return None
     taken, kind = [], inspect.Parameter
-    stars: dict[Any, str] = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}
     for parameter in signature.parameters.values():
         if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
             taken.append("*")
-        taken.append(stars.get(parameter.kind, "") + parameter.name)
+        stars = {int(kind.VAR_POSITIONAL): "*", int(kind.VAR_KEYWORD): "**"}
+        taken.append(stars.get(int(parameter.kind), "") + parameter.name)
     return " ".join(taken)
 
 
@@ -186,7 +186,7 @@ def _set_by(owner: type) -> set[str]:
         instruction.argval
         for function in vars(owner).values()
         if isinstance(function, FunctionType)
-        for instruction in dis.get_instructions(function)
+        for instruction in dis.get_instructions(inspect.unwrap(function))  # not ours
         if instruction.opname == "STORE_ATTR"
     }
 

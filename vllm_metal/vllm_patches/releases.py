@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM release that this plugin is tested with; any other is refused unless allowed."""
+"""Names the tested vLLM release; refuses any other, with the reason, unless it is allowed."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_budget import StepBudget
-from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
+from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult, send_figures
 from vllm_metal.vllm_patches.streaming_sessions import keeping_sessions
 
 if TYPE_CHECKING:
@@ -52,7 +52,23 @@ def end_failed_requests() -> None:
 
 
 def _measured_and_ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
-    return StepBudget.measuring(keeping_sessions(_ending_failed_requests(update)))
+    return _sending_figures(StepBudget.measuring(keeping_sessions(_ending_failed_requests(update))))
+
+
+def _sending_figures(update: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's workers have no way to report anything but what it knows."""
+
+    def update_from_output(
+        self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = update(self, scheduler_output, model_runner_output)
+        figures = getattr(model_runner_output, "figures", None)
+        for of_client in outputs.values():
+            if figures is not None and of_client.scheduler_stats is not None:
+                send_figures(of_client.scheduler_stats, figures)
+        return outputs
+
+    return update_from_output
 
 
 def _limited_and_breaking_deadlocks(
@@ -205,14 +221,11 @@ def _with_blocks_to_clear(blocks_to_zero: Callable[..., Any]) -> Callable[..., A
 
 def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
     """Has the scheduler end requests as if their grammars had not compiled."""
-    ended = scheduler.grammar_compile_error_reqs
-    # A set in 0.32; since 0.33 a dict of request id to error. None gives the output of 0.32. With
-    # an error a server would not pass our stop reason on to the client, nor count the request.
-    ended.update(req_ids if isinstance(ended, set) else dict.fromkeys(req_ids))
+    scheduler.grammar_compile_error_reqs.update(req_ids)
 
 
 def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:
-    """Those of the blocks that no request holds any more.
+    """Picks the blocks that no request holds any more.
 
     With a connector, blocks of a request that a step in flight still computes count as held until
     it has ended. The next step clears them all the same: it comes after the steps in flight.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse
 
 from vllm_metal.vllm_patches.replacing import replace
+from vllm_metal.vllm_patches.shutdown import remembering_the_stop
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,17 +37,14 @@ def tell_how_servers_end() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    replace(AsyncLLM, "shutdown", _remembering_the_stop)
+    replace(AsyncLLM, "shutdown", remembering_the_stop(_has_failed))
     replace(entry, "serve_http", _failing_without_an_engine)
     replace(entry, "serve_http", _turning_requests_away)
 
 
-def _remembering_the_stop(shutdown: Callable[..., None]) -> Callable[..., None]:
-    def shut_down(self: Any, timeout: float | None = None) -> None:
-        self.told_to_stop = not self.errored
-        shutdown(self, timeout=timeout)
-
-    return shut_down
+def _has_failed(engine: Any) -> bool:
+    """Whether an engine has died, or was never whole, as where its weights cannot be read."""
+    return not hasattr(engine, "engine_core") or engine.errored
 
 
 def _is_stopping(engine: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from vllm_metal.vllm_patches.processes import is_engine_process
@@ -59,20 +60,29 @@ def tell_a_stop_from_a_failure() -> None:
     """
     from vllm.v1.engine.core_client import MPClient
 
-    replace(MPClient, "shutdown", _remembering_the_stop)
+    replace(MPClient, "shutdown", remembering_the_stop(attrgetter("resources.engine_dead")))
     replace(MPClient, "_format_exception", _marking_the_stop)
     logger = logging.getLogger("vllm.v1.engine.async_llm")
     if _is_failure not in logger.filters:
         logger.addFilter(_is_failure)
 
 
-def _remembering_the_stop(shutdown: Callable[..., None]) -> Callable[..., None]:
-    def shut_down(self: Any, timeout: float | None = None) -> None:
-        if self._finalizer.alive:
-            self.told_to_stop = not self.resources.engine_dead
-        shutdown(self, timeout)
+def remembering_the_stop(has_failed: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Returns what has a `shutdown` note as `told_to_stop` whether it ends what still worked.
 
-    return shut_down
+    Args:
+        has_failed: says of the object, when it is first told to shut down, whether its engine died.
+    """
+
+    def make(shutdown: Callable[..., None]) -> Callable[..., None]:
+        def shut_down(self: Any, timeout: float | None = None) -> None:
+            if not hasattr(self, "told_to_stop"):
+                self.told_to_stop = not has_failed(self)
+            shutdown(self, timeout=timeout)
+
+        return shut_down
+
+    return make
 
 
 def _marking_the_stop(

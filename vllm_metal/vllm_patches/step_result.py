@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's results, with the requests that the step could not serve; changes nothing in vLLM."""
+"""StepResult: a step's results, what went wrong in it, and its figures; changes nothing in vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import ModelRunnerOutput
 
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
+
+#: A step's figures by name, as every executor pickles them and vLLM's server decodes them.
+Figures = Mapping[str, Any]
+_KEY = "vllm_metal"  # of the figures among a connector's statistics
 NOT_A_NUMBER = "the model's logits are not numbers (NaN)"
 
 
@@ -16,3 +24,22 @@ class StepResult(ModelRunnerOutput):
 
     failures: dict[str, str] = field(default_factory=dict)  # request id to the reason
     pool_lost: bool = False  # True: the KV pool was made anew, and holds no request's K/V
+    figures: Figures | None = None  # the `scheduler` module has vLLM send them to the server
+
+
+def send_figures(stats: SchedulerStats, figures: Figures) -> None:
+    """Puts a step's figures where vLLM sends what a K/V connector reports: a dictionary of any."""
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: figures}
+
+
+def take_figures(stats: SchedulerStats) -> Figures | None:
+    """Takes a step's figures out of what vLLM's server got; None: there are none.
+
+    Who takes them must come before vLLM's own loggers: these know a connector's figures only.
+    """
+    if not stats.kv_connector_stats or _KEY not in stats.kv_connector_stats:
+        return None
+    others = dict(stats.kv_connector_stats)
+    figures: Figures = others.pop(_KEY)
+    stats.kv_connector_stats = others or None
+    return figures

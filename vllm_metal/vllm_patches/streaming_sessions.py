@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_metal.vllm_patches.replacing import replace
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.engine.output_processor import OutputProcessorOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -34,7 +33,7 @@ OF_ALL_TURNS = (
 )
 
 
-def serve_sessions(carry_salt: Callable[[SamplingParams, str | None], None]) -> None:
+def serve_sessions() -> None:
     """Has vLLM's schedulers keep sessions right; call it in the process that schedules.
 
     A turn's text is all that came before it, less the last token of the turn before: that one was
@@ -45,17 +44,11 @@ def serve_sessions(carry_salt: Callable[[SamplingParams, str | None], None]) -> 
     Between its turns a session keeps its blocks, but no row of the worker's tables: the worker is
     told that it is preempted. A recurrent state cannot be taken back. Where a step went on behind
     the text that is kept, the session starts again, from what the prefix cache has of it.
-
-    Args:
-        carry_salt: notes a request's cache_salt in sampling parameters; each turn brings its own.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    def carrying(update: Callable[..., None]) -> Callable[..., None]:
-        return _going_on(update, carry_salt)
-
     replace(Scheduler, "_handle_stopped_request", _ending_turns)
-    replace(Scheduler, "_update_request_as_session", carrying)
+    replace(Scheduler, "_update_request_as_session", _going_on)
     replace(Scheduler, "add_request", _of_one_salt)
 
 
@@ -97,16 +90,13 @@ def _let_go_of_blocks(scheduler: Any, request: Any) -> None:
         scheduler.connector.blocks_given_up(request.request_id)
 
 
-def _going_on(
-    update: Callable[..., None], carry_salt: Callable[[SamplingParams, str | None], None]
-) -> Callable[..., None]:
+def _going_on(update: Callable[..., None]) -> Callable[..., None]:
     def _update_request_as_session(self: Any, session: Any, turn: Any) -> None:
         kept, computed = _num_kept(session), session.num_computed_tokens
         session.num_computed_tokens = kept  # vLLM keeps that much text
         update(self, session, turn)
         session.num_computed_tokens = min(computed, kept)
         session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
-        carry_salt(session.sampling_params, session.cache_salt)
         if session.num_tokens >= self.max_model_len:
             _end_session(
                 self,
@@ -162,9 +152,7 @@ def keeping_sessions(
     ) -> dict[int, EngineCoreOutputs]:
         reasons, self.sessions_to_end = getattr(self, "sessions_to_end", None), {}
         if reasons:
-            ended = self.grammar_compile_error_reqs
-            # A set in 0.32; since 0.33 a dict, where None gives the output of 0.32.
-            ended.update(reasons if isinstance(ended, set) else dict.fromkeys(reasons))
+            self.grammar_compile_error_reqs.update(reasons)
         outputs = update(self, scheduler_output, result)
         if reasons:
             for output in (each for of in outputs.values() for each in of.outputs):

@@ -1,83 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step: update requests, prepare inputs, forward, sample."""
+"""ModelRunner decides the order of a step: news, blocks, forward, results, hand-over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_metal.batch import grammar
+from metal_kernels.layout import Behind
+from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
-from vllm_metal.batch.requests import Requests, RequestState
-from vllm_metal.sample import Logprobs, Sampler, SamplerOutput, prompt_logprob_chunks
+from vllm_metal.batch.requests import Requests
+from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
+from vllm_metal.worker.results import RequestsRefused, Step
+from vllm_metal.worker.step_end import SamplingEnd, StepEnd
+from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
     from vllm_metal.models.executor import ModelExecutor
     from vllm_metal.models.paged_layers import PagedLayers
+    from vllm_metal.sample import Sampler
     from vllm_metal.spec_decode.draft_writer import DraftWriter
 
 
-@dataclass(frozen=True)
-class _Forwarded:
-    """A forward pass, built and not yet sampled from."""
-
-    batch: InputBatch
-    logits: mx.array  # [S, V] of the rows that sample
-    hidden_states: mx.array | None  # of all rows, where prompt logprobs are wanted
-
-
 class ModelRunner:
-    """Turns one SchedulerOutput into tokens.
+    """Turns one SchedulerOutput into results.
 
-    Nothing between `update_requests` and the hand-over to the device at the end of `sample_tokens`
-    waits for the device, except where the KV pool is written by MLX's scatter: the step before must
-    then have read it when the next writes are queued (see kv_cache.scatter). Custom logits
-    processors add a wait of their own: they read the tokens of the step before. With speculation
-    `learn` waits before all that, where `_needs_outcome` says so.
+    `execute` and `finish` are the order of a step; whatever raises in them is `recovery`'s.
+
+    Nothing between `take_news` and the hand-over to the device at the end of `finish` waits for
+    the device, except where the KV pool is written by MLX's scatter: the step before must then have
+    read it when the next writes are queued (see kv_cache.scatter). Custom logits processors add a
+    wait of their own: they read the tokens of the step before. With speculation `learn` waits
+    before all that, where `_needs_outcome` says so.
     """
 
     def __init__(
         self,
         model: ModelExecutor,
         requests: Requests,
-        sampler: Sampler,
+        end: StepEnd,
         max_num_reqs: int,
         speculator: Speculator | None = None,
         draft_writer: DraftWriter | None = None,
+        columns: Sequence[RequestColumn] = (),
+        hooks: StepHooks = NO_HOOKS,
+        clock: StepClock | None = None,
     ) -> None:
         """
         Args:
-            model: what computes logits.
+            model: what computes hidden states.
             requests: all that persists of them.
-            sampler: makes tokens of logits.
+            end: makes results of hidden states.
             max_num_reqs: rows of the per-request tables.
             speculator: None where nothing is drafted.
             draft_writer: keeps the K/V of a draft network that others draft from; not beside a
                 speculator.
+            columns: what else requests bring, besides what `end` and `speculator` read.
+            hooks: called around each step.
+            clock: told of the waits for the step before; None: nobody asks.
         """
         self._model = model
         self._requests = requests
-        self._sampler = sampler
+        self._end = end
         self._speculator = speculator
         self._draft_writer = draft_writer
+        speculators = () if speculator is None else (speculator,)
+        self._columns: tuple[RequestColumn, ...] = (*columns, *speculators, end)
+        self._hooks = hooks
+        self._clock = clock or StepClock()
         self._last_token_ids = mx.zeros(max_num_reqs, mx.int32)  # by req_idx, the newest token
-        self._forwarded: _Forwarded | None = None
+        self._laid_out: InputBatch | None = None  # its forward is built, and nothing more
         self._newest: StepOutput | None = None  # the step handed over last
         #: How often a step waited to know what the step before it sampled.
         self.num_waits = 0
         self._unlearnt: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
         self._joining: list[mx.array] = []  # what else the device computes with the step at hand
+
+    def execute(self, step: Step) -> None:
+        """Takes the scheduler's news, and builds the forward of what it schedules.
+
+        Raises:
+            RequestsRefused: some requests could not be taken in.
+        """
+        self.learn_outcome(step.scheduler_output)  # which drafts of earlier steps were kept
+        self.complete_leaving(step.scheduler_output)  # K/V of drafts that blocks must hold
+        self.take_news(step, sound=True)  # requests come, go, get on; K/V leave the pool
+        self.update_blocks(step.scheduler_output)  # cleared, copied
+        self._hooks.before_forward()  # K/V enter the pool
+        if step.req_ids:
+            self.forward(step.scheduler_output)
+        else:
+            self.end_step(step, computed=True)
+
+    def finish(self, step: Step, grammar_output: GrammarOutput | None) -> StepOutput:
+        """Builds the results of the forward just built, and hands the step to the device."""
+        self._hooks.before_hand_over()
+        output = self.hand_over(grammar_output)
+        self.end_step(step, computed=True)
+        return output
+
+    def take_news(self, step: Step, sound: bool) -> None:
+        """Tells hooks, requests and columns of a step, each once: also where an attempt failed.
+
+        Args:
+            step: as the scheduler sent it.
+            sound: whether the pool holds what the scheduler believes.
+
+        Raises:
+            RequestsRefused: some requests could not be taken in.
+        """
+        if not step.hooks_told:
+            step.hooks_told = True
+            self._hooks.before_step(step.scheduler_output, sound)
+        if not step.requests_told:
+            step.requests_told = True
+            self.update_requests(step.scheduler_output)
+
+    def end_step(self, step: Step, computed: bool) -> None:
+        """Tells hooks once that a step is with the device, had no rows, or has failed.
+
+        Args:
+            step: gets what the scheduler is to hear of transfers.
+            computed: whether the pool holds what the scheduler believes, this step included.
+        """
+        if not step.ended:
+            step.ended = True
+            step.transfers = self._hooks.after_step(computed)
 
     def twin(self, sampler: Sampler) -> ModelRunner:
         """A runner over the same networks, pool and requests. This one learns nothing of its steps.
@@ -87,18 +145,24 @@ class ModelRunner:
         Args:
             sampler: that it samples with.
         """
+        end = SamplingEnd(self._model, self._requests, sampler)
         speculator = self._speculator
         if speculator is not None:
             speculator = None if speculator.reads_text else speculator.twin()
         max_num_reqs = self._last_token_ids.size
         return ModelRunner(
-            self._model, self._requests, sampler, max_num_reqs, speculator, self._draft_writer
+            self._model, self._requests, end, max_num_reqs, speculator, self._draft_writer
         )
 
     @property
     def num_drafts(self) -> int:
         """The most drafts of a request in a step."""
         return 0 if self._speculator is None else self._speculator.num_drafts
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether a step is finished in the same call that begins it."""
+        return self._end.at_once
 
     @property
     def layers(self) -> PagedLayers:
@@ -118,18 +182,28 @@ class ModelRunner:
         if self._model.rolls_back:
             self.learn()  # a state is in its block once it is known which drafts were kept
         if self._speculator is not None:
-            self._speculator.settle(ends)
+            self._speculator.complete_draft_kv(ends)
 
-    def settle_leaving(self, scheduler_output: SchedulerOutput) -> None:
-        """The same of requests that this step takes away: their blocks may be found later.
+    def complete_leaving(self, scheduler_output: SchedulerOutput) -> None:
+        """Completes the blocks of requests that this step takes away: others may find them.
 
         One that is taken away at the end of its turn of a session goes on behind its last token.
         """
         if self._speculator is None:
             return
         paused = scheduler_output.preempted_req_ids or set()
-        self._speculator.settle_blocks(scheduler_output.finished_req_ids, self._model.block_size)
-        self._speculator.settle_blocks(paused, 1)
+        self._speculator.complete_draft_blocks(
+            scheduler_output.finished_req_ids, self._model.block_size
+        )
+        self._speculator.complete_draft_blocks(paused, 1)
+
+    def learn_outcome(self, scheduler_output: SchedulerOutput) -> None:
+        """Learns what the next step needs to know, and tells the clock of the wait for it."""
+        before = self.num_waits
+        with self._clock.waiting():
+            self.learn(scheduler_output)
+        if self.num_waits > before:
+            self._clock.outcome_known()
 
     def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
         """Takes the outcome of earlier steps where there is speculation.
@@ -165,43 +239,31 @@ class ModelRunner:
             or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
         )
 
-    def update_requests(self, scheduler_output: SchedulerOutput) -> dict[str, Exception]:
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the scheduler's news: requests that came, went, resumed, or got on.
 
-        Returns:
-            By request id the errors of those that could not be taken. They have no row in any
-            table; of no other request anything is lost. What this runner keeps of them, a custom
-            logits processor's state say, may be anything: it is to be made anew.
+        Raises:
+            RequestsRefused: some could not be taken. They have no row in any table; of no other
+                request anything is lost. What this runner keeps of them, a custom logits
+                processor's state say, may be anything: it is to be made anew.
         """
         changes = self._requests.apply(scheduler_output)
         failed = dict(changes.failed)
         for state in changes.left:
             try:
-                self._forget(state)
+                for column in self._columns:
+                    column.leave(state.req_idx)
             except Exception as error:
                 failed[state.req_id] = error
         for state in changes.entered:
             try:
-                self._take_in(state)
+                for column in self._columns:
+                    column.enter(state)
             except Exception as error:
                 failed[state.req_id] = error
                 self._requests.remove_request(state.req_id)
-        return failed
-
-    def _forget(self, state: RequestState) -> None:
-        self._sampler.remove_request(state.req_idx)
-        if self._speculator is not None:
-            self._speculator.forget_request(state.req_idx)
-
-    def _take_in(self, state: RequestState) -> None:
-        if self._speculator is not None:
-            self._speculator.begin_request(state)
-        self._sampler.add_request(
-            state.req_idx,
-            state.sampling_params,
-            state.prompt_token_ids,
-            state.output_token_ids,
-        )
+        if failed:
+            raise RequestsRefused(failed)
 
     def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Clears and copies blocks as the scheduler wants, also where it schedules nothing."""
@@ -213,21 +275,8 @@ class ModelRunner:
             self._model.update_blocks(zeroed or (), copied or ())
 
     def forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Builds the forward pass of a step's requests; its logits wait for `sample_tokens`."""
-        drafts = behind = None
-        if self._speculator is not None:
-            if not self._model.pipelined:
-                self.wait()  # draft passes scatter at once, after the step before has read all
-            self._requests.roll_back()
-            unread = self._unread(scheduler_output)
-            behind = None if unread is None else unread.behind
-            drafts = self._speculator.step_drafts(
-                scheduler_output.num_scheduled_tokens,
-                scheduler_output.scheduled_spec_decode_tokens,
-                unread,
-            )
-            # vLLM's scheduler keeps this object, and reads its figures from it after the step.
-            scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
+        """Builds the forward pass of a step's requests; its results wait for `hand_over`."""
+        drafts, behind = self._step_drafts(scheduler_output)
         batch = prepare(
             self._requests,
             scheduler_output.num_scheduled_tokens,
@@ -235,11 +284,33 @@ class ModelRunner:
             drafts,
             behind,
         )
-        hidden_states = self._model.forward_hidden(batch, self._requests.block_tables)
-        logits = self._model.compute_logits(batch.of_logits(hidden_states))
+        inputs = batch.inputs
+        for column in self._columns:
+            inputs = inputs.with_extras(column.extras(batch))
+        hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
+        self._end.begin(batch, hidden_states)
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
-        self._forwarded = _Forwarded(batch, logits, hidden_states if batch.prompt_rows else None)
+        self._laid_out = batch
+
+    def _step_drafts(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[StepDrafts | None, Behind | None]:
+        """The drafts that a step verifies, and how far its requests are behind the host's count."""
+        if self._speculator is None:
+            return None, None
+        if not self._model.pipelined:
+            self.wait()  # draft passes scatter at once, after the step before has read all
+        self._requests.roll_back()
+        unread = self._unread(scheduler_output)
+        drafts = self._speculator.step_drafts(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+            unread,
+        )
+        # vLLM's scheduler keeps this object, and reads its figures from it after the step.
+        scheduler_output.num_invalid_spec_tokens = _left_out(scheduler_output, drafts)
+        return drafts, None if unread is None else unread.behind
 
     def _unread(self, scheduler_output: SchedulerOutput) -> Unread | None:
         """What the host has not read of the requests of the step that is being laid out."""
@@ -249,76 +320,32 @@ class ModelRunner:
         req_indices = [self._requests[req_id].req_idx for req_id in req_ids]
         return self._newest.unread(np.array(req_indices, np.int32))
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepOutput:
-        """Samples from the forward pass just built and hands the step to the device."""
-        assert self._forwarded is not None
-        forwarded, self._forwarded = self._forwarded, None
-        batch, logits = forwarded.batch, forwarded.logits
-        if self._sampler.needs_host_tokens and self._newest is not None:
+    def hand_over(self, grammar_output: GrammarOutput | None) -> StepOutput:
+        """Builds the results of the forward just built, and hands the step to the device."""
+        assert self._laid_out is not None
+        batch, self._laid_out = self._laid_out, None
+        if self._end.needs_host_tokens and self._newest is not None:
             self._newest.token_ids()
-        sampled = None
-        if len(batch.sampling_np):
-            mask = None
-            if grammar_output is not None:
-                mask, batch = grammar.match_grammar_mask(batch, grammar_output)
-            sampled = self._sampler.sample(
-                logits,
-                batch.sample_req_indices_np,
-                batch.num_output_tokens_np,
-                mask,
-                batch.draft_spans,
-                batch.sample_behind,
-            )
-            req_indices = batch.req_indices_np[batch.sampling_np]
-            # A new array: writing into this one would make the step before stand for this step.
-            self._last_token_ids = mx.put_along_axis(
-                self._last_token_ids, mx.array(req_indices), sampled.last_token_ids, axis=0
-            )
-            spans = batch.draft_spans
-            self._requests.note_sampled(req_indices, 1 if spans is None else spans.lens_np)
-        chunks, complete = self._prompt_logprobs(forwarded, sampled)
-        output = StepOutput(batch, sampled, complete, self._requests)
+        output, arrays = self._end.finish(grammar_output)
+        self._note_sampled(output)
         if self._speculator is not None:
             self._unlearnt.append(output)
-        self._submit(output, chunks, logits)
+        self._submit(arrays)
         if self._draft_writer is not None:
-            self._submit_drafts(self._draft_writer.write(forwarded.batch, self._last_token_ids))
+            self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))
         self._newest = output
         return output
 
-    def _prompt_logprobs(
-        self, forwarded: _Forwarded, sampled: SamplerOutput | None
-    ) -> tuple[list[Logprobs], dict[str, list[Logprobs]]]:
-        """Prompt logprobs of this step's rows.
-
-        Returns:
-            This step's chunks, and by request id all chunks of those whose prompt is complete.
-        """
-        chunks: list[Logprobs] = []
-        complete = {}
-        after = [] if sampled is None else list(sampled.arrays())
-        for rows in forwarded.batch.prompt_rows:
-            state = rows.state
-            wanted = state.sampling_params.prompt_logprobs
-            assert wanted is not None and state.prompt_logprobs is not None
-            assert forwarded.hidden_states is not None
-            found = prompt_logprob_chunks(
-                forwarded.hidden_states[rows.start : rows.start + len(rows.target_ids_np)],
-                rows.target_ids_np,
-                wanted,
-                self._model.compute_logits,
-                self._sampler.rows_at_once,
-                after,
-                normalise=self._sampler.normalises_logprobs,
-            )
-            state.prompt_logprobs += found
-            chunks += found
-            after = list(chunks[-1].arrays()) if chunks else after
-            if rows.last:
-                if state.prompt_logprobs:  # none where the prompt is a single token
-                    complete[state.req_id] = state.prompt_logprobs
-                state.prompt_logprobs = None
-        return chunks, complete
+    def _note_sampled(self, output: StepOutput) -> None:
+        """Has the next step find the newest token of each request that sampled."""
+        if output.sampled is None:
+            return
+        req_indices = output.batch.req_indices_np[output.batch.sampling_np]
+        # A new array: writing into this one would make the step before stand for this step.
+        self._last_token_ids = mx.put_along_axis(
+            self._last_token_ids, mx.array(req_indices), output.sampled.last_token_ids, axis=0
+        )
+        self._requests.note_sampled(req_indices, output.span_lens_np())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for vLLM's scheduler to reserve rows for; None without speculation.
@@ -328,26 +355,19 @@ class ModelRunner:
         """
         if self._speculator is None or self._newest is None:
             return None
-        if self._forwarded is not None:
+        if self._laid_out is not None:
             drafts = self._speculator.laid_out_drafts()
         else:
             self.learn()
             drafts = self._speculator.drafts_after(self._newest.batch)
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
-    def _submit(self, output: StepOutput, chunks: list[Logprobs], logits: mx.array) -> None:
+    def _submit(self, arrays: list[mx.array]) -> None:
         """Hands the step to the device, where the pool wants it once the step before is over."""
         if not self._model.pipelined:
             self.wait()
-        self._in_flight = [
-            *output.arrays(),
-            *(array for chunk in chunks for array in chunk.arrays()),
-            self._last_token_ids,
-            *self._joining,
-        ]
+        self._in_flight = [*arrays, self._last_token_ids, *self._joining]
         self._joining = []
-        if output.sampled is None:
-            self._in_flight.append(logits)  # a chunk that yields no token still fills the pool
         mx.async_eval(self._in_flight)
 
     def _submit_drafts(self, arrays: list[mx.array]) -> None:

@@ -12,7 +12,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.spec_decode.paged_proposer import DraftNetwork
+from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.registry import load_network
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs steps that may fail, and goes on after those that do."""
+"""Decides what becomes of a failed step and its requests, and goes on with a new pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import errors, mlx_device
-from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.models.compiled import Graphs
-from vllm_metal.vllm_patches.async_output import AsyncOutput
 from vllm_metal.worker.model_runner import ModelRunner
-from vllm_metal.worker.results import LateOutput, PoolLoss, Step, no_result
+from vllm_metal.worker.results import LateOutput, PoolLoss, RequestsRefused, Step, no_result
 from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
@@ -63,19 +61,16 @@ class RecoveringRunner:
         self,
         make_runner: Callable[[Graphs], ModelRunner],
         hooks: StepHooks = NO_HOOKS,
-        clock: StepClock | None = None,
         most_failures: int = MAX_FAILURES_IN_A_ROW,
     ) -> None:
         """
         Args:
             make_runner: allocates a pool, and a runner on it that builds forwards as it is told.
-            hooks: called around each step and each pool's life.
-            clock: told of the waits for the step before; None: nobody asks.
+            hooks: told of each pool's life, and of steps that are known to be computed.
             most_failures: failed steps in a row, after which the next one is final.
         """
         self._make_runner = make_runner
         self._hooks = hooks
-        self._clock = clock or StepClock()
         self._most_failures = most_failures
         self.num_failures = 0  # ever
         self._graphs = Graphs()
@@ -139,45 +134,32 @@ class RecoveringRunner:
         Returns:
             None; where nothing is scheduled, the step's result.
         """
-        step = Step(list(scheduler_output.num_scheduled_tokens), self._pool)
-        self._building = step
-        with self._clock.waiting():
-            waited = self._attempt(lambda runner: _learn(runner, scheduler_output))
-        if waited:
-            self._clock.outcome_known()
-        self._attempt(lambda runner: runner.settle_leaving(scheduler_output))
-        sound = self._untold is None
-        self._call_hook(lambda hooks: hooks.before_step(scheduler_output, sound))
-        self._fail_requests(self.runner.update_requests(scheduler_output))
-        self._attempt(lambda runner: runner.update_blocks(scheduler_output))
-        if self._untold is None:
-            self._call_hook(lambda hooks: hooks.before_forward())
-        if not step.req_ids:
-            sound = self._untold is None
-            transfers = self._call_hook(lambda hooks: hooks.after_step(sound))
-            self._building = None
-            if self._untold is not None:
-                return LateOutput(partial(self._no_result, step), transfers)
-            return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=transfers)
-        self._attempt(lambda runner: runner.forward(scheduler_output))
-        return None
+        step = self._building = Step(scheduler_output, self._pool)
+        self._attempt(lambda runner: runner.execute(step))
+        # Whatever failed, and while the scheduler has not heard of it, its news are taken.
+        while not step.requests_told:
+            self._in_any_case(lambda runner: runner.take_news(step, sound=False))
+        if step.req_ids:
+            return None
+        self._in_any_case(lambda runner: runner.end_step(step, computed=False))
+        self._building = None
+        if self._untold is not None:
+            return LateOutput(step, partial(self._no_result, step))
+        return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=step.transfers)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         """Samples from the forward pass just built, and hands the step to the device."""
         step, output = self._building, None
         assert step is not None
-        if step.pool == self._pool and self._untold is None:
-            self._call_hook(lambda hooks: hooks.before_hand_over())
-            output = self._attempt(lambda runner: runner.sample_tokens(grammar_output))
+        if step.pool == self._pool:
+            output = self._attempt(lambda runner: runner.finish(step, grammar_output))
+        self._in_any_case(lambda runner: runner.end_step(step, computed=False))
         self._building = None
-        computed = output is not None
-        if computed:
-            step.num_by_graph = self._graphs.num_built
-            self._in_flight.append(step)
-        transfers = self._call_hook(lambda hooks: hooks.after_step(computed))
         if output is None or step.pool != self._pool:
-            return LateOutput(partial(self._no_result, step), transfers)
-        return LateOutput(partial(self._result, step, output), transfers)
+            return LateOutput(step, partial(self._no_result, step))
+        step.num_by_graph = self._graphs.num_built
+        self._in_flight.append(step)
+        return LateOutput(step, partial(self._result, step, output))
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
         """The call's result; None if it raises, or if the pool is not what the scheduler thinks."""
@@ -186,20 +168,28 @@ class RecoveringRunner:
         runner = self.runner
         try:
             return call(runner)
+        except RequestsRefused as refused:
+            self._refuse(refused.errors)
         except Exception as error:
             self._fail(error)
-            return None
+        return None
 
-    def _call_hook(self, call: Callable[[StepHooks], T]) -> T | None:
-        """The hook's result; None if it raises, which is a failure unless one is untold."""
+    def _in_any_case(self, call: Callable[[ModelRunner], None]) -> None:
+        """Makes a call also after a failure; it does nothing where it was made before."""
+        runner = self.runner
         try:
-            return call(self._hooks)
+            call(runner)
+        except RequestsRefused as refused:
+            self._refuse(refused.errors)
         except Exception as error:
-            if self._untold is None:
-                self._fail(error)
-            else:
-                logger.exception("A hook failed after a step that failed")
-            return None
+            self._fail_of_hook(error)
+
+    def _fail_of_hook(self, error: Exception) -> None:
+        """A hook raised: a failure, unless the scheduler is to hear of one anyway."""
+        if self._untold is None:
+            self._fail(error)
+        else:
+            logger.error("A hook failed after a step that failed", exc_info=error)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for the scheduler; None after a failure it has not heard of."""
@@ -215,7 +205,7 @@ class RecoveringRunner:
         except Exception as error:
             self._fail(error)
             return self._no_result(step)
-        if any(result.sampled_token_ids):  # else nobody has waited for the step
+        if any(result.sampled_token_ids) or result.pooler_output:  # else nobody waited for the step
             self._known_computed(step)
         return result if step.pool == self._pool else self._no_result(step)
 
@@ -234,7 +224,13 @@ class RecoveringRunner:
             del self._in_flight[: self._in_flight.index(step) + 1]
             self._num_by_graph = step.num_by_graph
             num_left = len(self._in_flight)
-            self._call_hook(lambda hooks: hooks.steps_computed(num_left))
+            self._tell_computed(num_left)
+
+    def _tell_computed(self, num_left: int) -> None:
+        try:
+            self._hooks.steps_computed(num_left)
+        except Exception as error:
+            self._fail_of_hook(error)
 
     def wait(self) -> None:
         """Blocks until the device has finished every step handed to it; one may fail."""
@@ -252,7 +248,7 @@ class RecoveringRunner:
             return error
         self._in_flight.clear()
         self._num_by_graph = self._graphs.num_built
-        self._call_hook(lambda hooks: hooks.steps_computed(0))
+        self._tell_computed(0)
         return None
 
     def release_pool(self) -> None:
@@ -288,7 +284,7 @@ class RecoveringRunner:
         self._lose_pool(error)
         self._runner = self._new_runner()
 
-    def _fail_requests(self, errors: dict[str, Exception]) -> None:
+    def _refuse(self, errors: dict[str, Exception]) -> None:
         """Fails requests that could not be taken in, and has all others start again.
 
         These are no failures in a row: the next request need not be like them. Steps that were
@@ -357,10 +353,3 @@ class RecoveringRunner:
         self._runner = None
         self._in_flight.clear()
         mlx_device.give_back()
-
-
-def _learn(runner: ModelRunner, scheduler_output: SchedulerOutput) -> bool:
-    """Whether it took a wait for the newest step."""
-    before = runner.num_waits
-    runner.learn(scheduler_output)
-    return runner.num_waits > before

@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from vllm_metal.models.dense_check import Told
+from vllm_metal.worker.results import Step
 
 if TYPE_CHECKING:
     from vllm_metal.sample import Sampler
@@ -46,7 +47,7 @@ class Room:
         return min(self.max_model_len, most)
 
     def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
-        """Of each group, for so many tokens."""
+        """Blocks of each group, for so many tokens."""
         count = -(-num_tokens // self.block_size)
         starts = [1 + group * count for group in range(self.num_groups)]
         return tuple(list(range(start, start + count)) for start in starts)
@@ -130,11 +131,9 @@ class _Request:
 
     def _run(self, step: SchedulerOutput, computed: int | None) -> None:
         """Runs a step to its end; `computed` tokens more are known, None: as many as it sampled."""
-        self.runner.learn(step)
-        for error in self.runner.update_requests(step).values():
-            raise error
-        self.runner.forward(step)
-        result = self.runner.sample_tokens(None).get_output()
+        at_hand = Step(step, pool=0)
+        self.runner.execute(at_hand)
+        result = self.runner.finish(at_hand, None).get_output()
         (sampled,) = result.sampled_token_ids
         if (told := result.prompt_logprobs_dict.get(REQ_ID)) is not None:
             self.logprobs += told.logprobs[:, 0].tolist()

@@ -7,20 +7,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.vllm_patches.async_output import AsyncOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
 from vllm_metal.vllm_patches.step_result import StepResult
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 
 @dataclass(eq=False)
 class Step:
-    """A step as the scheduler sent it."""
+    """A step as the scheduler sent it, and how far it has got."""
 
-    req_ids: list[str]
+    scheduler_output: SchedulerOutput
     pool: int  # the pool it is computed on, counted from the first
     num_by_graph: int = 0  # forwards that graphs had built when it was handed over, ever
+    hooks_told: bool = False  # hooks have heard that it begins
+    requests_told: bool = False  # requests and columns have its news
+    ended: bool = False  # hooks have heard that it ended
+    transfers: KVConnectorOutput | None = None  # what the scheduler is to hear of them
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Requests that have rows in it."""
+        return list(self.scheduler_output.num_scheduled_tokens)
+
+
+class RequestsRefused(Exception):
+    """Requests that a runner could not take in; all others it has."""
+
+    def __init__(self, errors: dict[str, Exception]) -> None:
+        """
+        Args:
+            errors: by request id.
+        """
+        super().__init__(", ".join(errors))
+        self.errors = errors
 
 
 @dataclass(frozen=True)
@@ -46,23 +69,18 @@ def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
     )
 
 
-class LateOutput(AsyncOutput):
+class LateOutput(AsyncModelRunnerOutput):
     """A step's results, which are found out when vLLM asks for them."""
 
-    def __init__(
-        self, result: Callable[[], ModelRunnerOutput], transfers: KVConnectorOutput | None
-    ) -> None:
+    def __init__(self, step: Step, result: Callable[[], ModelRunnerOutput]) -> None:
         """
         Args:
-            result: finds them out.
-            transfers: what the scheduler hears besides, whatever became of the step.
+            step: has what the scheduler hears of transfers, whatever became of the step.
+            result: finds the results out.
         """
-        self._result, self._transfers = result, transfers
+        self._result, self._transfers = result, step.transfers
 
     def get_output(self) -> ModelRunnerOutput:
         result = self._result()
         result.kv_connector_output = self._transfers
         return result
-
-    def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        return self._transfers

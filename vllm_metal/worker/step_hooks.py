@@ -3,13 +3,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
-    from vllm_metal.worker.model_runner import ModelRunner
+    from vllm_metal.models.paged_layers import PagedLayers
+
+
+class HookedRunner(Protocol):
+    """What hooks may ask of the runner on a pool."""
+
+    @property
+    def layers(self) -> PagedLayers:
+        """The target's layers over the pool."""
+        ...
+
+    def join_step(self, arrays: Sequence[mx.array]) -> None:
+        """Has the device compute these, too, when it is given the step that is being built."""
+        ...
+
+    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+        """Completes what blocks hold of requests' first tokens, by request id."""
+        ...
 
 
 class StepHooks:
@@ -20,7 +39,7 @@ class StepHooks:
     an array does that cannot be computed: blocks that leave the pool wait for the device.
     """
 
-    def pool_made(self, runner: ModelRunner) -> None:
+    def pool_made(self, runner: HookedRunner) -> None:
         """There is a pool, and it is empty.
 
         Args:

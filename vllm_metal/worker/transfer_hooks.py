@@ -15,14 +15,13 @@ from vllm_metal.kv_transfer.loads import PIECE_BYTES, Loads
 from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.stores import LOT_STEPS, Stores
-from vllm_metal.worker.step_hooks import StepHooks
+from vllm_metal.worker.step_hooks import HookedRunner, StepHooks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_metal.kv_transfer.fingerprint import Fingerprint
-    from vllm_metal.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
 
@@ -82,13 +81,13 @@ class TransferHooks(StepHooks):
             lot_steps=1 if listens else LOT_STEPS,
         )
         self._loads = Loads(self.store, STAGING_BYTES)
-        self._runner: ModelRunner | None = None
+        self._runner: HookedRunner | None = None
         self._metadata = TransferMetadata({}, {})
         self._decoding = False  # whether the step at hand computes anything
         self._on_pool: set[str] = set()  # requests that began or started again on this pool
         self._ended: set[str] = set()  # requests that had ended before the step at hand
 
-    def pool_made(self, runner: ModelRunner) -> None:
+    def pool_made(self, runner: HookedRunner) -> None:
         if (fingerprint := self._fingerprint()) != self.store.fingerprint:
             self.store.switch(fingerprint)
         pages = runner.layers.block_pages()

@@ -13,10 +13,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
 from metal_kernels.cache import cache_dir
-from vllm_metal.batch.requests import BlockTables, Requests, remember_salt
+from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
-from vllm_metal.kv_cache.specs import allocate_kv_caches, kv_cache_specs, settle_block_size
+from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
@@ -33,8 +33,10 @@ from vllm_metal.models.dense_check import Told
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown
+from vllm_metal.vllm_patches.cache_salts import send_salts
 from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
@@ -42,7 +44,8 @@ from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
-from vllm_metal.worker.step_hooks import NO_HOOKS
+from vllm_metal.worker.step_end import SamplingEnd
+from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
 from vllm_metal.worker.transfers import open_transfers
 
@@ -62,6 +65,7 @@ class MetalWorker(WorkerBase):
 
     runner: RecoveringRunner
     _transfers: TransferHooks | None = None
+    _hooks: StepHooks
     _networks: Networks | None = None
     _weights: Mapping[str, str] | None = None  # digests of the networks that are loaded
     _memory: Memory | None = None
@@ -95,7 +99,7 @@ class MetalWorker(WorkerBase):
         self._weights = self._digests()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
-        self._settle_block_size()
+        self._choose_block_size()
         self._kv_cache_type = choice.kv_cache_type(
             self.current_platform.mlx_device,
             self.networks.all_layers,
@@ -111,10 +115,10 @@ class MetalWorker(WorkerBase):
             self.current_platform.get_device_name(),
         )
 
-    def _settle_block_size(self) -> None:
+    def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
         cache = self.cache_config
-        state_bytes = settle_block_size(cache, self.networks.all_layers, self._pool_dtype)
+        state_bytes = choose_block_size(cache, self.networks.all_layers, self._pool_dtype)
         if not state_bytes:
             return
         logger.info(
@@ -125,7 +129,7 @@ class MetalWorker(WorkerBase):
         )
 
     def _digests(self) -> Mapping[str, str] | None:
-        """Of the files just read; None where no K/V leave the pool. Later, files may be others."""
+        """Digests of the files just read, which may change; None where no K/V leave the pool."""
         if TransferConfig.of(self.vllm_config) is None:
             return None
         memo = cache_dir() / "weights" / "digests.json"
@@ -163,7 +167,7 @@ class MetalWorker(WorkerBase):
         )
 
     def _transfer_bytes(self) -> int:
-        """Of K/V that leave the pool and enter it: staging, and what peers may ask for."""
+        """Bytes for K/V that leave the pool and enter it: staging, and what peers may ask for."""
         config = TransferConfig.of(self.vllm_config)
         if config is None:
             return 0
@@ -191,13 +195,14 @@ class MetalWorker(WorkerBase):
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
         end_failed_requests()
-        serve_sessions(remember_salt)
+        serve_sessions()
+        send_salts()
         end_chunks_within_blocks()
         self._transfers = open_transfers(
             self.vllm_config, self._fingerprint, self.cache_config.block_size
         )
-        hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
-        self.runner = RecoveringRunner(self._make_runner, hooks, self._clock)
+        self._hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
+        self.runner = RecoveringRunner(self._make_runner, self._hooks)
         self._wire()
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
@@ -209,7 +214,7 @@ class MetalWorker(WorkerBase):
             logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
 
     def _fingerprint(self) -> Fingerprint:
-        """Of the weights that are loaded, and of all else that K/V in the pool depend on."""
+        """Names the weights that are loaded, and all else that K/V in the pool depend on."""
         assert self._weights is not None
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         return Fingerprint.of(self.vllm_config, self._kv_cache_config, self._weights, pool)
@@ -239,10 +244,11 @@ class MetalWorker(WorkerBase):
         )
         mx.eval(executor.pool_arrays())
         requests, proposer, writer = self._requests, None, None
+        pool = DraftPool(kv_caches, group_of, requests.block_tables, graphs)
         if networks.draft is not None and drafts_for_others(self.vllm_config):
-            writer = networks.draft.writer(kv_caches, group_of, requests)
+            writer = networks.draft.writer(pool, requests)
         elif networks.draft is not None:
-            proposer = networks.draft.proposer(kv_caches, group_of, requests.block_tables, graphs)
+            proposer = networks.draft.proposer(pool)
         max_num_reqs = self.scheduler_config.max_num_seqs
         sampler = Sampler(
             self.vocab_size,
@@ -253,7 +259,16 @@ class MetalWorker(WorkerBase):
         )
         most_drafts = None if self._memory is None else self._memory.most_drafts
         speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
-        return ModelRunner(executor, requests, sampler, max_num_reqs, speculator, writer)
+        return ModelRunner(
+            executor,
+            requests,
+            SamplingEnd(executor, requests, sampler),
+            max_num_reqs,
+            speculator,
+            writer,
+            hooks=self._hooks,
+            clock=self._clock,
+        )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         started = time.perf_counter()
@@ -296,6 +311,8 @@ class MetalWorker(WorkerBase):
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
         self._rows = StepRows.of(scheduler_output)
+        if result is None and self.runner.runner.ends_at_once:
+            return self.sample_tokens(None)
         return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:

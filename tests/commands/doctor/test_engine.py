@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in one process: a real one, and processes that fail as engines have failed."""
+"""An engine in one process: a real one, and processes that fail as engines have failed.
+
+With parts turned off, processes answer as engines do.
+"""
 
 import dataclasses
 
@@ -62,3 +65,40 @@ def test_tokens_may_differ_by_rounding_alone():
     far = ended(behind=[0.0, 2.0], spread=[10.0, 10.0], choices=[5, 7])
     found = engine.judge(tried, far)
     assert found.status == "failed" and "token 2 is 6 where mlx-lm chooses 7" in found.seen
+
+
+FORMAT = "say(prompt=[1], tokens={tokens}, text='{text}', answer_seconds=0.25)\n"
+SETTINGS = {
+    "VLLM_METAL_KERNELS=mlx",
+    "MLX_DISABLE_COMPILE=1",
+    "MLX_MAX_MB_PER_BUFFER=1048576",
+}
+
+
+def usual(tokens: list[int]):
+    return ended(tokens=tokens, text="usual", answer_seconds=0.5)
+
+
+def test_each_runs_with_its_variable_and_the_same_text_is_well(script, monkeypatch):
+    # Each says which of the three it has: one, and with its value.
+    names = [setting.partition("=")[0] for setting in sorted(SETTINGS)]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    text = "import os\n" + FORMAT.format(tokens="[1]", text="t")
+    text += f"say(has=[n + '=' + os.environ[n] for n in {names} if n in os.environ])\n"
+    tried = engine.try_variants(SOME, ignore, script(text))
+    assert set(tried) == SETTINGS
+    assert all(ended.told["has"] == [setting] for setting, ended in tried.items())
+    found = engine.check_variants(usual([1]), tried)
+    assert found.status == "ok"
+    assert "as usual: 0.50 s" in found.seen and "MLX_DISABLE_COMPILE=1: 0.25 s" in found.seen
+
+
+def test_another_text_and_a_crash_are_named(script):
+    tried = engine.try_variants(SOME, ignore, script(FORMAT.format(tokens="[2]", text="other")))
+    tried["MLX_DISABLE_COMPILE=1"] = ended(-6, ("abort",), stage="answering")
+    found = engine.check_variants(usual([1]), tried)
+    assert found.status == "warning" and found.advice
+    assert "VLLM_METAL_KERNELS=mlx: 0.25 s, other text: 'other'" in found.seen
+    assert "MLX_DISABLE_COMPILE=1: ended by signal 6 (SIGABRT) while answering" in found.seen
+    assert found.log == ("MLX_DISABLE_COMPILE=1: abort",)

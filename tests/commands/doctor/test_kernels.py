@@ -11,7 +11,7 @@ from commands.doctor.conftest import ignore
 
 from metal_kernels.paged_attention import unsupported
 from metal_kernels.selfcheck import KERNELS, Outcome, in_use
-from vllm_metal.commands.doctor import kernels, messages, tables
+from vllm_metal.commands.doctor import child, kernels
 from vllm_metal.device import record
 from vllm_metal.device.record import Record
 
@@ -43,9 +43,9 @@ def test_failures_are_named_and_shown_beside_what_works():
     found = kernels.finding(outcomes, on_metal=True)
     assert found.status == "failed" and "decode of 8 rows failed, in 2 kinds" in found.seen
     assert "VLLM_METAL_KERNELS=mlx" in found.advice
-    row = tables.row(one, outcomes[:3])
+    row = kernels.row(one, outcomes[:3])
     assert "ok 0.50" in row and "FAILED" in row and "ok 0.10" not in row
-    assert any("error: planted" in line for line in tables.legend(outcomes))
+    assert any("error: planted" in line for line in kernels.legend(outcomes))
     assert kernels.finding(outcomes[:2], on_metal=True).status == "ok"
 
 
@@ -92,7 +92,7 @@ def test_times_of_both_ways_are_shown():
     case = kernels.quick_cases()[0]
     times = {"metal": {"1 x 512 of 4096": 3e-3}, "mlx": {"1 x 512 of 4096": 1e-3}}
     timed = Outcome("prefill_way", case, ok=True, times=times)
-    text = "\n".join(tables.legend([timed]))
+    text = "\n".join(kernels.legend([timed]))
     assert "prefill_way: mlx" in text and "metal 3000 µs, mlx 1000 µs" in text
 
 
@@ -110,7 +110,7 @@ def test_a_kernel_that_ends_its_process_costs_its_own_time_only(script):
     found = kernels.time_all(ignore, command)
     assert [told.get("name") for told in found] == [None, "write", "decode", "gather", "copy"]
     assert "SIGABRT" in found[2]["failed"]
-    table = list(tables.times_table(found))
+    table = list(kernels.times_table(found))
     assert "100 GB/s" in table[0]
     assert any(line.startswith("copy") and "10.0" in line and "10%" in line for line in table)
     assert any(line.startswith("gather") and "planted" in line for line in table)
@@ -130,7 +130,7 @@ def test_the_timing_process_times_every_kernel():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    told = [found for line in result.stdout.splitlines() if (found := messages.heard(line))]
+    told = [found for line in result.stdout.splitlines() if (found := child.heard(line))]
     timed = [found["name"] for found in told if "seconds" in found]
     assert len(timed) == 2 and all("uint8 cache" in name for name in timed)
     assert all(found["seconds"] > 0 for found in told if "seconds" in found)

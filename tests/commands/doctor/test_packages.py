@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of vLLM's choice and of what is installed."""
+"""What the doctor says of vLLM's choice, of what is installed, and of MLX beside all imports."""
 
+import mlx.core as mx
 import pytest
-from commands.doctor.conftest import ended
+from commands.doctor.conftest import ended, ignore
 
 import vllm_metal
 from vllm_metal.commands.doctor import packages
@@ -62,3 +63,47 @@ def test_an_untested_vllm_fails_and_an_allowed_one_is_warned_of(monkeypatch):
     assert found.status == "failed" and "9.9.0" in found.seen
     monkeypatch.setenv("VLLM_METAL_ALLOW_UNTESTED", "1")
     assert packages.check_versions().status == "warning"
+
+
+GOOD = {
+    "metal_inside": True,
+    "platform": vllm_metal.PLATFORM,
+    "transformers": "5.13.0",
+    "product": 64.0**3,
+}
+
+
+def test_mlx_computes_in_a_process_with_all_imports():
+    tried = packages.try_in_vllm(ignore)
+    found = packages.check_in_vllm(tried, metal=mx.metal.is_available())
+    assert found.status == "ok", (found.seen, *tried.lines)
+    assert tried.told["product"] == 262144
+    assert "transformers 5." in found.seen
+    assert not any("slow BLAS" in line for line in tried.lines)  # MLX came last, as in an engine
+
+
+@pytest.mark.parametrize(
+    "wrong, seen",
+    [
+        ({"metal_inside": False}, "not beside vLLM's imports (transformers 5.13.0)"),
+        ({"platform": "vllm.platforms.cpu.CpuPlatform"}, "CpuPlatform once all is imported"),
+        ({"product": 0.0}, "sums to 0, not 262144"),
+    ],
+)
+def test_a_device_that_is_lost_by_imports_is_a_failure(wrong, seen):
+    assert packages.check_in_vllm(ended(**GOOD), metal=True).status == "ok"
+    found = packages.check_in_vllm(ended(**GOOD | wrong), metal=True)
+    assert found.status == "failed" and seen in found.seen
+    assert "transformers" in found.advice
+
+
+def test_without_metal_alone_none_is_missed_inside():
+    assert (
+        packages.check_in_vllm(ended(**GOOD | {"metal_inside": False}), metal=False).status == "ok"
+    )
+
+
+def test_a_process_that_crashes_is_a_failure(script):
+    text = "import os\nsay(stage='importing what an engine imports')\nos.abort()\n"
+    found = packages.check_in_vllm(packages.try_in_vllm(ignore, script(text)), metal=True)
+    assert found.status == "failed" and "SIGABRT" in found.seen

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_metal.commands.doctor.finding import Finding
-from vllm_metal.commands.doctor.report import Report
+from vllm_metal.commands.doctor.report import Finding, Report
 
 
 @pytest.fixture

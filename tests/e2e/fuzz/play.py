@@ -16,7 +16,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_metal.kv_transfer import salts
+from vllm_metal.settings import salts
 
 #: Steps in a row without a token. The longest honest wait is a prompt of max_model_len in the
 #: smallest chunks, as often as preemption makes the engine start it again.

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from metal_interpreter import Checker, metal_kernel
+from pairs import pairwise
 
 from metal_kernels import kernel, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape, reference
@@ -86,16 +87,7 @@ def check_features(rng, steps, shape, dtype, cache_dtype):
         assert (checker.dispatches[-1].kernel == "reduce") == long
 
 
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "head_size",
-    [
-        size if size in (64, 128) else pytest.param(size, marks=pytest.mark.more)
-        for size in HEAD_SIZES
-    ],
-)
+@pairwise(head_size=HEAD_SIZES, dtype=list(DTYPES), cache=list(CACHES), kind=list(STEPS))
 def test_every_combination(head_size, dtype, cache, kind):
     check_features(
         np.random.default_rng(head_size),

@@ -184,7 +184,7 @@ def test_steps_of_usual_contexts_stay_one_dispatch():
     data=st.data(),
 )
 def test_a_plan_keeps_to_the_tiles_it_is_given(shape, rows, data):
-    sizes = Tiles.of(shape)
+    sizes = Tiles.for_layer(shape)
     kept = data.draw(st.sets(st.sampled_from([*sizes.decode, *sizes.prefill]), min_size=1))
     given_tiles = Tiles(
         tuple(size for size in sizes.decode if size in kept),
@@ -209,7 +209,7 @@ def test_a_tile_that_reaches_into_a_second_row_is_tried_in_parts():
     """Where none of one row is split: it sees a key less."""
     shape, window, table = AttentionShape(71, 1, 64, 64), 253, np.zeros((1, 17), np.int32)
     made = plan(np.array([0, 9], np.int32), np.array([257], np.int32), table, shape, window)
-    every = trials(shape, window, Tiles.of(shape, window))
+    every = trials(shape, window, Tiles.for_layer(shape, window))
     tried = [dispatch for trial in every for dispatch in trial.dispatches]
     found, launched = (
         {(d.decode, d.rows, d.num_splits > 1) for d in dispatches}

@@ -2,15 +2,20 @@
 """Answers from the cache, before a double of vLLM whose text depends on all that it gets."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
+import sqlite3
 
 import pytest
 from serving_double import App, ask, counted, make, ready, text_of
 
+from vllm_metal.serving import gate as gate_module
 from vllm_metal.serving.response_cache.key import HARMLESS
+from vllm_metal.serving.response_cache.sqlite_store import FILE
 from vllm_metal.serving.response_cache.store import StoreError
+from vllm_metal.serving.response_cache.stores import open_store
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = {"model": "m", "messages": HELLO, "temperature": 0}
@@ -28,7 +33,7 @@ def play(tmp_path, scenario, app=None, **options):
         try:
             return await scenario(gate, keys, double)
         finally:
-            await gate._parts.cache.close()
+            await gate.aclose()
 
     return asyncio.run(run())
 
@@ -56,13 +61,11 @@ def test_a_repeat_is_answered_without_the_engine(tmp_path, path, stream):
         assert marks == ["MISS", "HIT"] and app.asked == 1
         assert first.body == again.body and b"usage" in again.body
         assert first.headers["content-type"] == again.headers["content-type"]
-        assert [counted(gate, "kept_answers", result=x) for x in ("hit", "miss", "bypass")] == [
-            1,
-            1,
-            0,
-        ]
+        name = "vllm:response_cache_requests_total"
+        results = [counted(gate, name, result=x) for x in ("hit", "miss", "bypass")]
+        assert results == [1, 1, 0]
         await ask(gate, "/metrics", key=keys["metrics"], method="GET")
-        assert counted(gate, "kept_bytes") > 0
+        assert counted(gate, "vllm:response_cache_bytes") > 0
 
     play(tmp_path, scenario)
 
@@ -182,7 +185,7 @@ def test_what_the_engine_would_not_say_again_goes_past_the_cache(tmp_path, path,
         fields = {name: value for name, value in (CHAT | change).items() if value is not None}
         marks, _ = await twice(gate, keys["acme"], fields, path=path)
         assert marks == ["BYPASS", "BYPASS"] and app.asked == 2
-        assert counted(gate, "kept_answers", result="bypass") == 2
+        assert counted(gate, "vllm:response_cache_requests_total", result="bypass") == 2
 
     play(tmp_path, scenario)
 
@@ -221,16 +224,12 @@ def test_an_answer_under_another_key_is_no_answer(tmp_path):
     """Whoever can write into the store cannot give one tenant's answer to another."""
 
     async def scenario(gate, keys, app):
-        store = gate._parts.cache._store
         await ask(gate, fields=CHAT, key=keys["acme"])
-        rows = await store._in_thread(
-            lambda: store._database().execute("SELECT key, value FROM answers").fetchall()
-        )
-        ((_, value),) = rows
-        await ask(gate, fields=CHAT, key=keys["other"])
-        await store._in_thread(
-            lambda: store._database().execute("UPDATE answers SET value = ?", (value,))
-        )
+        with contextlib.closing(sqlite3.connect(tmp_path / "answers" / FILE)) as database:
+            ((value,),) = database.execute("SELECT value FROM answers").fetchall()
+            await ask(gate, fields=CHAT, key=keys["other"])
+            database.execute("UPDATE answers SET value = ?", (value,))
+            database.commit()
         marks = [(await ask(gate, fields=CHAT, key=keys[n])).x_cache for n in ("acme", "other")]
         assert marks == ["HIT", "MISS"]
 
@@ -254,7 +253,7 @@ class CutOff(App):
 
     error = False
 
-    async def _stream(self, path, fields, finish, send):
+    async def send_stream(self, path, fields, finish, send):
         async def some(message):
             body = message.get("body", b"")
             if self.error and b"finish_reason" in body and b'"stop"' in body:
@@ -263,7 +262,7 @@ class CutOff(App):
                 return
             await send({**message, "body": body} if "body" in message else message)
 
-        await super()._stream(path, fields, finish, some)
+        await super().send_stream(path, fields, finish, some)
 
 
 @pytest.mark.parametrize("error", [False, True])
@@ -397,21 +396,28 @@ class Broken:
         return method
 
 
-def test_an_outage_means_a_miss_and_one_warning(tmp_path, caplog_vllm):
+def test_an_outage_means_a_miss_and_one_warning(tmp_path, caplog_vllm, monkeypatch):
+    now, made = [0.0], []
+
+    def open_broken(config):
+        made.append(Broken(open_store(config)))
+        return made[0]
+
+    monkeypatch.setattr(gate_module, "open_store", open_broken)
+
     async def scenario(gate, keys, app):
-        cache, now = gate._parts.cache, [0.0]
-        cache._store, cache._clock = Broken(cache._store), lambda: now[0]
+        (store,) = made
         assert (await ask(gate, fields=CHAT, key=keys["acme"])).x_cache == "MISS"
-        cache._store.out = True
+        store.out = True
         for _ in range(20):
             now[0] += 0.3
             reply = await ask(gate, fields=CHAT, key=keys["acme"])
             assert (reply.status, reply.x_cache) == (200, "MISS")
-        assert cache._store.calls < 20  # it is left alone for a while
-        cache._store.out, now[0] = False, now[0] + 10
+        assert store.calls < 20  # it is left alone for a while
+        store.out, now[0] = False, now[0] + 10
         assert (await ask(gate, fields=CHAT, key=keys["acme"])).x_cache == "HIT"
 
-    play(tmp_path, scenario)
+    play(tmp_path, scenario, clock=lambda: now[0])
     warnings = [r.getMessage() for r in caplog_vllm.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "every request is a miss" in warnings[0]
 

@@ -6,6 +6,7 @@ The double's text depends on all that it gets, so an answer to another request s
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -22,9 +24,9 @@ from redis_server import NO_REDIS, REDIS, redis_server
 from serving_double import MODEL, SECRET, App, ask, make, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
-from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
-from vllm_metal.serving.response_cache import seal
+from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.response_cache import stores
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.sqlite_store import FILE
 
@@ -48,22 +50,26 @@ async def marks(gate, numbers, key=None):
     return [await mark(gate, number, key) for number in numbers]
 
 
-def play(folder, scenario, **cache):
-    """Runs `scenario(gate)` without tenants; each store's second of rest is over at once."""
+def ticks():
+    """A clock by which a store's second of rest is over at once."""
+    return itertools.count(step=2).__next__
+
+
+def play(folder, scenario, clock=None, **cache):
+    """Runs `scenario(gate)` without tenants, by `ticks` where there is no other clock."""
 
     async def run():
         secret = folder / "secret"
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
         config = ServingConfig(None, ResponseCacheConfig(**cache, secret=secret), None)
-        gate = Tenants(App(), config, Figures(CollectorRegistry()), model=MODEL)
-        ticks = iter(range(0, 10**9, 2))
-        gate._parts.cache._clock = lambda: next(ticks)
+        figures = Figures(CollectorRegistry())
+        gate = Tenants(App(), config, figures, model=MODEL, clock=clock or ticks())
         await ready(gate)
         try:
             return await scenario(gate)
         finally:
-            await gate._parts.cache.close()
+            await gate.aclose()
 
     return asyncio.run(run())
 
@@ -200,7 +206,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, disk, caplog_vllm):
     """Without room for a file or a secret, every request is a miss."""
     config = ResponseCacheConfig(disk / "answers")
     with no_room(disk):
-        assert len(seal.secret_of(config)) == 32
+        assert len(stores.secret_of(config)) == 32
         numbers = [1, 1, 2, 2]
         found = play(tmp_path, lambda gate: marks(gate, numbers), path=config.path)
         assert found == ["MISS"] * 4
@@ -227,9 +233,9 @@ def server(tmp_path):
 def test_500_kept_answers_asked_for_at_once_are_500_hits(tmp_path, server):
     async def scenario(gate):
         await marks(gate, range(500))
-        asked = gate._parts.app.asked
+        asked = gate.app.asked
         found = await asyncio.gather(*(mark(gate, number) for number in range(500)))
-        assert found == ["HIT"] * 500 and gate._parts.app.asked == asked
+        assert found == ["HIT"] * 500 and gate.app.asked == asked
 
     play(tmp_path, scenario, path=None, redis=server[1])
 
@@ -257,7 +263,6 @@ def test_a_redis_that_pauses_under_load(tmp_path, server, caplog_vllm):
     process, url, _ = server
 
     async def scenario(gate):
-        gate._parts.cache._clock = asyncio.get_running_loop().time
         await marks(gate, range(20))
         os.kill(process.pid, signal.SIGSTOP)
         try:
@@ -269,7 +274,7 @@ def test_a_redis_that_pauses_under_load(tmp_path, server, caplog_vllm):
             await asyncio.sleep(0.05)
         assert (await marks(gate, range(20))).count("HIT") == 20
 
-    play(tmp_path, scenario, path=None, redis=url)
+    play(tmp_path, scenario, clock=time.monotonic, path=None, redis=url)
     assert any("cannot be used" in r.getMessage() for r in caplog_vllm.records)
 
 
@@ -326,6 +331,6 @@ def test_a_tenants_answer_under_anothers_key_is_a_miss(tmp_path, server):
         for name in ("acme", "other"):
             assert await marks(gate, range(6), keys[name]) == ["MISS"] * 6
             assert await marks(gate, range(6), keys[name]) == ["HIT"] * 6
-        await gate._parts.cache.close()
+        await gate.aclose()
 
     asyncio.run(scenario())

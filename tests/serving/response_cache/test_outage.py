@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import socket
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,8 +12,8 @@ from redis_server import NO_REDIS, REDIS, redis_server
 from serving_double import MODEL, App, ask, ready, text_of
 
 from vllm_metal.serving.config import ResponseCacheConfig, ServingConfig
-from vllm_metal.serving.figures import Figures
 from vllm_metal.serving.gate import Tenants
+from vllm_metal.serving.metrics import Figures
 
 
 @pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
@@ -42,9 +43,13 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
         await asyncio.gather(*(one(number) for number in range(count)))
 
     async def scenario():
+        skipped = 0.0
         config = ServingConfig(None, cache, None)
-        gate = Tenants(App(), config, Figures(CollectorRegistry()), model=MODEL)
-        gate._parts.cache._clock = asyncio.get_running_loop().time
+
+        def clock():
+            return time.monotonic() + skipped
+
+        gate = Tenants(App(), config, Figures(CollectorRegistry()), model=MODEL, clock=clock)
         with redis_server(port, tmp_path):
             await ready(gate)
             await some(gate, "before", 200)
@@ -52,12 +57,10 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
             await asyncio.sleep(0.02)
         await under_load
         await some(gate, "while", 100)
-        # As if the second had gone by in which it is left alone.
-        for access in (gate._parts.cache._reading, gate._parts.cache._writing):
-            access._ask_at = access._ask_at and 0.0
+        skipped = 1.0  # the second in which it is left alone
         with redis_server(port, tmp_path):
             await some(gate, "after", 200)
-        await gate._parts.cache.close()
+        await gate.aclose()
 
     asyncio.run(scenario())
     assert marks["before"].count("HIT") > 150

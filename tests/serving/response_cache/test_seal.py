@@ -2,34 +2,37 @@
 """What answers are sealed with where there are no tenants."""
 
 import asyncio
+import contextlib
 import logging
+import sqlite3
 
 import pytest
 from serving_double import SECRET, App, ask, make, ready
 
 from vllm_metal.serving.config import ResponseCacheConfig
-from vllm_metal.serving.response_cache import seal
 from vllm_metal.serving.response_cache.entry import Entry
+from vllm_metal.serving.response_cache.sqlite_store import FILE
+from vllm_metal.serving.response_cache.stores import SECRET_FILE, secret_of
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 
 
 def test_a_secret_is_made_at_the_first_start_for_its_owner_alone(tmp_path):
     config = ResponseCacheConfig(tmp_path / "answers")
-    made = seal.secret_of(config)
-    assert len(made) == 64 and seal.secret_of(config) == made
-    modes = [(tmp_path / "answers" / name).stat().st_mode & 0o777 for name in ("", seal.FILE)]
+    made = secret_of(config)
+    assert len(made) == 64 and secret_of(config) == made
+    modes = [(tmp_path / "answers" / name).stat().st_mode & 0o777 for name in ("", SECRET_FILE)]
     assert modes == [0o700, 0o600]
-    assert [path.name for path in (tmp_path / "answers").iterdir()] == [seal.FILE]
-    assert seal.secret_of(ResponseCacheConfig(tmp_path / "other")) != made
+    assert [path.name for path in (tmp_path / "answers").iterdir()] == [SECRET_FILE]
+    assert secret_of(ResponseCacheConfig(tmp_path / "other")) != made
 
 
 def test_a_secret_that_others_may_have_read_is_refused(tmp_path):
     config = ResponseCacheConfig(tmp_path / "answers")
-    seal.secret_of(config)
-    (tmp_path / "answers" / seal.FILE).chmod(0o644)
+    secret_of(config)
+    (tmp_path / "answers" / SECRET_FILE).chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
-        seal.secret_of(config)
+        secret_of(config)
 
 
 def test_the_settings_secret_is_used(tmp_path):
@@ -39,14 +42,14 @@ def test_the_settings_secret_is_used(tmp_path):
         ResponseCacheConfig(tmp_path / "answers", secret=tmp_path / "secret"),
         ResponseCacheConfig(None, "redis://h", secret=tmp_path / "secret"),
     ):
-        assert seal.secret_of(cache) == SECRET
+        assert secret_of(cache) == SECRET
     assert not (tmp_path / "answers").exists()
 
 
 def test_where_none_can_be_made_answers_last_as_long_as_the_server(tmp_path, caplog_vllm):
     (tmp_path / "file").write_text("")
     config = ResponseCacheConfig(tmp_path / "file" / "answers")
-    assert len(seal.secret_of(config)) == 32 and seal.secret_of(config) != seal.secret_of(config)
+    assert len(secret_of(config)) == 32 and secret_of(config) != secret_of(config)
     warnings = [r.getMessage() for r in caplog_vllm.records if r.levelno == logging.WARNING]
     assert "lost when this server ends" in warnings[0]
 
@@ -58,16 +61,13 @@ def test_nobody_without_the_secret_makes_answers(tmp_path):
         gate, _ = make(App(), tmp_path, tenants=())
         await ready(gate)
         found = [(await ask(gate, fields=CHAT)).x_cache for _ in range(number)]
-        store = gate._parts.cache._store
-
-        def put_a_lie():
-            ((key,),) = store._database().execute("SELECT hex(key) FROM answers").fetchall()
-            lie = Entry("whole", b'{"choices": []}').seal(b"", key.lower())
-            store._database().execute("UPDATE answers SET value = ?", (lie,))
-
+        await gate.aclose()
         if forge:
-            await store._in_thread(put_a_lie)
-        await gate._parts.cache.close()
+            with contextlib.closing(sqlite3.connect(tmp_path / "answers" / FILE)) as database:
+                ((key,),) = database.execute("SELECT hex(key) FROM answers").fetchall()
+                lie = Entry("whole", b'{"choices": []}').seal(b"", key.lower())
+                database.execute("UPDATE answers SET value = ?", (lie,))
+                database.commit()
         return found
 
     assert asyncio.run(run(2)) == ["MISS", "HIT"]

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs processes that may hang or die, and says how they ended."""
+"""Runs processes that may hang or die, hears what they say, and says how they ended.
+
+A child's messages are lines of JSON with a mark, among all that it prints.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -16,8 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any
-
-from vllm_metal.commands.doctor import messages
 
 #: Lines of a process's output that are kept for the report: all of a start, and some traces.
 KEPT_LINES = 2000
@@ -34,10 +36,29 @@ LIMITS: Mapping[str, float] = MappingProxyType(
 #: Keeps the doctor's children from sending usage statistics.
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _POLL = 0.2  # seconds
+_MARK = "vllm-metal-doctor: "
 _ERROR = re.compile(r"\b(?:\w+\.)*(\w*(?:Error|Exception)\b: \S.*)")  # without its module
 _OTHERS_FAULT = "Engine core initialization failed"  # the parent says so after the real error
 
 Progress = Callable[[str], None]
+
+
+def say(**fields: Any) -> None:
+    """Sends the doctor a message; the fields must be JSON. `stage` names what begins now."""
+    # Begins a new line: what was printed before may not end with one.
+    print(f"\n{_MARK}{json.dumps(fields)}", flush=True)
+
+
+def heard(line: str) -> dict[str, Any] | None:
+    """The fields of a line that `say` printed; None for any other."""
+    _, mark, text = line.partition(_MARK)
+    if not mark:
+        return None
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 class TookTooLong(Exception):
@@ -60,7 +81,10 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """Such as ``ended by signal 11 (SIGSEGV) while shutting down``; with the error if any."""
+        """The end in words, with the error if there was one.
+
+        Such as ``ended by signal 11 (SIGSEGV) while shutting down``.
+        """
         stage = f" while {self.told['stage']}" if "stage" in self.told else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"
@@ -171,7 +195,7 @@ class Child:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if (found := messages.heard(line)) is not None:
+            if (found := heard(line)) is not None:
                 self._messages.put(found)
             elif text := line.rstrip():
                 self._lines.append(text)

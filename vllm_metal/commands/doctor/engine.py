@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of an engine in one process: it generates the right tokens, and shuts down."""
+"""Checks of an engine in one process: it generates the right tokens, and shuts down.
+
+The same prompt with parts turned off, one at a time, says what wrong tokens are due to.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from vllm_metal.commands.doctor.child import LIMITS, Ended, Progress, python, run
-from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.commands.doctor.model import Model
+from vllm_metal.commands.doctor.report import REPORT_BUG, REPORT_IT, Finding
 
 NUM_TOKENS = 10
 #: Any model continues it, and the tiny model's vocabulary of letters and numbers has its words.
@@ -26,7 +29,13 @@ _ADVICE = {
     "loading the model": "The error says what is wrong with the model or a setting. If you gave "
     "--model, try without it; if that fails too, attach the report to a bug report.",
 }
-_REPORT_IT = "This is a bug: attach the report to a bug report."
+#: Parts that can be turned off: our kernels, MLX's compiled graphs, and its limit on what a command
+#: buffer binds.
+VARIANTS = (
+    ("VLLM_METAL_KERNELS", "mlx"),
+    ("MLX_DISABLE_COMPILE", "1"),
+    ("MLX_MAX_MB_PER_BUFFER", str(2**20)),
+)
 
 
 def environment(model: Model) -> dict[str, str | None]:
@@ -46,11 +55,11 @@ def try_in_process(
     Args:
         model: to load.
         progress: called with the name of each stage.
-        command: of the process, which must send the messages of children.ten_tokens.
+        command: of the process, which must send the messages of children.engine.
         limits: seconds by stage.
         variables: added to the process's environment.
     """
-    command = command or python("vllm_metal.commands.doctor.children.ten_tokens", model.argument)
+    command = command or python("vllm_metal.commands.doctor.children.engine", model.argument)
     return run(command, progress, environment(model) | dict(variables or {}), limits)
 
 
@@ -58,12 +67,12 @@ def check_in_process(tried: Ended) -> Finding:
     """Checks that it generated ten tokens and that its process ended without an error."""
     name = "engine, in one process"
     if not tried.ok:
-        advice = _ADVICE.get(tried.told.get("stage", "starting"), _REPORT_IT)
+        advice = _ADVICE.get(tried.told.get("stage", "starting"), REPORT_BUG)
         return Finding(name, "failed", tried.how, advice, tried.lines)
     tokens = tried.told.get("tokens", [])
     if len(tokens) != NUM_TOKENS:
         seen = f"gave {len(tokens)} tokens, not {NUM_TOKENS}"
-        return Finding(name, "failed", seen, _REPORT_IT, tried.lines)
+        return Finding(name, "failed", seen, REPORT_BUG, tried.lines)
     seen = (
         f"{NUM_TOKENS} tokens in {tried.told['answer_seconds']:.1f} s; started and shut down "
         f"without an error, {tried.seconds:.0f} s in all"
@@ -75,18 +84,17 @@ def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
     """Checks that mlx-lm by itself would choose the same tokens, up to rounding."""
     name = "engine's tokens"
     prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
-    command = python(
-        "vllm_metal.commands.doctor.children.reference", model.argument, prompt, tokens
-    )
+    module = "vllm_metal.commands.doctor.children.mlx_lm_alone"
+    command = python(module, model.argument, "judge", prompt, tokens)
     judged = run(command, progress, environment(model))
     if not judged.ok:
         seen = f"not compared: the process that runs mlx-lm alone {judged.how}"
-        return Finding(name, "warning", seen, "Attach the report to a bug report.", judged.lines)
+        return Finding(name, "warning", seen, REPORT_IT, judged.lines)
     return judge(tried, judged)
 
 
 def judge(tried: Ended, judged: Ended) -> Finding:
-    """Compares the chosen tokens with mlx-lm's logits; see children.reference."""
+    """Compares the chosen tokens with mlx-lm's logits; see children.mlx_lm_alone."""
     name, told = "engine's tokens", judged.told
     shares = [
         behind / max(spread, 1e-6)
@@ -103,5 +111,46 @@ def judge(tried: Ended, judged: Ended) -> Finding:
         f"{text}: token {first + 1} is {tried.told['tokens'][first]} where mlx-lm chooses "
         f"{told['choices'][first]}, likelier by {told['behind'][first]:.1f} in log-probability"
     )
-    advice = "If VLLM_METAL_KERNELS=mlx makes it pass, serve with that. " + _REPORT_IT
+    advice = "If VLLM_METAL_KERNELS=mlx makes it pass, serve with that. " + REPORT_BUG
     return Finding(name, "failed", seen, advice)
+
+
+def try_variants(
+    model: Model, progress: Progress, command: Sequence[str] | None = None
+) -> dict[str, Ended]:
+    """Runs an engine for each of VARIANTS; by setting, such as ``VLLM_METAL_KERNELS=mlx``."""
+    return {
+        f"{name}={value}": try_in_process(model, progress, command, variables={name: value})
+        for name, value in VARIANTS
+    }
+
+
+def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
+    """Compares variants' texts with the usual engine's, and says what each took."""
+    name = "engine, with parts turned off"
+    said, log, differ = [_answer("as usual", usual)], [], False
+    for setting, ended in tried.items():
+        if not ended.ok:
+            said.append(f"{setting}: {ended.how}")
+            log += [f"{setting}: {line}" for line in ended.lines]
+            differ = True
+            continue
+        same = ended.told["tokens"] == usual.told["tokens"]
+        differ |= not same
+        said.append(_answer(setting, ended) + ("" if same else f", other text: {_text(ended)}"))
+    seen = "; ".join(said)
+    if differ:
+        advice = (
+            "Serve with a setting that helps, exported. A text may differ by rounding alone; if "
+            "one is nonsense, attach the report to a bug report."
+        )
+        return Finding(name, "warning", seen, advice, tuple(log))
+    return Finding(name, "ok", f"{seen}; the same text each time")
+
+
+def _answer(setting: str, ended: Ended) -> str:
+    return f"{setting}: {ended.told['answer_seconds']:.2f} s"
+
+
+def _text(ended: Ended) -> str:
+    return repr(ended.told["text"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every Metal kernel against its reference, and their times."""
+"""Checks of every Metal kernel against its reference, and their times; both as tables, too."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ import mlx.core as mx
 
 from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.selfcheck import CHOICES, Case, Outcome, next_check
+from metal_kernels.selfcheck import (
+    CHOICES,
+    KERNELS,
+    WAYS,
+    Case,
+    Outcome,
+    dtype_name,
+    next_check,
+)
 from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, python
-from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
 from vllm_metal.device import mlx_device, record, selfcheck
 from vllm_metal.device.record import Record
+from vllm_metal.settings.extras import INTERPRETER
 
 # Head sizes and query heads to a K/V head. Each of a group's powers of two is a kernel of its own;
 # models of each size have: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
@@ -93,7 +102,7 @@ def find_runner() -> Runner | None:
     clang = os.environ.get("VLLM_METAL_CLANG") or importlib.util.find_spec("ziglang")
     if not (clang and importlib.util.find_spec("metal_interpreter")):
         return None
-    steps = ("--interpret", "--steps", str(_INTERPRETED_STEPS))
+    steps = ("--compiler", INTERPRETER, "--steps", str(_INTERPRETED_STEPS))
     how = "interpreted on the CPU, as this machine has no Metal device"
     return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
 
@@ -154,7 +163,7 @@ def finding(outcomes: Sequence[Outcome], on_metal: bool) -> Finding:
     of = f"{cases} kind{'s' * (cases > 1)} of layer"
     if not failed:
         return Finding("kernels", "ok", f"all agree with the references, in {of}")
-    advice = "This is a bug: attach the report to a bug report."
+    advice = REPORT_BUG
     if on_metal:
         advice += " A server leaves out what fails for its model; VLLM_METAL_KERNELS=mlx all."
     return Finding("kernels", "failed", f"{', '.join(failed)} failed, in {of}", advice)
@@ -203,3 +212,65 @@ def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[d
 def _messages(child: Child) -> Iterable[dict[str, Any]]:
     while (told := child.message(_TIMING_LIMIT)) is not None:
         yield told
+
+
+def header() -> str:
+    """The line of column names above the lines of `row`."""
+    columns = "".join(f"{kernel:>10}" for kernel in KERNELS)
+    return f"{'dtype':9} {'cache':9}{'head':>5}{'block':>6} {columns}{'s':>8}"
+
+
+def row(case: Case, outcomes: Sequence[Outcome]) -> str:
+    """The results of one case, one column a kernel."""
+    by_kernel: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_kernel.setdefault(outcome.kernel, []).append(outcome)
+    cells = "".join(f"{_cell(by_kernel.get(kernel, [])):>10}" for kernel in KERNELS)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return (
+        f"{dtype_name(case.dtype):9} {dtype_name(case.cache_dtype):9}"
+        f"{case.shape.head_size:>5}{case.block_size:>6} {cells}{seconds:>8.1f}"
+    )
+
+
+def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What the cells mean, and the details of what failed."""
+    yield "ok: largest error as a share of what rounding allows; -: kernel not used, or not reached"
+    for outcome in outcomes:
+        if outcome.times:
+            yield f"\n{outcome.check}: {outcome.fastest}, {outcome.case}"
+            for call in outcome.times[WAYS[0]]:
+                each = (f"{way} {found[call] * 1e6:.0f} µs" for way, found in outcome.times.items())
+                yield f"  {call}: {', '.join(each)}"
+        if not outcome.ok:
+            yield f"\n{outcome.check} failed: {outcome.case}\n  {outcome.detail}"
+
+
+def _cell(outcomes: Sequence[Outcome]) -> str:
+    """The worst result of one kernel in one case."""
+    if not outcomes:
+        return "-"
+    if not all(outcome.ok for outcome in outcomes):
+        return "FAILED"
+    shares = [
+        outcome.largest_error / outcome.tolerance
+        for outcome in outcomes
+        if outcome.tolerance and outcome.largest_error is not None
+    ]
+    return f"ok {max(shares):.2f}" if shares else "ok exact"
+
+
+def times_table(timings: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each kernel; see `time_all`."""
+    bandwidth = next((told["bandwidth"] for told in timings if "bandwidth" in told), None)
+    if bandwidth is not None:
+        yield f"A copy moves {bandwidth / 1e9:.0f} GB/s here."
+    yield f"{'kernel':34}{'µs':>9}{'GB/s of K/V':>13}{'of a copy':>11}"
+    for told in timings:
+        if "failed" in told:
+            yield f"{told['name']:34} failed: {told['failed'].splitlines()[0][:100]}"
+        elif "seconds" in told:
+            rate = told["moved"] / told["seconds"]
+            share = f"{rate / bandwidth:.0%}" if bandwidth else "-"
+            micros = told["seconds"] * 1e6
+            yield f"{told['name']:34}{micros:>9.1f}{rate / 1e9:>13.1f}{share:>11}"

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine: processor, macOS, MLX, memory, disk and settings."""
+"""Checks of the machine: processor, macOS, MLX, memory, disk and settings.
+
+The facts that no check judges are for those who read a report.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -10,14 +14,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from vllm_metal.commands.doctor.child import Ended, Progress, python, run
-from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.commands.doctor.report import Finding
 from vllm_metal.device import sysctl
 from vllm_metal.settings import envs
 
@@ -48,6 +52,17 @@ _VLLM_NAMES = (
     "HF_HUB_OFFLINE",
     "PYTHONDONTWRITEBYTECODE",
 )
+#: Where macOS keeps reports of crashes: the user's, and the machine's, which has its panics.
+FOLDERS = (
+    Path("~/Library/Logs/DiagnosticReports"),
+    Path("/Library/Logs/DiagnosticReports"),
+)
+#: Reports that may be of ours: Python's and the commands' own, the kernel's, and those of memory
+#: that ran out. Others would tell what else the user runs.
+_OURS = ("python", "vllm", "panic", "kernel", "jetsamevent")
+_MOST_REPORTS = 20
+_SYSCTLS = {"memory_bytes": "hw.memsize", "wired_limit_mb": "iogpu.wired_limit_mb"}
+
 _ADVICE_PYTHON = (
     "Make the environment with a Python for Apple silicon: `uv venv --python 3.12 --seed` in a "
     "terminal that does not run with Rosetta, and install again."
@@ -78,7 +93,7 @@ def this_system() -> System:
 
 
 def _macos_release() -> str:
-    """Such as ``26.1``.
+    """The release of macOS, such as ``26.1``.
 
     macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
     (python/cpython#135675). Its own command, with the variable below, reports the real number.
@@ -163,7 +178,10 @@ def check_release(system: System) -> Finding:
 
 
 def _older_mlx() -> str:
-    """The command. pip installs a wheel for another system only into a folder given by --target."""
+    """The command that installs MLX's build for macOS 15.
+
+    pip installs a wheel for another system only into a folder given by --target.
+    """
     pins = [f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal")]
     command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
     target = ["--target", sysconfig.get_path("purelib")]
@@ -240,3 +258,51 @@ def check_disk(folder: Path) -> Finding:
         )
         return Finding("disk", "warning", seen, advice)
     return Finding("disk", "ok", seen)
+
+
+def facts() -> dict[str, Any]:
+    """Tags of MLX's wheels, and, on a Mac, its release, chip, GPU and memory.
+
+    What a machine does not tell is None.
+    """
+    found: dict[str, Any] = {
+        "wheels": {name: wheel_tag(name) for name in ("mlx", "mlx-metal")},
+        "machine": platform.machine(),
+    }
+    if sys.platform != "darwin":
+        return found
+    found |= {fact: sysctl.read(name) for fact, name in _SYSCTLS.items()}
+    found["sw_vers"] = _said("sw_vers").splitlines()
+    return found | _graphics()
+
+
+def crash_reports(folders: Sequence[Path] = FOLDERS) -> list[str]:
+    """File names of the newest reports of crashes that may be of ours, the newest first."""
+    found = []
+    for folder in folders:
+        try:
+            paths = [*folder.expanduser().iterdir()]
+            found += [(path.stat().st_mtime, path.name) for path in paths if _is_ours(path)]
+        except OSError:  # there is none, or this user may not read it
+            continue
+    return [name for _, name in sorted(found, reverse=True)][:_MOST_REPORTS]
+
+
+def _is_ours(path: Path) -> bool:
+    return path.suffix in (".ips", ".panic") and path.name.lower().startswith(_OURS)
+
+
+def _graphics() -> dict[str, Any]:
+    try:
+        displays = json.loads(_said("system_profiler", "SPDisplaysDataType", "-json"))
+        first = displays["SPDisplaysDataType"][0]
+    except (ValueError, LookupError):
+        first = {}
+    return {"chip": first.get("sppci_model"), "gpu_cores": first.get("sppci_cores")}
+
+
+def _said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

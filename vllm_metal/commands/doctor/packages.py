@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the installed packages, and of the platform that vLLM chooses."""
+"""Checks of the installed packages, of the platform that vLLM chooses, and of MLX beside them.
+
+mlx-lm 0.31.3 cannot be imported beside transformers 5.13, and vLLM goes on without a plugin whose
+import fails: MLX then found no Metal device in a process of vLLM's, though a bare `import mlx.core`
+did (https://github.com/vllm-project/vllm-metal/pull/471).
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import vllm_metal
 from vllm_metal.commands.doctor.child import Ended, Progress, python, run
-from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.commands.doctor.report import Finding
 from vllm_metal.vllm_patches import releases
 
 _PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch", "numpy")
+_PRODUCT = 64.0**3  # sum of the product of two matrices of 64 by 64 ones
 
 
 def versions() -> dict[str, str]:
@@ -105,3 +112,37 @@ def check_touched(asked: Ended) -> Finding | None:
         seen = f"{len(changed)} are missing or changed: {'; '.join(changed)}"
         return Finding("vLLM's names", "failed", seen, advice)
     return Finding("vLLM's names", "ok", "vLLM has every name that the plugin uses")
+
+
+def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> Ended:
+    """Asks MLX in a child process that imports what an engine imports."""
+    return run(command or python("vllm_metal.commands.doctor.children.in_vllm"), progress)
+
+
+def check_in_vllm(tried: Ended, metal: bool) -> Finding:
+    """Checks that MLX sees its device inside a process with all of vLLM's imports.
+
+    Args:
+        tried: the messages of children.in_vllm.
+        metal: whether a process that imports MLX alone sees a Metal device.
+    """
+    name = "MLX within vLLM"
+    told, version = tried.told, tried.told.get("transformers", "of unknown version")
+    advice = (
+        "Install the transformers of the lock file: pip install --requirement "
+        "requirements/macos.txt in the clone. If that does not help, attach the report to a bug "
+        "report."
+    )
+    if metal and told.get("metal_inside") is False:
+        seen = f"MLX alone finds Metal, but not beside vLLM's imports (transformers {version})"
+        return Finding(name, "failed", seen, advice, tried.lines)
+    if not tried.ok:
+        return Finding(name, "failed", f"the process {tried.how}", advice, tried.lines)
+    if told["platform"] != vllm_metal.PLATFORM:
+        seen = f"vLLM takes {told['platform']} once all is imported (transformers {version})"
+        return Finding(name, "failed", seen, advice, tried.lines)
+    if told["product"] != _PRODUCT:
+        seen = f"a product of matrices sums to {told['product']:g}, not {_PRODUCT:g}"
+        return Finding(name, "failed", seen, advice, tried.lines)
+    where = "finds Metal and computes" if told["metal_inside"] else "computes on the CPU"
+    return Finding(name, "ok", f"{where} beside vLLM's imports (transformers {version})")

@@ -6,22 +6,25 @@ Only commands on the user's own terminal keep their paths.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vllm_metal.commands.doctor.finding import Finding
+from vllm_metal.settings.secret_file import write_private
 
+Status = Literal["ok", "warning", "failed"]
+#: What a user can do where we are at fault.
+REPORT_IT = "Attach the report to a bug report."
+REPORT_BUG = "This is a bug: attach the report to a bug report."
 #: Lines of a process's output that are printed where it failed; all that are kept are in the file.
 SHOWN_LINES = 15
 _INDENT = " " * 9
@@ -32,6 +35,18 @@ _ADDRESSES = (
     re.compile(r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}\b"),
     re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
 )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found, and what to do about it."""
+
+    name: str  # of the check
+    status: Status
+    seen: str  # one line
+    advice: str = ""  # what the user can do; empty: nothing
+    #: Lines that a process printed; the last are shown if the check failed.
+    log: tuple[str, ...] = ()
 
 
 class Report:
@@ -126,18 +141,10 @@ class Report:
         found = {
             "complete": complete,
             "failed": self.failed,
-            "findings": [dataclasses.asdict(finding) for finding in self._findings],
+            "findings": [asdict(finding) for finding in self._findings],
             **self._facts,
         }
-        text = json.dumps(self._cleaned(found), indent=1)
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(descriptor, "w") as part:
-                part.write(text + "\n")
-            os.replace(name, self._path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_private(self._path, json.dumps(self._cleaned(found), indent=1) + "\n")
 
     def _cleaned(self, value: Any) -> Any:
         """The JSON value, with the names replaced in each of its strings."""

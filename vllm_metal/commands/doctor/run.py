@@ -13,19 +13,15 @@ from typing import Literal, get_args
 import vllm_metal
 from vllm_metal.commands.doctor import (
     engine,
-    facts,
-    in_vllm,
     machine,
     model,
     packages,
     server,
     speed,
-    variants,
 )
 from vllm_metal.commands.doctor.child import Ended
-from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.commands.doctor.model import Model
-from vllm_metal.commands.doctor.report import Report
+from vllm_metal.commands.doctor.report import REPORT_BUG, Finding, Report
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import install_advice
 
@@ -74,15 +70,14 @@ def _guarded(found: Report, name: str) -> Iterator[None]:
     except Exception as error:
         seen = f"the check itself failed: {type(error).__name__}: {error}"
         lines = tuple(traceback.format_exc().splitlines())
-        advice = "This is a bug: attach the report to a bug report."
-        found.add(Finding(name, "failed", seen, advice, lines))
+        found.add(Finding(name, "failed", seen, REPORT_BUG, lines))
 
 
 def _look_at_machine(found: Report, model_name: str | None) -> Ended:
-    """Returns what MLX says of it."""
+    """Checks the machine; returns what MLX says of it."""
     found.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
     with _guarded(found, "facts"):
-        found.add_facts(machine=facts.of_machine(), crash_reports=facts.crash_reports())
+        found.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())
     system = machine.this_system()
     checks: dict[str, Callable[[], Finding]] = {
         "versions": packages.check_versions,
@@ -128,8 +123,8 @@ def _try_engine(
     if asked.told.get("platform") != vllm_metal.PLATFORM:
         found.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
         return
-    within = in_vllm.try_in_vllm(found.progress)
-    found.add(in_vllm.check(within, metal=looked.told["device"] == "metal"))
+    within = packages.try_in_vllm(found.progress)
+    found.add(packages.check_in_vllm(within, metal=looked.told["device"] == "metal"))
     with _model(found, model_name) as chosen:
         found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
         tried = engine.try_in_process(chosen, found.progress)
@@ -143,7 +138,7 @@ def _try_engine(
             _time_engine(found, chosen, quick)
             if every:
                 found.announce("the same engine with parts turned off, one at a time")
-                found.add(variants.check(tried, variants.try_all(chosen, found.progress)))
+                found.add(engine.check_variants(tried, engine.try_variants(chosen, found.progress)))
 
 
 def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
@@ -197,7 +192,7 @@ def _try_kernels(
         found.add(Finding("kernels", "warning", "not run: correct what failed above first"))
         return
     # Imports MLX, which a child process has shown to work.
-    from vllm_metal.commands.doctor import kernels, tables
+    from vllm_metal.commands.doctor import kernels
     from vllm_metal.device.record import Record
 
     runner = kernels.find_runner()
@@ -213,19 +208,19 @@ def _try_kernels(
     if again and record is not None:
         record.forget()
     found.announce(f"kernels, for {len(wanted)} kinds of layer")
-    found.show([f"{runner.how}:", tables.header()])
+    found.show([f"{runner.how}:", kernels.header()])
     outcomes = []
     budget = kernels.BUDGET if on_metal and not every else None
     checked = kernels.check(wanted, runner, found.progress, record, budget)
     for case, alike in itertools.groupby(checked, key=lambda outcome: outcome.case):
         outcomes += (last := list(alike))
-        found.show([tables.row(case, last)])
+        found.show([kernels.row(case, last)])
         found.add_facts(how=runner.how, kernels=[outcome.to_json() for outcome in outcomes])
-    found.show(tables.legend(outcomes))
+    found.show(kernels.legend(outcomes))
     found.add(kernels.finding(outcomes, on_metal))
     if on_metal:
         if (left := kernels.left_over(wanted, outcomes)) is not None:
             found.add(left)
         timed = kernels.time_all(found.progress)
         found.add_facts(timings=timed)
-        found.show(tables.times_table(timed))
+        found.show(kernels.times_table(timed))

@@ -12,8 +12,8 @@ from contextlib import closing
 
 from vllm_metal.commands.doctor.child import LIMITS, Child, Ended, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT, environment
-from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.commands.doctor.model import Model
+from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
 
 _NAME = "engine, as a server"
 _SERVED = "doctor"  # the model's name in requests
@@ -26,7 +26,6 @@ _ADVICE = {
     "loading the model": "The error says what is wrong with the model, a setting or the memory. "
     "If the engine in one process works, attach the report to a bug report.",
 }
-_REPORT_IT = "This is a bug: attach the report to a bug report."
 
 
 class WrongAnswer(Exception):
@@ -64,7 +63,7 @@ def try_server(
             return _failed(child.ended(None))
         except (OSError, http.client.HTTPException, ValueError, WrongAnswer) as error:
             seen = f"{type(error).__name__} while {child.told['stage']}: {error}"
-            return Finding(_NAME, "failed", seen, _REPORT_IT, child.ended(None).lines)
+            return Finding(_NAME, "failed", seen, REPORT_BUG, child.ended(None).lines)
         ended = child.wait(limits["shutting down"])
     return _failed(ended) if not ended.ok else _passed(ended)
 
@@ -192,14 +191,14 @@ def _metric(port: int) -> float:
 
 
 def _failed(ended: Ended) -> Finding:
-    advice = _ADVICE.get(ended.told["stage"], _REPORT_IT)
+    advice = _ADVICE.get(ended.told["stage"], REPORT_BUG)
     return Finding(_NAME, "failed", ended.how, advice, ended.lines)
 
 
 def _passed(ended: Ended) -> Finding:
     if ended.told["stage"] != "shutting down":
         seen = f"ended by itself with exit status 0 while {ended.told['stage']}"
-        return Finding(_NAME, "failed", seen, _REPORT_IT, ended.lines)
+        return Finding(_NAME, "failed", seen, REPORT_BUG, ended.lines)
     told = ended.told
     seen = (
         f"{NUM_TOKENS} tokens streamed in {told['answer_seconds']:.1f} s, the first after "

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from vllm_metal.commands.doctor.child import Ended, Progress, python, run
 from vllm_metal.commands.doctor.engine import environment
-from vllm_metal.commands.doctor.finding import Finding
 from vllm_metal.commands.doctor.model import Model
+from vllm_metal.commands.doctor.report import REPORT_IT, Finding
 
 GIB = 2**30
 #: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
@@ -20,7 +20,6 @@ LEAST_RATIO = 0.5
 #: A step after a pause that takes so many times a step's usual time, and so much longer (seconds),
 #: is one that a person notices before each answer.
 MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
-_REPORT_IT = "Attach the report to a bug report."
 _SMALLER = (
     "macOS takes back memory that the GPU has not used for a while. A smaller KV cache is back "
     "sooner: --kv-cache-memory-bytes (docs/memory.md, Wiring, has another way and its risks)."
@@ -39,10 +38,11 @@ def try_engine(
         model: to load.
         pool: bytes of the KV cache; None: as vLLM and the plugin choose for servers.
         progress: called with the name of each stage.
-        command: of the process, which must send the messages of children.speed.
+        command: of the process, which must send the messages of children.engine.
     """
-    arguments = [model.argument] if pool is None else [model.argument, "--pool", str(pool)]
-    command = command or python("vllm_metal.commands.doctor.children.speed", *arguments)
+    arguments = ["--timed"] if pool is None else ["--timed", "--pool", str(pool)]
+    module = "vllm_metal.commands.doctor.children.engine"
+    command = command or python(module, model.argument, *arguments)
     return run(command, progress, environment(model))
 
 
@@ -50,10 +50,9 @@ def try_mlx_lm(model: Model, timed: Ended, progress: Progress) -> Ended:
     """Times mlx-lm alone, with the model's dtype and the lengths of an engine that was timed."""
     told = timed.told
     lengths = (str(told["num_prompt"]), str(told["num_answer"]))
-    module = "vllm_metal.commands.doctor.children.mlx_lm_speed"
-    return run(
-        python(module, model.argument, told["dtype"], *lengths), progress, environment(model)
-    )
+    module = "vllm_metal.commands.doctor.children.mlx_lm_alone"
+    command = python(module, model.argument, "time", told["dtype"], *lengths)
+    return run(command, progress, environment(model))
 
 
 def check_speed(timed: Ended, alone: Ended) -> Finding:
@@ -62,7 +61,7 @@ def check_speed(timed: Ended, alone: Ended) -> Finding:
     for tried, who in ((timed, "the engine's"), (alone, "mlx-lm's")):
         if not tried.ok:
             seen = f"not compared: {who} process {tried.how}"
-            return Finding(name, "warning", seen, _REPORT_IT, tried.lines)
+            return Finding(name, "warning", seen, REPORT_IT, tried.lines)
     ratios = ratios_of(timed, alone)
     seen = ", ".join(
         f"{phase} {timed.told[phase]:.0f} tokens a second, {ratios[phase]:.2f} of mlx-lm's "
@@ -76,7 +75,7 @@ def check_speed(timed: Ended, alone: Ended) -> Finding:
     if min(ratios.values()) < LEAST_RATIO:
         advice = (
             "A model of some hundred million parameters may be so slow, a larger one should not: "
-            f"close other programs, and try yours with --model NAME. {_REPORT_IT}"
+            f"close other programs, and try yours with --model NAME. {REPORT_IT}"
         )
         return Finding(name, "warning", seen, advice, timed.lines)
     return Finding(name, "ok", seen, log=timed.lines)
@@ -92,7 +91,7 @@ def check_idle(timed: Ended) -> Finding:
     name = "a step after the device was idle"
     if not timed.ok:
         seen = f"not timed: the engine's process {timed.how}"
-        return Finding(name, "warning", seen, _REPORT_IT, timed.lines)
+        return Finding(name, "warning", seen, REPORT_IT, timed.lines)
     told = timed.told
     once, after = told["step_seconds"], told["step_after_idle_seconds"]
     seen = (
@@ -100,5 +99,5 @@ def check_idle(timed: Ended) -> Finding:
         f"{after / once:.1f} times as long"
     )
     if after > MOST_IDLE_RATIO * once and after - once > MOST_IDLE_SECONDS:
-        return Finding(name, "warning", seen, f"{_SMALLER} {_REPORT_IT}")
+        return Finding(name, "warning", seen, f"{_SMALLER} {REPORT_IT}")
     return Finding(name, "ok", seen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal fit`: how much memory a model needs, whether it fits, and how to serve it."""
+"""`vllm-metal fit`: estimates, asks memory/advice.py for advice, and prints both."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from vllm_metal.kv_cache.formats import MLX_DTYPES
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.kv_cache.specs import kv_cache_specs, settle_block_size
+from vllm_metal.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
@@ -97,7 +97,7 @@ class Estimate:
 
     @property
     def num_blocks(self) -> int:
-        """Of the pool."""
+        """Blocks of the pool."""
         return max(self.pool // self.needs.block_bytes, 0)
 
     @property
@@ -113,7 +113,7 @@ class Estimate:
         return self.num_blocks * length // self.needs.blocks(length)
 
     def of_length(self, tokens: int) -> Estimate:
-        """The same for requests of so many tokens, asked for by name."""
+        """An estimate for requests of so many tokens, asked for by name."""
         return replace(self, settings=replace(self.settings, max_model_len=tokens, fitted=False))
 
     def request(self, count: int = 1) -> Request:
@@ -137,7 +137,7 @@ def estimate(
         ValueError: the forward pass cannot be estimated (vllm_metal.commands.fit.step).
     """
     pool_dtype = formats.pool_dtype(config.cache_config.cache_dtype, MLX_DTYPES[model.dtype])
-    states = settle_block_size(config.cache_config, model.layers, pool_dtype)
+    states = choose_block_size(config.cache_config, model.layers, pool_dtype)
     block_size = config.cache_config.block_size
     specs = kv_cache_specs(model.layers, block_size, pool_dtype)
     needs = Needs.of(config, specs)

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from metal_kernels import kernel
-from vllm_metal.models.traced_layers import replaced
+from vllm_metal.mlx_patches.replacing import replaced
 
 #: Operations that MLX's CPU backend makes of several, and Metal of one (mlx.core.fast). All give
 #: an array like their first input.

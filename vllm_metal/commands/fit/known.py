@@ -69,7 +69,7 @@ class KnownModel:
             yield Path(scratch)
 
     def _header(self) -> SafetensorsFileMetadata:
-        """Of the file that mlx-lm would write of it; no weight is computed."""
+        """The header of the file that mlx-lm would write of it; no weight is computed."""
         family = importlib.import_module(f"mlx_lm.models.{self.config['model_type']}")
         model = family.Model(family.ModelArgs.from_dict(self.config))
         model.set_dtype(mx.bfloat16)

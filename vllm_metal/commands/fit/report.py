@@ -55,7 +55,7 @@ def as_text(answer: Answer) -> str:
 
 
 def _of_states(answer: Answer) -> list[str]:
-    """Of a model whose layers keep states: what they take, and how large blocks are for it."""
+    """Rows on states, for a model whose layers keep some: what they take, and a block's tokens."""
     if not any(estimate.state_bytes for estimate in answer.estimates.values()):
         return []
     return [

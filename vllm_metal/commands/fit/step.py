@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -81,16 +81,17 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
     """
     model = parts.model
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
-    states = step.layers.layer_states
+    states, storages = step.layers.layer_states, step.layers.storages
 
     def build(*inputs: mx.array) -> list[mx.array]:
         given = iter(inputs)
         model.update(tree_unflatten([(name, next(given)) for name in names]))
-        for state in states:
-            state.arrays = [next(given) for _ in state.arrays]
+        for storage in storages:
+            storage.arrays = [next(given) for _ in storage.arrays]
         with step.caches() as caches:
             input_ids = mx.zeros(step.rows.input_ids.shape, mx.int32)
-            hidden_states = parts.forward_hidden(input_ids, caches)
+            of_rows = replace(step.rows.inputs, input_ids=input_ids)
+            hidden_states = parts.forward_hidden(of_rows, caches)
         logits = parts.compute_logits(step.rows.of_logits(hidden_states))
         # Beside the logits, all that the layers keep of a step.
         return [logits, *_arrays_in([vars(state) for state in states], set())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a block: a header of 128 bytes, then the payload.
+"""The file of a page on disk: its header's fields, the checksum, then the payload.
 
 Header, little-endian: magic (8 bytes), length of the key (8), length of the payload (8), digest of
 the folder's name (16), key (64, padded with zeros), zeros (8), checksum (16). The checksum is the

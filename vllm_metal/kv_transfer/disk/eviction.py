@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes blocks, and the folders that they leave empty. The ledger is locked meanwhile."""
+"""Evicts the least recently used pages from disk; disk/space.py says when and how many bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a cache may hold, and how many it may write in a day."""
+"""Decides how many bytes a cache on disk may hold, and how many it may write in a day."""
 
 from __future__ import annotations
 

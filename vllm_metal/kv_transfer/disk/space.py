@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes files within the limits of a root, and removes them. Blocking, and for any thread.
+"""Makes files within a root's limits, and removes them; decides when pages are evicted.
 
 A file's room is reserved with the ledger locked: it is counted, and a temporary file of its full
 size is made. Its contents are written without the lock; renaming it takes the lock again.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's leases: renewed while somebody wants the pages, given back when nobody does."""
+"""Renews a consumer's leases while somebody wants the pages, and gives them back."""
 
 from __future__ import annotations
 

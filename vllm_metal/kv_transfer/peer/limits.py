@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that both sides of a connection keep to, and where they come from."""
+"""Numbers that both sides of a connection keep to: sizes, timeouts, a lease's seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that an engine keeps for others, in memory outside its pool."""
+"""Outbox: pages kept in memory for other engines; grants their leases, evicts what has none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two requests must have in common for one's answer to be the other's: everything.
+"""Makes the key of a kept answer, of all that two requests must have in common to share one.
 
 The key is a digest of the rendered prompt's tokens, of the body, of the model and its server, and
 of the tenant. A body's fields count unless they are listed as harmless, so one that nobody here has

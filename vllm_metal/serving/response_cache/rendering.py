@@ -75,7 +75,7 @@ def renderer(state: Any) -> Render:
 
 
 def fingerprint(state: Any, memo: Path | None) -> str:
-    """Of the model and of all settings that an answer may depend on, as 32 hex digits.
+    """Returns a digest of the model and of all settings that answers depend on, as 32 hex digits.
 
     It reads the weights once, which takes seconds to a minute; `weights_digest` remembers them.
 

@@ -157,7 +157,7 @@ class SqliteStore:
             database.executemany("DELETE FROM answers WHERE rowid = ?", gone)
 
     def _num_bytes(self) -> int:
-        """Of the pages in use."""
+        """Counts the bytes of the pages in use."""
         database = self._database()
         pages, free = (
             database.execute(f"PRAGMA {name}").fetchone()[0]

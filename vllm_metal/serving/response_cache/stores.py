@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores that settings name, for a server and for a command."""
+"""What settings say of kept answers: the store, for a server and a command, and its secret."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from vllm_metal.serving.config import ResponseCacheConfig
 from vllm_metal.serving.response_cache.store import Store, StoreError
+from vllm_metal.settings import secret_file
+
+SECRET_FILE = "secret"  # in the folder of the answers
 
 
 def open_store(config: ResponseCacheConfig) -> Store:
@@ -19,6 +23,31 @@ def open_store(config: ResponseCacheConfig) -> Store:
 
     assert config.path is not None  # one of the two is given
     return SqliteStore(config.path, config.max_bytes, config.ttl_s)
+
+
+def secret_of(config: ResponseCacheConfig) -> bytes:
+    """The secret where there are no tenants: that of the settings, or one made at the first start.
+
+    Where none can be made, answers are kept under one that ends with this process.
+
+    Raises:
+        ValueError: as `secret_file.read`.
+    """
+    if config.secret is not None:
+        return secret_file.read(config.secret, "[response_cache] secret")
+    assert config.path is not None  # with Redis, the settings have to name one
+    try:
+        return secret_file.read_or_make(config.path / SECRET_FILE, "[response_cache] path")
+    except OSError as error:
+        # Imported here so that a command, which never comes here, answers at once.
+        from vllm.logger import init_logger
+
+        init_logger(__name__).warning(
+            "%s cannot be made (%s): answers that are kept now are lost when this server ends.",
+            config.path / SECRET_FILE,
+            error,
+        )
+        return secrets.token_bytes(32)
 
 
 def purge(config: ResponseCacheConfig, owner: str | None = None) -> int:

@@ -17,7 +17,7 @@ class Abandoned(Exception):
 
 
 class Twins:
-    """Who asks for which key now. Of one event loop."""
+    """Knows who asks for which key now; it belongs to one event loop."""
 
     def __init__(self) -> None:
         self._asked: dict[str, asyncio.Future[Entry]] = {}

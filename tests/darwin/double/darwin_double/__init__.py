@@ -13,7 +13,7 @@ long as they are Python and inherit PYTHONPATH. It imitates, of macOS 15 on Appl
 - no /proc, /sys and /dev/shm for Python code; no ELF for pyelftools
 - the fields of psutil's `virtual_memory`, and `sysctlbyname` (`memory.py` has the figures and the
   variables that set them)
-- names of Unix sockets of no more than 103 bytes, Python's and ZeroMQ's
+- names of Unix sockets of no more than 103 bytes, Python's and ZeroMQ's; `socket.TCP_KEEPALIVE`
 
 It does not imitate:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix sockets, whose names are shorter on a Mac."""
+"""Sockets: a Mac's names of Unix sockets are shorter, and one option has another name."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def install() -> None:
     for name in ("bind", "connect", "connect_ex"):
         setattr(socket.socket, name, _limited(getattr(socket.socket, name)))
     modules.after_import("zmq", _limit_zmq)
+    socket.TCP_KEEPALIVE = socket.TCP_KEEPIDLE  # type: ignore[attr-defined]
 
 
 def _limited(real: Any) -> Any:

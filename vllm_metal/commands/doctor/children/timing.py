@@ -12,7 +12,8 @@ import mlx.core as mx
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, Work, copy_bandwidth, works
-from vllm_metal.commands.doctor.messages import say
+from vllm_metal.commands.doctor.child import say
+from vllm_metal.settings.extras import INTERPRETER
 
 #: The attention of Llama 3 8B, over a cache of its own dtype and over a quantised one.
 _SHAPE = AttentionShape(32, 8, 128, 128)
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="run kernels on the CPU")
     args = parser.parse_args()
     if args.interpret:
-        kernel.use(kernel.interpreter())
+        kernel.use(kernel.named(INTERPRETER))
     short, long = args.contexts
     wanted = [work for case in _CASES for work in works(case, (short, long))]
     if args.start == 0:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLX and mlx-lm still need every change this plugin makes to them.
+
+Families' modules have tests of their own: `test_registry.py` and `models/test_plain.py`.
+"""
+
+import importlib
+import inspect
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import base
+from mlx_patches.test_seam import Noting
+from mlx_patches.test_traced_layers import operations
+
+from vllm_metal import mlx_patches
+from vllm_metal.mlx_patches import library_kernels, seam
+
+#: A module that changes nothing by itself, and that of families.
+APART = {"__init__", "replacing", "registry"}
+PROBES = {}
+
+
+def probe(module):
+    """Notes what finds out whether the libraries do what a change is for."""
+
+    def noted(function):
+        PROBES[module] = function
+        return function
+
+    return noted
+
+
+@probe("seam")
+def attention_asks_no_cache():
+    """mlx-lm's attention computes by itself, over what a cache returned."""
+    seam.install()
+    cache, rows = Noting(), mx.ones((2, 4, 1, 16))
+    own = inspect.unwrap(base.scaled_dot_product_attention)
+    own(rows, rows, rows, cache=cache, scale=0.5, mask=None)
+    return not hasattr(cache, "seen")
+
+
+@probe("module_calls")
+def modules_have_no_hooks():
+    """MLX tells nobody of a module's call."""
+    return not [name for name in dir(nn.Module) if "_hook" in name]
+
+
+@probe("traced_layers")
+def layers_repeat_what_is_the_same():
+    """On the CPU each layer has its own angles, and each step makes its views of weights anew."""
+    layers = [(nn.RoPE(8), nn.Linear(8, 8)) for _ in range(2)]
+
+    def forward(x, offset):
+        return [linear(rope(x, offset=offset)) for rope, linear in layers]
+
+    found = operations(*mx.compile(forward)(mx.zeros((2, 1, 1, 8)), mx.array([3, 5])))
+    return found["Cos"] == 2 and found["Transpose"] == 2
+
+
+@probe("library_kernels")
+def kernels_are_launched():
+    """mlx-lm calls kernels of its own, where there is a GPU."""
+    for entry in library_kernels.ENTRIES:
+        module = importlib.import_module(f"mlx_lm.models.{entry.module}")
+        calls = re.findall(rf"(?<!def )\b{entry.kernel}\(", inspect.getsource(module))
+        if not calls:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("module", PROBES)
+def test_the_libraries_still_need_the_change(module):
+    assert PROBES[module](), (
+        f"no longer so: {PROBES[module].__doc__} Delete vllm_metal.mlx_patches.{module} and its "
+        "probe, or correct the probe"
+    )
+
+
+def test_every_change_has_a_probe_and_is_for_what_is_installed():
+    modules = {path.stem for path in Path(mlx_patches.__file__).parent.glob("*.py")} - APART
+    assert modules == PROBES.keys()
+    for name in modules | {"registry"}:
+        module = importlib.import_module(f"vllm_metal.mlx_patches.{name}")
+        package = module.RELEASES[0].partition(" ")[0]
+        assert f"{package} {'.'.join(version(package).split('.')[:2])}" in module.RELEASES, name

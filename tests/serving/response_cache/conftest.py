@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of both kinds, and a real Redis server."""
+
+import socket
+
+import pytest
+from redis_server import NO_REDIS, REDIS, redis_server
+
+from vllm_metal.serving.response_cache.redis_store import RedisStore
+from vllm_metal.serving.response_cache.sqlite_store import SqliteStore
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    pytest.importorskip("redis", reason="the extra `redis` is not installed")
+    if REDIS is None:
+        pytest.skip(NO_REDIS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with redis_server(port, tmp_path_factory.mktemp("redis")):
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def make(request, tmp_path):
+    """Makes the same store again and again: of most bytes, a time and a clock."""
+    if request.param == "sqlite":
+        return lambda *given: SqliteStore(tmp_path, *given)
+    url = request.getfixturevalue("redis_url")
+    import redis
+
+    redis.from_url(url).flushall()
+    return lambda *given: RedisStore(url, *given)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ForwardInputs decides what a forward reads besides weights and caches, each a graph's input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """Arrays that one forward of T rows reads.
+
+    All of them are inputs of a compiled graph: only their names, shapes and dtypes are part of it.
+    """
+
+    input_ids: mx.array  # [T] int32
+    positions: mx.array  # [A, T] int32, by axis; the first axis is the place in the request
+    embeddings: mx.array | None = None  # [T, 1, H], in place of those of `input_ids`
+    extras: tuple[tuple[str, mx.array], ...] = ()  # [T, ...] by name, for modules that ask for them
+
+    def with_extras(self, extras: Mapping[str, mx.array]) -> ForwardInputs:
+        """Adds arrays of T rows by name; `of_rows` gives them to the modules of the model."""
+        return replace(self, extras=self.extras + tuple(extras.items())) if extras else self
+
+
+#: Values of the rows of the forward that is being built, by name.
+_of_rows: dict[str, mx.array] = {}
+
+
+def of_rows(name: str) -> mx.array:
+    """A value of each row, for a module of the model while its forward is built.
+
+    Returns:
+        [T, 1, ...] as a rule. Inside a module that goes from token to token, [n, L, ...]: of the
+        sequences that this call of it computes. So it always goes with the module's own input.
+
+    Raises:
+        KeyError: the forward has no such value.
+    """
+    return _of_rows[name]
+
+
+@contextmanager
+def bound(inputs: ForwardInputs) -> Iterator[None]:
+    """Within, `of_rows` knows the extras of a forward."""
+    with _bound({name: array[:, None] for name, array in inputs.extras}):
+        yield
+
+
+@contextmanager
+def regrouped(rows: mx.array) -> Iterator[None]:
+    """Within, `of_rows` gives the values of some rows, as sequences.
+
+    Args:
+        rows: [n, L] int32, of the forward's T.
+    """
+    with _bound({name: array[:, 0][rows] for name, array in _of_rows.items()}):
+        yield
+
+
+@contextmanager
+def _bound(values: dict[str, mx.array]) -> Iterator[None]:
+    global _of_rows
+    before, _of_rows = _of_rows, values
+    try:
+        yield
+    finally:
+        _of_rows = before

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RequestColumn: what requests bring for one part of a step, kept by req_idx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from vllm_metal.batch.requests import RequestState
+    from vllm_metal.batch.rows import Rows
+
+
+class RequestColumn(Protocol):
+    """Keeps by req_idx what requests ask of one part of a step.
+
+    The runner has a list of them, and tells each of every request that enters or leaves its row. A
+    column reads what it wants of `RequestState.request`, which is all that the scheduler sent.
+    """
+
+    def enter(self, state: RequestState) -> None:
+        """A request starts, resumes, or begins another turn. It fails alone where this raises."""
+        ...
+
+    def leave(self, req_idx: int) -> None:
+        """Empties a row, of which the column may know nothing; another request may take it."""
+        ...
+
+    def extras(self, rows: Rows) -> Mapping[str, mx.array]:
+        """Arrays of [T, ...] that the forward of these rows gets by name (ForwardInputs.extras)."""
+        return {}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks mlx-lm by itself: how far an engine's tokens are behind its own choice, or how fast it is.
+
+python -m vllm_metal.commands.doctor.children.mlx_lm_alone MODEL judge PROMPT TOKENS
+python -m ... MODEL time DTYPE NUM_PROMPT NUM_ANSWER
+
+PROMPT and TOKENS are JSON lists of token ids; DTYPE is that of the engine to compare with.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from vllm_metal.commands.doctor.child import say
+from vllm_metal.device import blas
+from vllm_metal.settings import envs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    asked = parser.add_subparsers(required=True)
+    judge = asked.add_parser("judge")
+    judge.add_argument("prompt", type=json.loads)
+    judge.add_argument("tokens", type=json.loads)
+    judge.set_defaults(run=_judge)
+    time = asked.add_parser("time")
+    time.add_argument("dtype")
+    time.add_argument("num_prompt", type=int)
+    time.add_argument("num_answer", type=int)
+    time.set_defaults(run=_time)
+    args = parser.parse_args()
+    say(stage="starting")
+    kind = envs.requested_device() or "metal"
+    if kind == "cpu":
+        blas.load()
+    from vllm_metal.device import mlx_device
+
+    mlx_device.select(kind)
+    args.run(args)
+
+
+def _judge(args: argparse.Namespace) -> None:
+    import mlx.core as mx
+    from huggingface_hub import snapshot_download
+
+    from vllm_metal.models.loader import dense_model
+
+    say(stage="loading the model")
+    folder = Path(args.model)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(args.model, local_files_only=True))
+    model = dense_model(folder)
+    say(stage="answering")
+    before = [*args.prompt, *args.tokens[:-1]]
+    logits = model(mx.array([before]))[0, -len(args.tokens) :].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(args.tokens)[:, None], axis=-1)[:, 0]
+    best = logits.max(axis=-1)
+    say(
+        behind=(best - chosen).tolist(),
+        spread=(best - logits.mean(axis=-1)).tolist(),
+        choices=logits.argmax(axis=-1).tolist(),
+    )
+
+
+def _time(args: argparse.Namespace) -> None:
+    import mlx.core as mx
+    from mlx_lm import load, stream_generate
+
+    say(stage="loading the model")
+    model, tokenizer = load(args.model)[:2]
+    model.set_dtype(getattr(mx, args.dtype))
+    tokenizer.eos_token_ids = []  # answers have the length that was asked for
+    prompt = [5 + index * 7 % 50 for index in range(args.num_prompt)]
+    say(stage="answering")
+    for _ in range(2):  # the first compiles
+        *_, last = stream_generate(model, tokenizer, prompt, args.num_answer)
+    say(
+        prefill=last.prompt_tps,
+        # mlx-lm counts from the first token, and that one too.
+        decode=last.generation_tps * (last.generation_tokens - 1) / last.generation_tokens,
+        num_answer=last.generation_tokens,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what people write in options: 24GB of memory, 32k tokens, ages, fingerprints."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from contextlib import suppress
+
+from vllm_metal.settings import values
+
+_MEMORY = {"MB": 2**20, "GB": 2**30, "TB": 2**40}  # Macs are sold by these
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}  # as in "128k context"
+
+_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def memory(text: str) -> int:
+    """Bytes of ``24GB``, ``24 GiB`` or ``24G``; GB are 2**30 bytes, as of a Mac's memory.
+
+    Raises:
+        ArgumentTypeError: it is no size.
+    """
+    return _parse(re.sub(r"(?i)(?<=[mgt])i?b?$", "B", text.strip()), _MEMORY, "24GB")
+
+
+def tokens(text: str) -> int:
+    """Number of ``32768`` or ``32k``; k are 1024.
+
+    Raises:
+        ArgumentTypeError: it is no number of tokens.
+    """
+    return _parse(text, _TOKENS, "32k, or 32768")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number above 0 and at most 1.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= 1:
+            return value
+    raise ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1, such as 0.92")
+
+
+def age(text: str) -> float:
+    """Seconds of ``30d``, ``12h``, ``45m`` or ``2w``.
+
+    Raises:
+        ArgumentTypeError: it is no age.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mhdw])", text.strip())
+    if found is None:
+        raise ArgumentTypeError(f"{text!r} is not understood; write for example 30d, 12h or 45m")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def fingerprint(text: str) -> str:
+    """A fingerprint, or how it begins.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not re.fullmatch(r"[0-9a-f]+", text):
+        raise ArgumentTypeError(f"{text!r} is no fingerprint; `vllm-metal cache ls` shows them")
+    return text
+
+
+def _parse(text: str, units: Mapping[str, int], example: str) -> int:
+    try:
+        return values.parse_size(text, units, example)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which of mlx-lm's modules are patched, and finds a model's module.
+
+A model must compute what its files say, as transformers' class does, or be refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from mlx_lm.utils import MODEL_REMAPPING, _get_classes
+
+from vllm_metal.mlx_patches import seam
+from vllm_metal.mlx_patches.families.activations import gelu, gemma
+from vllm_metal.mlx_patches.families.arrays import (
+    converted,
+    dense_of_kimi,
+    norms_of_olmo,
+    renamed,
+    without_transformer,
+)
+from vllm_metal.mlx_patches.families.experts import (
+    ernie4_5_moe,
+    grouped,
+    in_full_precision,
+    jamba,
+    with_weights,
+)
+from vllm_metal.mlx_patches.families.falcon_h1 import falcon_h1
+from vllm_metal.mlx_patches.families.layer_kinds import cohere2, qwen3_5, qwen3_next
+from vllm_metal.mlx_patches.families.llama4 import llama4, llama4_text
+from vllm_metal.mlx_patches.families.nanochat import nanochat
+from vllm_metal.mlx_patches.families.norms import epsilon, of_latents
+from vllm_metal.mlx_patches.families.plamo import plamo, plamo2, plamo3
+from vllm_metal.mlx_patches.families.positions import gpt_bigcode, rope_utils, spread_ropes
+from vllm_metal.mlx_patches.families.recurrent_gemma import recurrent_gemma
+from vllm_metal.mlx_patches.families.shared_kv import afm7, iquestloopcoder
+from vllm_metal.mlx_patches.families.states import baichuan_m1, longcat_flash_ngram
+from vllm_metal.mlx_patches.families.text_models import gemma3n, stacked
+from vllm_metal.mlx_patches.families.windows import gemma2, gemma3_text, mistral, of_all_layers
+
+#: The releases of mlx-lm whose modules the families' patches were written by.
+RELEASES = ("mlx-lm 0.32",)
+_MODULES = "mlx_lm.models."
+_MARK = "_vllm_metal_patched"
+
+#: What transformers calls the text model of a multimodal one where it stands alone, and mlx-lm's
+#: module of the whole, which reads it too.
+TEXT_MODELS = {
+    "gemma3n_text": "gemma3n",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_5_text": "qwen3_5",
+}
+
+Patches = Mapping[str, tuple[Callable[[ModuleType], None], ...]]
+#: What modules of mlx_lm.models lack to compute what transformers' classes do. Applied in this
+#: order, once, when mlx-lm has imported the module.
+PATCHES: Patches = {
+    "cohere2": (cohere2,),
+    "ernie4_5_moe": (ernie4_5_moe,),
+    "falcon_h1": (falcon_h1,),
+    "gemma": (gemma,),
+    "gemma2": (gemma2,),
+    "gemma3_text": (gemma3_text,),
+    "gemma3n": (gemma3n,),
+    "gpt2": (renamed(without_transformer),),
+    "gpt_bigcode": (
+        gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+        gpt_bigcode,
+    ),
+    "gpt_neox": (gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h"),),
+    "gpt_oss": (converted(in_full_precision),),
+    "jamba": (jamba,),
+    "llama": (mistral,),
+    "llama4_text": (llama4_text,),
+    "longcat_flash": (converted(with_weights), of_latents("LongcatFlashMLA")),
+    "mamba2": (epsilon("layer_norm_epsilon"),),
+    "nanochat": (nanochat,),
+    "olmo_hybrid": (renamed(norms_of_olmo),),
+    "phi3": (of_all_layers("Phi3Model"),),
+    "qwen3_5": (qwen3_5,),
+    "qwen3_5_moe": (converted(stacked),),
+    "qwen3_next": (qwen3_next,),
+    "recurrent_gemma": (epsilon("rms_norm_eps"), recurrent_gemma),
+    "starcoder2": (
+        of_all_layers("Starcoder2Model"),
+        gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+    ),
+    "rope_utils": (rope_utils,),
+    "deepseek_v3": (grouped(),),
+    "dots1": (grouped(),),
+    "exaone_moe": (grouped(),),
+    "glm4_moe": (grouped(),),
+    "mimo_v2_flash": (grouped(),),
+    "nemotron_h": (grouped(),),
+    "glm4_moe_lite": (grouped(), of_latents("Glm4MoeLiteAttention")),
+    "kimi_linear": (
+        grouped("_group_expert_select"),
+        of_latents("KimiMLAAttention"),
+        renamed(dense_of_kimi),
+    ),
+}
+#: Modules that the paged path could not serve as they are. They compute with rows of many texts
+#: what they compute with one text: the reference is mlx-lm's own forward, for transformers has no
+#: classes of these families.
+PAGED: Patches = {
+    "afm7": (afm7,),
+    "baichuan_m1": (baichuan_m1,),
+    "iquestloopcoder": (iquestloopcoder,),
+    "llama4": (llama4,),
+    "longcat_flash_ngram": (longcat_flash_ngram,),
+    "plamo": (plamo,),
+    "plamo2": (plamo2,),
+    "plamo3": (plamo3,),
+}
+
+
+def classes(config: dict[str, Any]) -> tuple[type, type]:
+    """mlx-lm's model and its arguments for a config.json, patched; for mlx-lm's `load_model`.
+
+    Raises:
+        ValueError: mlx-lm's module is not there, or needs what is not installed.
+    """
+    config = {**config, "model_type": _model_type(config)}
+    try:
+        _get_classes(config)
+    except SystemExit as error:  # of a module that finds a package missing
+        raise ValueError(
+            f"mlx-lm's module of model_type {config['model_type']!r} needs a package that is not "
+            f"installed: {error.__context__}"
+        ) from error
+    install()
+    return _get_classes(config)
+
+
+def module_of(config: Mapping[str, Any], model: type) -> str:
+    """The name of mlx-lm's module that reads a config.json.
+
+    Args:
+        config: of config.json.
+        model: its model, which the module may have of another one.
+    """
+    known = _model_type(config)
+    name = str(MODEL_REMAPPING.get(known, known))
+    module = sys.modules.get(_MODULES + name)
+    if getattr(module, "Model", None) is model:
+        return name
+    return model.__module__.removeprefix(_MODULES)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    """The type as mlx-lm knows it."""
+    model_type = str(config["model_type"])
+    return TEXT_MODELS.get(model_type, model_type)
+
+
+def install() -> None:
+    """Patches attention, ropes and the modules that mlx-lm has imported; idempotent.
+
+    Raises:
+        ValueError: a module is of a release of mlx-lm that its patches were not written for.
+    """
+    release = "mlx-lm " + ".".join(version("mlx-lm").split(".")[:2])
+    for name, patches in {**PATCHES, **PAGED}.items():
+        module: ModuleType | None = sys.modules.get(_MODULES + name)
+        if module is None or hasattr(module, _MARK):
+            continue
+        if release not in RELEASES:
+            raise ValueError(
+                f"{release} may compute {name!r} as transformers does not: vllm-metal knows what "
+                f"{' and '.join(RELEASES)} lack"
+            )
+        for patch in patches:
+            patch(module)
+        setattr(module, _MARK, True)
+    spread_ropes()
+    seam.install()
