@@ -22,7 +22,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 #: Modules of vllm_patches that change nothing.
-APART = {"__init__", "probe", "releases", "replacing", "step_result"}
+APART = {"__init__", "chunk_lengths", "probe", "releases", "replacing", "step_result"}
 #: A module of changes that is there in this process, too: it chooses what to import.
 _IMPORTED = {"partial_imports"}
 MODEL = {

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
-from vllm_metal.device.chunk_lengths import ChunkLengths, StepWork
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.vllm_patches.chunk_lengths import ChunkLengths, StepWork
 from vllm_metal.vllm_patches.step_result import StepResult
 
 if TYPE_CHECKING:
