@@ -22,6 +22,7 @@ QUESTIONS = {
     "processes.in_users_process",
     "processes.is_engine_process",
     "server_end.TurnAway",
+    "shutdown.ignore_ctrl_c",
     "shutdown.remembering_the_stop",
 }
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -680,32 +682,35 @@ def time_to_end(folder):
     return process.exitcode != 0, process.exitcode
 
 
-@probe("shutdown.leave_ctrl_c_to_the_parent", at_once=False)
+@probe("shutdown.leave_ctrl_c_to_the_parent")
 def ctrl_c(folder):
     """An engine's process ends when a terminal sends it Ctrl-C, whatever its parent makes of it."""
     from vllm.v1.engine import core
 
     seen = []
 
-    class Engine:
+    class Engine(core.EngineCoreProc):
         shutdown_state = None
 
         def __init__(self, *_, **__):
             pass
 
-        def run_busy_loop(self):
+        def _handle_shutdown(self):
             os.kill(os.getpid(), signal.SIGINT)
             seen.append(self.shutdown_state)
+            return False
 
         def shutdown(self):
             pass
 
-    run, kept = core.EngineCoreProc.run_engine_core, core.EngineCoreProc
-    core.EngineCoreProc = Engine
+    process, config = multiprocessing.current_process(), folder_config(folder)
+    run, kept = core.EngineCoreProc.run_engine_core, (core.EngineCoreProc, process.name)
+    core.EngineCoreProc, process.name = Engine, "EngineCore"
     try:
-        run(vllm_config=folder_config(folder))
+        with suppress(SystemExit):
+            run(vllm_config=config)
     finally:
-        core.EngineCoreProc = kept
+        core.EngineCoreProc, process.name = kept
     return seen == [core.EngineShutdownState.REQUESTED], str(seen)
 
 
@@ -843,7 +848,7 @@ def listen(record: logging.LogRecord) -> bool:
 
 def main(folder: str, names: list[str]) -> None:
     if "--applied" in names:
-        apply_changes()
+        folder_config(folder)  # as in each process that runs an engine, its worker elsewhere
     else:
         for module in {change.partition(".")[0] for change in PROBES} - _IMPORTED:
             name = f"vllm_metal.vllm_patches.{module}"
@@ -865,22 +870,6 @@ def main(folder: str, names: list[str]) -> None:
             needed, told = False, f"the probe does not fit any more: {error!r}"
         found[name] = {"needed": needed, "found": str(told)}
     print("FOUND", json.dumps(found), flush=True)
-
-
-def apply_changes() -> None:
-    """Makes the platform's changes, and the scheduler's, which the worker makes."""
-    from vllm.platforms import current_platform
-
-    from vllm_metal.vllm_patches.cache_salts import send_salts
-    from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
-    from vllm_metal.vllm_patches.scheduler import end_failed_requests
-    from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
-
-    current_platform.pre_register_and_update()
-    end_failed_requests()
-    serve_sessions()
-    send_salts()
-    end_chunks_within_blocks()
 
 
 if __name__ == "__main__":

@@ -198,6 +198,22 @@ class MetalPlatform(Platform):
             )
         settle_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
+        cls._change_schedulers()
+
+    @staticmethod
+    def _change_schedulers() -> None:
+        """Changes vLLM's schedulers and the loop that runs them, in this process.
+
+        vLLM checks a configuration in every process that runs an engine, whatever the executor: in
+        an engine's own process once more, behind the handshake. A worker may be in another one.
+        """
+        from vllm_metal.vllm_patches import cache_salts, prefill_chunks, scheduler
+
+        scheduler.end_failed_requests()
+        streaming_sessions.serve_sessions()
+        cache_salts.send_salts()
+        prefill_chunks.end_chunks_within_blocks()
+        shutdown.leave_ctrl_c_to_the_parent()
 
     @classmethod
     def validate_request(

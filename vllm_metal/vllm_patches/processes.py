@@ -32,8 +32,8 @@ def spawn_on_macos() -> None:
 
 
 def is_engine_process() -> bool:
-    """Whether vLLM started this process for an engine."""
-    return multiprocessing.current_process().name.startswith("EngineCore")
+    """Whether vLLM started this process for an engine, or for a worker of one."""
+    return multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"))
 
 
 def in_users_process() -> bool:

@@ -42,11 +42,26 @@ def _waiting(shutdown: Callable[..., None]) -> Callable[..., None]:
 
 
 def leave_ctrl_c_to_the_parent() -> None:
-    """Has an engine's process ignore Ctrl-C; call it on the main thread, once the engine is ready.
+    """Has an engine's process ignore Ctrl-C once the engine is ready; call it in that process.
 
     A terminal sends Ctrl-C to all processes of a program. The parent decides what it means: a
     server stops its engine by SIGTERM, and takes an engine that ended before that for a failure.
     """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    replace(EngineCoreProc, "run_busy_loop", _ignoring_ctrl_c)
+
+
+def _ignoring_ctrl_c(run: Callable[..., None]) -> Callable[..., None]:
+    def run_busy_loop(self: Any) -> None:
+        ignore_ctrl_c()
+        run(self)
+
+    return run_busy_loop
+
+
+def ignore_ctrl_c() -> None:
+    """Has a process that vLLM started for an engine ignore Ctrl-C; call it on the main thread."""
     if is_engine_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
