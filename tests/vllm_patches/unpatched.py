@@ -84,7 +84,7 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@probe("cache_salts.send_salts")
+@probe("scheduler.send_salts")
 def salts(folder):
     """A request's cache_salt is in nothing that the scheduler sends to the worker."""
     from vllm import SamplingParams
@@ -266,7 +266,7 @@ def engine_process(folder):
     return asked == [True], f"{asked} {found}"
 
 
-@probe("prefill_chunks.end_chunks_within_blocks")
+@probe("scheduler.end_chunks_within_blocks")
 def no_chunk_at_all(folder):
     """A prompt gets no token where a step has room for a block, but not beside what decodes."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -363,7 +363,7 @@ def make_scheduler(config: Any, num_blocks: int) -> Any:
     return Scheduler(config, cache, StructuredOutputManager(config), block_size=16)
 
 
-@probe("step_budget.StepBudget")
+@probe("step_budget.bound_steps")
 def tokens_beside_a_stream(folder):
     """A prompt beside a stream gets as many tokens of a step as fit, however long steps take."""
     from vllm import SamplingParams
@@ -450,7 +450,7 @@ def a_turn_too_long(folder):
     return found == (303, "WAITING", None), found
 
 
-@probe("streaming_sessions.keeping_sessions")
+@probe("streaming_sessions.queue_preempted_sessions")
 def a_turn_that_ends_while_preempted(folder):
     """A session whose turn ends with a token that was on its way at a preemption is never asked
     for again: no queue has it."""

@@ -207,12 +207,14 @@ class MetalPlatform(Platform):
         vLLM checks a configuration in every process that runs an engine, whatever the executor: in
         an engine's own process once more, behind the handshake. A worker may be in another one.
         """
-        from vllm_metal.vllm_patches import cache_salts, prefill_chunks, scheduler
+        from vllm_metal.vllm_patches import scheduler, step_budget
 
+        step_budget.bound_steps()
         scheduler.end_failed_requests()
         streaming_sessions.serve_sessions()
-        cache_salts.send_salts()
-        prefill_chunks.end_chunks_within_blocks()
+        streaming_sessions.queue_preempted_sessions()
+        scheduler.send_salts()
+        scheduler.end_chunks_within_blocks()
         shutdown.leave_ctrl_c_to_the_parent()
 
     @classmethod

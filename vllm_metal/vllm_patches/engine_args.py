@@ -51,14 +51,11 @@ def fit_the_context() -> None:
     replace(EngineArgs, "create_model_config", _fitted)
 
 
-def _fitted(create: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs], ModelConfig]:
-    def create_model_config(self: EngineArgs) -> ModelConfig:
-        config = create(self)
-        if self.max_model_len is None:
-            config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
-        return config
-
-    return create_model_config
+def _fitted(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> ModelConfig:
+    config = create(self)
+    if self.max_model_len is None:
+        config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
+    return config
 
 
 def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
@@ -89,21 +86,19 @@ def cache_prefixes_of_states() -> None:
 
 def _prefixes_too(
     set_defaults: Callable[[EngineArgs, ModelConfig], None],
-) -> Callable[[EngineArgs, ModelConfig], None]:
-    def set_these_too(self: EngineArgs, model_config: ModelConfig) -> None:
-        if self.enable_prefix_caching is None and model_config.is_attention_free:
-            self.enable_prefix_caching = model_config.runner_type == "generate"
-        set_defaults(self, model_config)
+    self: EngineArgs,
+    model_config: ModelConfig,
+) -> None:
+    if self.enable_prefix_caching is None and model_config.is_attention_free:
+        self.enable_prefix_caching = model_config.runner_type == "generate"
+    set_defaults(self, model_config)
 
-    return set_these_too
 
-
-def _resolve_int8(resolve: Callable[[str, ModelConfig], str]) -> Callable[[str, ModelConfig], str]:
-    def resolve_kv_cache_dtype_string(kv_cache_dtype: str, model_config: ModelConfig) -> str:
-        name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
-        return resolve(name, model_config)
-
-    return resolve_kv_cache_dtype_string
+def _resolve_int8(
+    resolve: Callable[[str, ModelConfig], str], kv_cache_dtype: str, model_config: ModelConfig
+) -> str:
+    name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
+    return resolve(name, model_config)
 
 
 def recompute_by_default() -> None:

@@ -56,8 +56,7 @@ def stay_in_process_on_macos() -> None:
     replace(LLMEngine, "__init__", _init_in_users_process)
 
 
-def _init_in_users_process(init: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, multiprocess_mode: bool = False, **options: Any) -> None:
-        init(self, *args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)
-
-    return __init__
+def _init_in_users_process(
+    init: Callable[..., None], *args: Any, multiprocess_mode: bool = False, **options: Any
+) -> None:
+    init(*args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)

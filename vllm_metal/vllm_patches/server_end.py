@@ -51,16 +51,13 @@ def _is_stopping(engine: Any) -> bool:
     return bool(getattr(engine, "told_to_stop", False))
 
 
-def _failing_without_an_engine(
-    serve_http: Callable[..., Awaitable[Awaitable[None]]],
-) -> Callable[..., Any]:
-    async def serve(app: Any, *args: Any, **options: Any) -> Awaitable[None]:
-        ending = await serve_http(app, *args, **options)
-        engine = app.state.engine_client
-        died = engine is not None and engine.errored and not _is_stopping(engine)
-        return _failed(ending) if died else ending
-
-    return serve
+async def _failing_without_an_engine(
+    serve_http: Callable[..., Awaitable[Awaitable[None]]], app: Any, *args: Any, **options: Any
+) -> Awaitable[None]:
+    ending = await serve_http(app, *args, **options)
+    engine = app.state.engine_client
+    died = engine is not None and engine.errored and not _is_stopping(engine)
+    return _failed(ending) if died else ending
 
 
 async def _failed(ending: Awaitable[None]) -> None:
@@ -69,16 +66,13 @@ async def _failed(ending: Awaitable[None]) -> None:
 
 
 def _turning_requests_away(
-    serve_http: Callable[..., Awaitable[Awaitable[None]]],
-) -> Callable[..., Any]:
-    def serve(app: Any, *args: Any, **options: Any) -> Awaitable[Awaitable[None]]:
-        engine = app.state.engine_client
-        # vLLM has put the middlewares together already.
-        before = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
-        return serve_http(app, *args, **options)
-
-    return serve
+    serve_http: Callable[..., Awaitable[Awaitable[None]]], app: Any, *args: Any, **options: Any
+) -> Awaitable[Awaitable[None]]:
+    engine = app.state.engine_client
+    # vLLM has put the middlewares together already.
+    before = app.middleware_stack or app.build_middleware_stack()
+    app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
+    return serve_http(app, *args, **options)
 
 
 def _is_new_work(scope: Scope) -> bool:

@@ -32,13 +32,10 @@ def let_engines_end() -> None:
     replace(CoreEngineProcManager, "shutdown", _waiting)
 
 
-def _waiting(shutdown: Callable[..., None]) -> Callable[..., None]:
-    def wait(self: Any, timeout: float | None = None) -> None:
-        if self._request_shutdown_timeout == 0:
-            timeout = max(timeout or 0.0, STOP_TIMEOUT)
-        shutdown(self, timeout=timeout)
-
-    return wait
+def _waiting(shutdown: Callable[..., None], self: Any, timeout: float | None = None) -> None:
+    if self._request_shutdown_timeout == 0:
+        timeout = max(timeout or 0.0, STOP_TIMEOUT)
+    shutdown(self, timeout=timeout)
 
 
 def leave_ctrl_c_to_the_parent() -> None:
@@ -52,12 +49,9 @@ def leave_ctrl_c_to_the_parent() -> None:
     replace(EngineCoreProc, "run_busy_loop", _ignoring_ctrl_c)
 
 
-def _ignoring_ctrl_c(run: Callable[..., None]) -> Callable[..., None]:
-    def run_busy_loop(self: Any) -> None:
-        ignore_ctrl_c()
-        run(self)
-
-    return run_busy_loop
+def _ignoring_ctrl_c(run_busy_loop: Callable[[Any], None], self: Any) -> None:
+    ignore_ctrl_c()
+    run_busy_loop(self)
 
 
 def ignore_ctrl_c() -> None:
@@ -83,35 +77,29 @@ def tell_a_stop_from_a_failure() -> None:
 
 
 def remembering_the_stop(has_failed: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Returns what has a `shutdown` note as `told_to_stop` whether it ends what still worked.
+    """Returns a `shutdown` that notes as `told_to_stop` whether it ends what still worked.
 
     Args:
         has_failed: says of the object, when it is first told to shut down, whether its engine died.
     """
 
-    def make(shutdown: Callable[..., None]) -> Callable[..., None]:
-        def shut_down(self: Any, timeout: float | None = None) -> None:
-            if not hasattr(self, "told_to_stop"):
-                self.told_to_stop = not has_failed(self)
-            shutdown(self, timeout=timeout)
+    def shut_down(shutdown: Callable[..., None], self: Any, timeout: float | None = None) -> None:
+        if not hasattr(self, "told_to_stop"):
+            self.told_to_stop = not has_failed(self)
+        shutdown(self, timeout=timeout)
 
-        return shut_down
-
-    return make
+    return shut_down
 
 
 def _marking_the_stop(
-    format_exception: Callable[[Any, Exception], Exception],
-) -> Callable[[Any, Exception], Exception]:
+    format_exception: Callable[[Any, Exception], Exception], self: Any, error: Exception
+) -> Exception:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    def _format_exception(self: Any, error: Exception) -> Exception:
-        formatted = format_exception(self, error)
-        if isinstance(formatted, EngineDeadError) and getattr(self, "told_to_stop", False):
-            setattr(formatted, _AFTER_A_STOP, True)
-        return formatted
-
-    return _format_exception
+    formatted = format_exception(self, error)
+    if isinstance(formatted, EngineDeadError) and getattr(self, "told_to_stop", False):
+        setattr(formatted, _AFTER_A_STOP, True)
+    return formatted
 
 
 def _is_failure(record: logging.LogRecord) -> bool:

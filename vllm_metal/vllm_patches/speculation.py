@@ -56,12 +56,9 @@ def allow_min_p_and_logit_bias() -> None:
     replace(SamplingParams, "_validate_spec_decode", _without_min_p_and_logit_bias)
 
 
-def _without_min_p_and_logit_bias(refuse: Callable[..., None]) -> Callable[..., None]:
-    def _validate_spec_decode(
-        self: SamplingParams, speculative_config: SpeculativeConfig | None
-    ) -> None:
-        others = copy(self)
-        others.min_p, others.logit_bias = 0.0, None
-        refuse(others, speculative_config)
-
-    return _validate_spec_decode
+def _without_min_p_and_logit_bias(
+    refuse: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
+) -> None:
+    others = copy(self)
+    others.min_p, others.logit_bias = 0.0, None
+    refuse(others, speculative_config)
