@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tested vLLM, wherever its version is written, and what becomes of others."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -10,7 +9,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from vllm_patches import unpatched
 
 from vllm_metal.models.embedded import embedded_model_path
 from vllm_metal.vllm_patches import probe, releases
@@ -104,14 +102,6 @@ def test_the_tested_one_gets_no_warning(monkeypatch):
     probe.warn_if_untested.cache_clear()
     monkeypatch.setattr(probe, "probe", lambda **_: pytest.fail("there is nothing to look for"))
     probe.warn_if_untested()
-
-
-def test_every_patch_says_for_which_releases_it_is_true():
-    files = (ROOT / "vllm_metal" / "vllm_patches").glob("*.py")
-    names = {path.stem for path in files} - unpatched.APART
-    for name in names:
-        module = importlib.import_module(f"vllm_metal.vllm_patches.{name}")
-        assert releases.TESTED_VLLM in module.RELEASES, name
 
 
 def test_every_file_that_pins_vllm_pins_the_tested_release():

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Sets the defaults of --max-num-batched-tokens and --max-num-seqs.

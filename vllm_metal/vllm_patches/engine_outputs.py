@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.output_processor import OutputProcessor
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 
 class _Watcher(Protocol):
     """Who is told."""

@@ -6,9 +6,6 @@ from __future__ import annotations
 import logging
 import traceback
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: How warnings begin that their reader can do nothing about, by the logger they come from.
 UNHELPFUL = {
     # The engine's process checks the configuration a second time, and takes what this platform set

@@ -8,9 +8,6 @@ from typing import Any, NoReturn
 
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: vLLM's name for families that it does not list; `mlx_models` has their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
 #: Text models that are published as a part of a multimodal one, and MTP layers of such, by name.

@@ -13,9 +13,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: The modules that are imported as they are, by root; a name that ends in a dot stands for all that
 #: is in a package, but not for the package. All others of these roots are hollow.
 _WHOLE: Mapping[str, Collection[str]] = {

@@ -11,8 +11,6 @@ from typing import Any
 
 from vllm_metal.vllm_patches.replacing import replace
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Of requests that hold blocks, and neither run nor have K/V loaded.
 _HOLDING = (
     RequestStatus.WAITING,

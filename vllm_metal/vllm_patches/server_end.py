@@ -14,8 +14,6 @@ from vllm_metal.vllm_patches.shutdown import remembering_the_stop
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Seconds after which clients may ask again: a server starts in 10 to 15 (docs/performance.md).
 RETRY_AFTER_S = 15
 _STOPPING = {

@@ -12,8 +12,6 @@ from typing import Any
 from vllm_metal.vllm_patches.processes import is_engine_process
 from vllm_metal.vllm_patches.replacing import replace
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Seconds the engine's process may take to end, twice what it took on two busy cores: the step in
 #: flight, freeing the model, and Python's own end. vLLM gives ROCm's as many.
 STOP_TIMEOUT = 15.0

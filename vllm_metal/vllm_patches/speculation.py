@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import SpeculativeConfig
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 
 def allow_lookup_methods() -> None:
     """Lets vLLM take `ngram` and `suffix` as this plugin serves them.

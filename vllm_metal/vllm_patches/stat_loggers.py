@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 
 MakeLogger = Callable[["VllmConfig", list[int]], "AggregateStatLoggerBase"]
 

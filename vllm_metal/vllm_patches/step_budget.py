@@ -21,8 +21,6 @@ from vllm_metal.vllm_patches.step_result import StepResult
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 _SHORTEST = 16  # tokens of a chunk, whatever they cost: a prompt goes on
 _IN_FLIGHT = 8  # steps that are remembered until their results come; vLLM has two at most
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessorOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Sampling parameters that no turn of a session may set, and why.
 REFUSED = {
     "prompt_logprobs": "a turn computes only what its prompt adds to the turns before",
