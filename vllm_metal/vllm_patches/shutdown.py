@@ -69,9 +69,7 @@ def tell_a_stop_from_a_failure() -> None:
 
     replace(MPClient, "shutdown", remembering_the_stop(attrgetter("resources.engine_dead")))
     replace(MPClient, "_format_exception", _marking_the_stop)
-    logger = logging.getLogger("vllm.v1.engine.async_llm")
-    if _is_failure not in logger.filters:
-        logger.addFilter(_is_failure)
+    logging.getLogger("vllm.v1.engine.async_llm").addFilter(_is_failure)
 
 
 def remembering_the_stop(has_failed: Callable[[Any], bool]) -> Callable[..., Any]:
