@@ -102,7 +102,6 @@ EXAMPLES = {
     "a patch of MLX or mlx-lm": Example(r"\btraced_layers\b|\bTransposedWeights\b"),
     "a vLLM release": Example(
         rf'\bvLLM {_TESTED}\b|["`]{_TESTED}["`]|(?<![\d.]){_VERSION}(?![\d.])',
-        {"tests/vllm_patches/": "they are about releases"},
     ),
 }
 

@@ -28,17 +28,14 @@ from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
-    kv_transfer,
     logs,
     mlx_models,
     probe,
     processes,
-    refusals,
     shutdown,
     speculation,
     stat_loggers,
     streaming_sessions,
-    torch_accelerator,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-torch_accelerator.answer_for_torch_accelerator()
+shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 logs.leave_out_what_clients_wrote()
 processes.spawn_on_macos()
@@ -160,10 +157,10 @@ class MetalPlatform(Platform):
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
         mlx_models.take_mlx_models()
-        refusals.allow_min_p_and_logit_bias()
+        speculation.allow_min_p_and_logit_bias()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
-        kv_transfer.recompute_by_default()
+        engine_args.recompute_by_default()
         stat_loggers.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
@@ -202,6 +199,24 @@ class MetalPlatform(Platform):
             )
         complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
+        cls._change_schedulers()
+
+    @staticmethod
+    def _change_schedulers() -> None:
+        """Changes vLLM's schedulers and the loop that runs them, in this process.
+
+        vLLM checks a configuration in every process that runs an engine, whatever the executor: in
+        an engine's own process once more, behind the handshake. A worker may be in another one.
+        """
+        from vllm_metal.vllm_patches import scheduler, step_budget
+
+        step_budget.bound_steps()
+        scheduler.end_failed_requests()
+        streaming_sessions.serve_sessions()
+        streaming_sessions.queue_preempted_sessions()
+        scheduler.send_salts()
+        scheduler.end_chunks_within_blocks()
+        shutdown.leave_ctrl_c_to_the_parent()
 
     @classmethod
     def validate_request(
@@ -220,4 +235,4 @@ class MetalPlatform(Platform):
 # Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`
 # alone. Where vllm.distributed imports the platform first, vllm.config cannot be imported yet.
 if "vllm.config" in sys.modules:
-    kv_transfer.recompute_by_default()
+    engine_args.recompute_by_default()

@@ -31,11 +31,7 @@ from vllm_metal.sample import CustomProcessors, Sampler
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
-from vllm_metal.vllm_patches import processes, shutdown, tokenizers
-from vllm_metal.vllm_patches.cache_salts import send_salts
-from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
-from vllm_metal.vllm_patches.scheduler import end_failed_requests
-from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
+from vllm_metal.vllm_patches import processes, shutdown
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
@@ -171,10 +167,6 @@ class MetalWorker(WorkerBase):
         max_blocks = -(-max_len // self.cache_config.block_size) + 1
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
-        end_failed_requests()
-        serve_sessions()
-        send_salts()
-        end_chunks_within_blocks()
         pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
         self.transfers.open(kv_cache_config, pool)
         self._clock = StepClock()
@@ -251,7 +243,7 @@ class MetalWorker(WorkerBase):
         self._check(self.runner.warm_up(self._rehearse))
         seconds = time.perf_counter() - started
         self._seed()
-        shutdown.leave_ctrl_c_to_the_parent()  # not before: a start can be interrupted
+        shutdown.ignore_ctrl_c()  # not before: a start can be interrupted
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def _rehearse(self, runner: ModelRunner) -> Told:
@@ -385,7 +377,7 @@ class MetalWorker(WorkerBase):
             self.runner.close()
             del self.runner
             self.transfers.close()
-        tokenizers.forget_tokenizers()
+        shutdown.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:
             self._memory.release()
