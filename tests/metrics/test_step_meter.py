@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's device time goes to prompts and answers by rows, and adds up to all of it."""
+"""A step's device time goes to prompts and answers by rows; other figures join the meter's."""
+
+from dataclasses import replace
 
 import pytest
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -20,7 +22,7 @@ class Output(AsyncModelRunnerOutput):
         self.result = result
 
     def get_output(self):
-        return self.result
+        return replace(self.result)
 
 
 class Engine:
@@ -59,3 +61,12 @@ def test_rows_that_were_lost_take_no_time():
     engine.step(NOTHING, 7, 0)
     engine.step(LOST, 5, 0)
     assert engine.step(TOKENS, 0, 1).prefill_seconds == 0
+
+
+def test_figures_that_came_with_the_results_are_neither_lost_nor_in_doubt():
+    """Where they were measured the step was built; each name must be one field's, and unset."""
+    engine = Engine()
+    assert engine.step(replace(TOKENS, figures={}), 1, 1).host_seconds == 1
+    for wrong in ({"no_such_figure": 1}, {"host_seconds": 1}):
+        with pytest.raises(TypeError):
+            engine.step(replace(TOKENS, figures=wrong), 1, 1)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -33,9 +33,10 @@ def metric(
     *,
     label: tuple[str, str] | None = None,
     buckets: tuple[float, ...] = (),
+    default: Any = MISSING,
 ) -> Any:
     """A field of a dataclass of figures, and the metric that shows it. None leaves it as it was."""
-    return field(metadata={_KEY: Metric(kind, name, help, label, buckets)})
+    return field(default=default, metadata={_KEY: Metric(kind, name, help, label, buckets)})
 
 
 def metrics_of(figures: type) -> dict[str, Metric]:

@@ -39,7 +39,7 @@ class StepMeter:
         return _MeasuredOutput(self, output, step, rows)
 
     def figures(self, step: StepTimes, rows: StepRows, result: StepResult) -> StepFigures:
-        """The figures of a step whose results have come just now.
+        """The figures of a step whose results have come just now, with those measured elsewhere.
 
         Its device time is divided by rows: a row of a prompt and one of an answer that are computed
         together cost the same.
@@ -62,6 +62,7 @@ class StepMeter:
             device_memory_bytes=mlx_device.memory_held(),
             memory_budget_bytes=self._budget,
             failed_steps=self._num_failures(),
+            **(result.figures or {}),
         )
 
 

@@ -24,7 +24,9 @@ class StepResult(ModelRunnerOutput):
 
     failures: dict[str, str] = field(default_factory=dict)  # request id to the reason
     pool_lost: bool = False  # True: the KV pool was made anew, and holds no request's K/V
-    figures: Figures | None = None  # the `scheduler` module has vLLM send them to the server
+    #: Those measured where the step was computed; then all, which the `scheduler` module has vLLM
+    #: send to the server.
+    figures: Figures | None = None
 
 
 def send_figures(stats: SchedulerStats, figures: Figures) -> None:
