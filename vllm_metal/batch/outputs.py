@@ -64,7 +64,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self.batch = batch
         self.sampled = sampled
         self.prompt_logprobs = prompt_logprobs
-        #: What whoever builds the step measures of it, by field of StepFigures.
+        #: What was measured of the step, by field of StepFigures.
         self.figures: dict[str, float] = {}
         self._requests = requests
         self._token_ids: list[list[int]] | None = None

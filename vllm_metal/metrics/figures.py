@@ -19,7 +19,8 @@ class StepFigures:
     """One step that was handed to the device, and the engine after it; None: not known.
 
     The step's meter measures those without a default. A figure that is measured elsewhere has the
-    default None, and comes with the step's results, as `StepResult.figures`.
+    default None: whoever builds a part of the step, a layer's plan say, calls `measure`; what is
+    known with the step's results alone goes into their `figures`.
     """
 
     host_seconds: float = metric(
@@ -56,6 +57,22 @@ class StepFigures:
         "vllm:metal_failed_steps",
         "Steps that failed: their requests ended with an error, and all others started again.",
     )
+
+
+#: What was measured of the step that is being built. A process builds one step at a time.
+_measured = Counter[str]()
+
+
+def measure(field: str, value: float = 1) -> None:
+    """Adds to a figure of the step that is being built, by its field of StepFigures."""
+    _measured[field] += value
+
+
+def take_measured() -> dict[str, float]:
+    """All that was measured since the last call: the runner's, as a step begins and as it ends."""
+    found = dict(_measured)
+    _measured.clear()
+    return found
 
 
 class StepsInWords:

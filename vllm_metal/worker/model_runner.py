@@ -16,6 +16,7 @@ from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
+from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
 from vllm_metal.worker.results import RequestsRefused, Step
@@ -92,6 +93,7 @@ class ModelRunner:
         Raises:
             RequestsRefused: some requests could not be taken in.
         """
+        take_measured()  # of a step that failed, or of none: not this one's
         self.learn_outcome(step.scheduler_output)  # which drafts of earlier steps were kept
         self.complete_leaving(step.scheduler_output)  # K/V of drafts that blocks must hold
         self.take_news(step, sound=True)  # requests come, go, get on; K/V leave the pool
@@ -333,6 +335,7 @@ class ModelRunner:
         self._submit(arrays)
         if self._draft_writer is not None:
             self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))
+        output.figures |= take_measured()
         self._newest = output
         return output
 
