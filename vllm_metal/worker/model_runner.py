@@ -11,7 +11,7 @@ import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from metal_kernels.layout import Behind
-from vllm_metal.batch.columns import RequestColumn
+from vllm_metal.batch.columns import RequestColumn, inputs_of
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
@@ -65,7 +65,7 @@ class ModelRunner:
             speculator: None where nothing is drafted.
             draft_writer: keeps the K/V of a draft network that others draft from; not beside a
                 speculator.
-            columns: what else requests bring, besides what `end` and `speculator` read.
+            columns: what else requests bring: what modules of the model read of them.
             hooks: called around each step.
             clock: told of the waits for the step before; None: nobody asks.
         """
@@ -74,6 +74,7 @@ class ModelRunner:
         self._end = end
         self._speculator = speculator
         self._draft_writer = draft_writer
+        self._of_model = columns
         speculators = () if speculator is None else (speculator,)
         self._columns: tuple[RequestColumn, ...] = (*columns, *speculators, end)
         self._hooks = hooks
@@ -152,8 +153,9 @@ class ModelRunner:
         if speculator is not None:
             speculator = None if speculator.reads_text else speculator.twin()
         max_num_reqs = self._last_token_ids.size
+        writer, columns = self._draft_writer, self._of_model
         return ModelRunner(
-            self._model, self._requests, end, max_num_reqs, speculator, self._draft_writer
+            self._model, self._requests, end, max_num_reqs, speculator, writer, columns
         )
 
     @property
@@ -286,9 +288,7 @@ class ModelRunner:
             drafts,
             behind,
         )
-        inputs = batch.inputs
-        for column in self._columns:
-            inputs = inputs.with_extras(column.extras(batch))
+        inputs = inputs_of(batch, self._columns)
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:

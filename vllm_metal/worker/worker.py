@@ -176,14 +176,15 @@ class MetalWorker(WorkerBase):
 
     def _largest_step(self) -> None:
         networks = self.networks
-        profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
+        config, kv_cache = self.vllm_config, self._kv_cache_type
+        profile_step(networks.target, networks.layers, config, kv_cache, networks.columns)
         if networks.draft is not None:
-            networks.draft.profile(self._kv_cache_type)
+            networks.draft.profile(kv_cache)
 
     def _requests_profile(self, drafts: int) -> Callable[[], None]:
-        networks, config = self.networks, self.vllm_config
+        networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
         return requests_profile(
-            networks.target, networks.layers, config, self._kv_cache_type, drafts
+            networks.target, networks.layers, config, kv_cache, drafts, networks.columns
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -266,6 +267,7 @@ class MetalWorker(WorkerBase):
             max_num_reqs,
             speculator,
             writer,
+            networks.columns,
             hooks=self._hooks,
             clock=self._clock,
         )
