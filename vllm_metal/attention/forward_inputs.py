@@ -36,8 +36,8 @@ def of_rows(name: str, otherwise: mx.array | None = None) -> mx.array:
 
     Args:
         name: of the value.
-        otherwise: what stands for it where the model is called without rows of requests, as
-            `models.dense_check` does.
+        otherwise: what stands for it where the model is called without requests, as the memory
+            profile and the dense check do.
 
     Returns:
         [T, 1, ...] as a rule. Inside a module that goes from token to token, [n, L, ...]: of the

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from vllm_metal.attention.forward_inputs import ForwardInputs
     from vllm_metal.batch.requests import RequestState
     from vllm_metal.batch.rows import Rows
 
@@ -32,11 +31,3 @@ class RequestColumn(Protocol):
     def extras(self, rows: Rows) -> Mapping[str, mx.array]:
         """Arrays of [T, ...] that the forward of these rows gets by name (ForwardInputs.extras)."""
         return {}
-
-
-def inputs_of(rows: Rows, columns: Iterable[RequestColumn]) -> ForwardInputs:
-    """What a model reads of the rows, with all that columns bring for them."""
-    inputs = rows.inputs
-    for column in columns:
-        inputs = inputs.with_extras(column.extras(rows))
-    return inputs

@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 from vllm.sampling_params import SamplingParams
 
-from vllm_metal.batch.columns import RequestColumn, inputs_of
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.formats import pool_dtype
@@ -37,14 +36,13 @@ def profile_step(
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
-    columns: Sequence[RequestColumn] = (),
 ) -> None:
     """Runs prompts of max_num_batched_tokens rows, with logits of all that may be sampled.
 
     The figure of interest is the peak of MLX's memory while it runs; the small pool it needs is
     part of that and gone afterwards.
     """
-    _run(parts, LargestStep.of(layers, config, kv_cache_type), columns)
+    _run(parts, LargestStep.of(layers, config, kv_cache_type))
 
 
 def requests_profile(
@@ -53,19 +51,17 @@ def requests_profile(
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
     drafts: int,
-    columns: Sequence[RequestColumn] = (),
 ) -> Callable[[], None]:
     """What runs the few requests of `drafted` with so many drafts each; their pool is there."""
     step = LargestStep.of_requests(layers, config, kv_cache_type, drafts)
     mx.eval(step.layers.pool_arrays())
-    return partial(_run, parts, step, columns)
+    return partial(_run, parts, step)
 
 
-def _run(parts: ModelParts, step: LargestStep, columns: Sequence[RequestColumn]) -> None:
-    inputs = inputs_of(step.rows, columns)
+def _run(parts: ModelParts, step: LargestStep) -> None:
     with step.caches() as caches:
         # Of all rows nobody holds the hidden states, as in a step.
-        hidden_states = step.rows.of_logits(parts.forward_hidden(inputs, caches))
+        hidden_states = step.rows.of_logits(parts.forward_hidden(step.rows.inputs, caches))
     mx.eval(parts.compute_logits(hidden_states))
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 
 from vllm_metal.metrics.metric import metric
@@ -60,12 +60,12 @@ class StepFigures:
 
 
 #: What was measured of the step that is being built. A process builds one step at a time.
-_measured = Counter[str]()
+_measured: dict[str, float] = {}
 
 
 def measure(field: str, value: float = 1) -> None:
     """Adds to a figure of the step that is being built, by its field of StepFigures."""
-    _measured[field] += value
+    _measured[field] = _measured.get(field, 0) + value
 
 
 def take_measured() -> dict[str, float]:
@@ -80,7 +80,8 @@ class StepsInWords:
 
     def __init__(self) -> None:
         self._newest: StepFigures | None = None
-        self._sums, self._counts = Counter[str](), Counter[str]()
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts = Counter[str]()
 
     def add(self, figures: StepFigures) -> None:
         """Takes in a step."""

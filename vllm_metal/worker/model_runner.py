@@ -11,7 +11,7 @@ import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
 from metal_kernels.layout import Behind
-from vllm_metal.batch.columns import RequestColumn, inputs_of
+from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
@@ -288,7 +288,9 @@ class ModelRunner:
             drafts,
             behind,
         )
-        inputs = inputs_of(batch, self._columns)
+        inputs = batch.inputs
+        for column in self._columns:
+            inputs = inputs.with_extras(column.extras(batch))
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:

@@ -176,15 +176,14 @@ class MetalWorker(WorkerBase):
 
     def _largest_step(self) -> None:
         networks = self.networks
-        config, kv_cache = self.vllm_config, self._kv_cache_type
-        profile_step(networks.target, networks.layers, config, kv_cache, networks.columns)
+        profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
         if networks.draft is not None:
-            networks.draft.profile(kv_cache)
+            networks.draft.profile(self._kv_cache_type)
 
     def _requests_profile(self, drafts: int) -> Callable[[], None]:
-        networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
+        networks, config = self.networks, self.vllm_config
         return requests_profile(
-            networks.target, networks.layers, config, kv_cache, drafts, networks.columns
+            networks.target, networks.layers, config, self._kv_cache_type, drafts
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
