@@ -73,12 +73,3 @@ def test_they_are_computed_again_until_the_scheduler_has_a_token():
         steps.end.leave(state.req_idx)
         steps.end.enter(steps.requests.resume_request("wants", tokens, ([3],), 0))
         assert bool(steps.chunk(0, len(tokens))) == again
-
-
-def test_what_is_measured_of_a_step_comes_with_its_results():
-    steps = Steps(wanting(3))
-    batch = prepare(steps.requests, {"wants": 3}, mx.zeros(2, mx.int32))
-    steps.end.begin(batch, mx.array(steps.logits_np[:3, None]))
-    output, _ = steps.end.finish(None)
-    output.figures["one_of_step_figures"] = 4
-    assert output.get_output().figures == {"one_of_step_figures": 4}

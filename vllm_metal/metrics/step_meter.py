@@ -12,7 +12,7 @@ from vllm_metal.device import mlx_device
 from vllm_metal.metrics.figures import StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_rows import StepRows
-from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.vllm_patches.step_result import StepResult, has_results
 
 
 class StepMeter:
@@ -49,7 +49,7 @@ class StepMeter:
             self._clock.drop()
             self._rows = StepRows()
         prefill_seconds = decode_seconds = None
-        device_seconds = self._clock.end(step, any(result.sampled_token_ids))
+        device_seconds = self._clock.end(step, has_results(result))
         if device_seconds is not None:
             prefill_seconds = device_seconds * self._rows.prefill_share
             decode_seconds = device_seconds - prefill_seconds

@@ -29,6 +29,12 @@ class StepResult(ModelRunnerOutput):
     figures: Figures | None = None
 
 
+def has_results(result: ModelRunnerOutput) -> bool:
+    """Whether there are tokens or embeddings: the host then had to wait for the step."""
+    pooled = result.pooler_output or ()
+    return any(result.sampled_token_ids) or any(each is not None for each in pooled)
+
+
 def send_figures(stats: SchedulerStats, figures: Figures) -> None:
     """Puts a step's figures where vLLM sends what a K/V connector reports: a dictionary of any."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: figures}
