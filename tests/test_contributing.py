@@ -79,6 +79,12 @@ EXAMPLES = {
             "vllm_metal/kv_cache/": "likewise",
         },
     ),
+    "a metric": Example(
+        r"failed_steps|request_timeouts|\bMetric\.TIMEOUTS\b|\bTIMEOUTS = _Row",
+        {
+            "tests/e2e/": "what fails, or takes too long, is counted",
+        },
+    ),
     "a patch of MLX or mlx-lm": Example(r"\btraced_layers\b|\bTransposedWeights\b"),
     "a vLLM release": Example(
         rf'\bvLLM {_TESTED}\b|["`]{_TESTED}["`]|(?<![\d.]){_VERSION}(?![\d.])',
