@@ -92,11 +92,9 @@ EXAMPLES = {
         },
     ),
     "a metric": Example(
-        r"failed_steps",
+        r"failed_steps|request_timeouts|\bfigures\.timeouts\b",
         {
-            "tests/deploy/test_prometheus.py": "the alarm that it has",
-            "tests/e2e/test_device_errors.py": "a failure, which this one counts",
-            "vllm_metal/metrics/stat_logger.py": "the line of the log, which has some of them",
+            "tests/e2e/": "what fails, or takes too long, is counted",
         },
     ),
     "a patch of MLX or mlx-lm": Example(r"\btraced_layers\b|\bTransposedWeights\b"),

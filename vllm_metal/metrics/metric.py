@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Any, Literal
@@ -26,9 +26,9 @@ class Metric:
     label: tuple[str, str] | None = None  # name and value; beside the model's and the engine's
     buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
 
-    def field(self) -> Any:
+    def field(self, default: Any = MISSING) -> Any:
         """A field of a dataclass of figures, shown by this metric. None leaves it as it was."""
-        return dataclass_field(metadata={_KEY: self})
+        return dataclass_field(default=default, metadata={_KEY: self})
 
     def registered(self, labels: Sequence[str]) -> Gauge | Counter | Histogram:
         """Makes it in Prometheus' registry, with labels before its own."""

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import CachingMetrics
 
-from vllm_metal.metrics.figures import STEP, StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures, StepsInWords
 from vllm_metal.metrics.metric import Shown
 from vllm_metal.vllm_patches import step_result
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 logger = init_logger(__name__)
-
-_GIB = 2**30
 
 
 class MetalStatLogger(AggregateStatLoggerBase):
@@ -78,12 +76,10 @@ class _Engine:
         self._index = index
         self._show = show
         self._prefix_cache = CachingMetrics()  # of as many requests as in vLLM's own line
-        self._newest: StepFigures | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._host_seconds: list[float] = []
-        self._device_seconds: list[float] = []
+        self._steps = StepsInWords()
         self._num_drafted = self._num_accepted = 0
 
     def record(self, stats: SchedulerStats) -> None:
@@ -94,34 +90,15 @@ class _Engine:
         sent = step_result.take_figures(stats)
         for whose, values in sent.items():
             self._show[whose](values)
-        if STEP not in sent:
-            return
-        self._newest = figures = StepFigures(**sent[STEP])
-        self._host_seconds.append(figures.host_seconds)
-        if figures.device_seconds is not None:
-            self._device_seconds.append(figures.device_seconds)
+        if STEP in sent:
+            self._steps.add(StepFigures(**sent[STEP]))
 
     def log(self) -> None:
-        if not self._host_seconds or self._newest is None:
+        if not (parts := self._steps.words()):
             return
-        parts = [_memory_of(self._newest), _step_time("host", self._host_seconds)]
-        if self._device_seconds:
-            parts.append(_step_time("device", self._device_seconds))
-        parts.append(f"Failed steps: {self._newest.failed_steps}")
         if not self._prefix_cache.empty:
             parts.append(f"Prefix cache hit rate: {self._prefix_cache.hit_rate:.1%}")
         if self._num_drafted:
             parts.append(f"Draft acceptance rate: {self._num_accepted / self._num_drafted:.1%}")
         logger.info("Engine %03d: %s", self._index, ", ".join(parts))
         self._reset()
-
-
-def _memory_of(figures: StepFigures) -> str:
-    held = f"Device memory: {figures.device_memory_bytes / _GIB:.2f}"
-    if figures.memory_budget_bytes is None:
-        return f"{held} GiB"
-    return f"{held} of {figures.memory_budget_bytes / _GIB:.2f} GiB"
-
-
-def _step_time(of: str, seconds: list[float]) -> str:
-    return f"Mean {of} time of a step: {1e3 * sum(seconds) / len(seconds):.1f} ms"

@@ -28,6 +28,12 @@ class StepResult(ModelRunnerOutput):
     figures: Figures = field(default_factory=dict)  # `scheduler` has vLLM send them to the server
 
 
+def has_results(result: ModelRunnerOutput) -> bool:
+    """Whether there are tokens or embeddings: the host then had to wait for the step."""
+    pooled = result.pooler_output or ()
+    return any(result.sampled_token_ids) or any(each is not None for each in pooled)
+
+
 def send_figures(stats: SchedulerStats, figures: Figures) -> None:
     """Puts figures where vLLM sends what a K/V connector reports: a dictionary of any."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: figures}

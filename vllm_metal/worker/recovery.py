@@ -14,7 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm_metal.device import errors, mlx_device
 from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.models.compiled import Graphs
-from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.vllm_patches.step_result import StepResult, has_results
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.results import LateOutput, PoolLoss, RequestsRefused, Step, no_result
 
@@ -205,7 +205,7 @@ class RecoveringRunner:
         except Exception as error:
             self._fail(error)
             return self._no_result(step)
-        if any(result.sampled_token_ids) or result.pooler_output:  # else nobody waited for the step
+        if has_results(result):  # else nobody waited for the step
             self._known_computed(step)
         return result if step.pool == self._pool else self._no_result(step)
 

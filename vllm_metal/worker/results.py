@@ -84,5 +84,5 @@ class LateOutput(AsyncModelRunnerOutput):
     def get_output(self) -> StepResult:
         result = self._result()
         result.kv_connector_output = self._step.transfers
-        result.figures = self._step.figures
+        result.figures = {**result.figures, **self._step.figures}
         return result

@@ -227,6 +227,7 @@ class MetalWorker(WorkerBase):
             max_num_reqs,
             speculator,
             writer,
+            networks.columns,
             hooks=self.transfers.hooks,
             clock=self._clock,
         )
