@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of full or windowed attention: what its window may forget, which kernels it needs."""
+"""A layer of full or windowed attention: what its window may forget, which kernels are checked."""
 
 from __future__ import annotations
 

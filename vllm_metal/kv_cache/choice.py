@@ -12,12 +12,13 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel
+from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches import library_kernels
 from vllm_metal.settings import envs, extras

@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
+from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer  # noqa: E402
@@ -53,7 +54,6 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
-BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.

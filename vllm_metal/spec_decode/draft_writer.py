@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a draft network's K/V for other engines to draft from; nothing is drafted here."""
+"""Writes draft K/V in an engine that drafts nothing itself, for others to draft from."""
 
 from __future__ import annotations
 
