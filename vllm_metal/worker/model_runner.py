@@ -173,7 +173,7 @@ class ModelRunner:
         """Has the device compute these, too, when it is given the step that is being built."""
         self._joining += arrays
 
-    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Completes what blocks hold, also of requests that will not draft again.
 
         Args:
