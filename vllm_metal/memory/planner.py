@@ -71,7 +71,7 @@ SOURCES: dict[Device, str] = {
 }
 
 
-class Memory:
+class MemoryPlanner:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
     def __init__(self, kind: Device) -> None:
@@ -244,7 +244,7 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
         run: to be measured.
         waiting: whether MLX waits for each operation. It may be hundreds of them ahead of the
             device, with the memory of all their outputs, and waits only where its limit is
-            reached (`Memory._hold_to`). So the least it can do with is what counts.
+            reached (`MemoryPlanner._hold_to`). So the least it can do with is what counts.
     """
     mx.synchronize()
     before = mx.get_active_memory()

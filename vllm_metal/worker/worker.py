@@ -21,7 +21,7 @@ from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
-from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
+from vllm_metal.memory.planner import Beside, MemoryPlanner, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
@@ -68,7 +68,7 @@ class MetalWorker(WorkerBase):
     _hooks: StepHooks
     _networks: Networks | None = None
     _weights: Mapping[str, str] | None = None  # digests of the networks that are loaded
-    _memory: Memory | None = None
+    _memory: MemoryPlanner | None = None
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
@@ -77,7 +77,7 @@ class MetalWorker(WorkerBase):
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
-        self._memory = Memory(self.current_platform.mlx_device)
+        self._memory = MemoryPlanner(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
         self._seed()
 
