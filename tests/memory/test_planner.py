@@ -15,7 +15,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
-from vllm_metal.memory.planner import Beside, MemoryPlanner, Workload
+from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload
 
 GIB = 2**30
 #: Llama-3.1-8B's.
@@ -63,7 +63,7 @@ class Gpu:
         # Of 2048 rows: an MLP's three activations and six of the hidden size, in 16 bits.
         step = 2048 * (3 * 14336 + 6 * 4096) * 2
         sampling = VOCAB * 4 * 4  # of a row, in float32
-        beside = Beside(None, lambda rows: run(rows * sampling), VOCAB, 256, 2)
+        beside = LargestCalls(None, lambda rows: run(rows * sampling), VOCAB, 256, 2)
         return Workload(lambda: run(step), beside)
 
 

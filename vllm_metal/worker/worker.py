@@ -21,7 +21,7 @@ from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
-from vllm_metal.memory.planner import Beside, MemoryPlanner, Workload, quantised_share
+from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
@@ -160,7 +160,7 @@ class MetalWorker(WorkerBase):
             quantised_share(layers, self._pool_dtype),
             Workload(
                 self._largest_step,
-                Beside.of(config, layers, kv_cache, self.vocab_size),
+                LargestCalls.of(config, layers, kv_cache, self.vocab_size),
                 self._requests_profile if any(layer.state_bytes for layer in layers) else None,
             ),
             self._transfer_bytes(),
