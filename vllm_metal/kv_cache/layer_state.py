@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind, RaggedLayout
+from metal_kernels.layout import PositionLag, RaggedLayout
 from metal_kernels.pace import Pace
 
 #: What a kind of layer makes of a step's layout, for its storage.
@@ -35,7 +35,7 @@ class StepLayout(RaggedLayout):
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.
-    behind: Behind | None = None
+    behind: PositionLag | None = None
     slot_mapping: mx.array | None = None  # [T] int32
 
     def split(self, parts: int) -> StepLayout:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
@@ -295,7 +295,7 @@ class ModelRunner:
 
     def _step_drafts(
         self, scheduler_output: SchedulerOutput
-    ) -> tuple[StepDrafts | None, Behind | None]:
+    ) -> tuple[StepDrafts | None, PositionLag | None]:
         """The drafts that a step verifies, and how far its requests are behind the host's count."""
         if self._speculator is None:
             return None, None
