@@ -18,10 +18,7 @@ _KEY = "metric"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
-
-    Its registry has one of a name: fields whose metrics differ in `known` alone are series of one.
-    """
+    """One metric. Two figures whose metrics differ in `known` alone are series of one metric."""
 
     kind: Kind
     name: str  # as Prometheus has it, without the `_total` of counters
