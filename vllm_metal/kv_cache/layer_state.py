@@ -28,10 +28,8 @@ _NO_STEP = "a paged cache was used outside a step"
 
 @dataclass(frozen=True)
 class StepLayout(RaggedLayout):
-    """A step's layout for one KV cache group: block tables, slots, and each request's index and
-    draft count."""
+    """A step's layout for one KV cache group: block tables, slots, and each request's drafts."""
 
-    req_indices_np: np.ndarray | None = None  # [R] int32; None: the requests are in no table
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.
@@ -47,13 +45,6 @@ class StepLayout(RaggedLayout):
         width = -(-int(self.seq_lens_np.max()) // block_size)
         tables_np = tables_np.reshape(len(tables_np), -1)[:, :width]
         return replace(self, block_tables_np=tables_np, block_size=block_size)
-
-    @property
-    def positions_np(self) -> np.ndarray:
-        """[T] int32, position of each row in its request."""
-        ends = self.query_start_loc_np[1:]
-        shifts = np.repeat(self.seq_lens_np - ends, np.diff(self.query_start_loc_np))
-        return np.arange(len(shifts), dtype=np.int32) + shifts.astype(np.int32)
 
 
 @dataclass(frozen=True)
