@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +26,7 @@ from vllm_metal.kv_cache.layer_cache import (
     KVShape,
     LayerKVCache,
     Scoring,
+    TrialPlan,
     parts_of,
     row_bytes,
 )
@@ -149,7 +149,7 @@ class AttentionLayer(StatefulLayer):
     def _attend_once(
         self,
         kv_cache: LayerKVCache,
-        trial: Any,
+        trial: TrialPlan,
         dtype: mx.Dtype,
         moving_blocks: bool,
     ) -> mx.array:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, Self
+from typing import ClassVar, Generic, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 import numpy as np
@@ -34,6 +34,18 @@ class AttentionKind(NamedTuple):
 
     shape: AttentionShape
     window: int | None  # positions a query sees, itself included; None: all before it
+
+
+class TrialPlan(Protocol):
+    """A plan that is made to compile what it launches."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows, for the first slots of the pool."""
+
+    @property
+    def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
+        """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
 
 
 @dataclass
@@ -170,11 +182,10 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         """What `write` and `attend` need of a step, for layers of one group and kind."""
 
     @classmethod
-    def trials(cls, kind: AttentionKind, block_size: int) -> Iterable[PlanT]:
+    def trials(cls, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
         """Small plans that launch, between them, every pipeline such layers may ever launch.
 
-        Each has `num_tokens`, its rows, for the first slots of the pool, and `pipeline`, what it
-        launches. None where there are no kernels.
+        Of the class's own plans; none where there are no kernels.
         """
         return ()
 
