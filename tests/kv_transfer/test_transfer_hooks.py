@@ -21,7 +21,7 @@ class Runner:
         self.layers = SimpleNamespace(block_pages=lambda: pool.pages)
         self.settled, self.joined = [], 0
 
-    def settle_drafts(self, ends):
+    def complete_draft_kv(self, ends):
         if ends:
             self.settled.append(dict(ends))
 

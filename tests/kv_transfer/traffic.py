@@ -142,7 +142,7 @@ class Runner(ModelRunner):
         self.settled = []
         self._fate = GOOD
 
-    def settle_drafts(self, ends):
+    def complete_draft_kv(self, ends):
         self.settled.append(dict(ends))
 
     def join_step(self, arrays):

@@ -19,7 +19,7 @@ from metal_kernels.paged_attention import gathered as by_gathering
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout, joined
+from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
 from vllm_metal.mlx_patches.seam import Scoring
 
 
@@ -228,7 +228,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             reads += read
         # A reader comes after the write, and stands for it; several readers stand side by side.
         self._since = [*(fence for fence in self._since if fence is not written), *reads]
-        out = joined(outputs)
+        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         if split is not None and split.order is not None:
             out = out[split.order]
         return out.astype(queries.dtype)

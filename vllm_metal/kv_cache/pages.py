@@ -16,6 +16,7 @@ from itertools import groupby
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.op_common import check_blocks
 from vllm_metal.kv_cache.layer_state import Fenced, LayerState
 
 #: Arrays of these dtypes come as integers: Python's memoryviews know no bfloat16.
@@ -120,7 +121,7 @@ class BlockPages:
             anything that writes to the pool is evaluated, as is the rule for its other reads: MLX
             copies a pool that is written while a read of it is queued.
         """
-        self._check(blocks_np)
+        check_blocks("blocks_np", blocks_np, self._num_blocks)
         fenced = self._fenced[group]
         fences = [fence for storage in fenced for fence in storage.fences]
         copies = list(self._copies(group, blocks_np, fences))
@@ -145,7 +146,7 @@ class BlockPages:
         Returns:
             Evaluated arrays, that other threads may read while steps go on.
         """
-        self._check(blocks_np)
+        check_blocks("blocks_np", blocks_np, self._num_blocks)
         for state in self._states[group]:
             state.wait_for_device()
         copies = list(self._copies(group, blocks_np))
@@ -164,7 +165,7 @@ class BlockPages:
         Raises:
             ValueError: the rows are not the group's pages, or fewer; or a block is not the pool's.
         """
-        self._check(blocks_np)
+        check_blocks("blocks_np", blocks_np, self._num_blocks)
         count, parts, states = len(blocks_np), self._parts[group], self._states[group]
         if rows.dtype != np.uint8 or not rows.flags.c_contiguous:
             raise ValueError(f"rows: expected contiguous uint8, found {rows.dtype}")
@@ -184,14 +185,6 @@ class BlockPages:
         for view, part in zip(views, parts, strict=True):
             _write(view, part, blocks_np, rows[:count, start : start + part.nbytes])
             start += part.nbytes
-
-    def _check(self, blocks_np: np.ndarray) -> None:
-        """Raises ValueError: MLX would read or write wherever an index leads."""
-        outside = blocks_np[(blocks_np < 0) | (blocks_np >= self._num_blocks)]
-        if outside.size:
-            raise ValueError(
-                f"blocks_np: block {outside[0]} is not one of the pool's {self._num_blocks}"
-            )
 
     def _copies(
         self, group: int, blocks_np: np.ndarray, fences: Sequence[mx.array] = ()

@@ -27,7 +27,7 @@ class HookedRunner(Protocol):
         """Has the device compute these, too, when it is given the step that is being built."""
         ...
 
-    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Completes what blocks hold of requests' first tokens, by request id."""
         ...
 

@@ -106,7 +106,7 @@ class TransferHooks(StepHooks):
         try:
             if not lost:
                 if self._runner is not None:
-                    self._runner.settle_drafts({})
+                    self._runner.complete_draft_kv({})
                 self.stores.drain(DRAIN_SECONDS)
         except Exception:
             logger.exception("Blocks could not be copied out of the KV pool before it goes")
@@ -157,7 +157,7 @@ class TransferHooks(StepHooks):
             self._add_store(job_id, metadata.store_jobs.pop(job_id))
         if flushed:
             assert self._runner is not None
-            self._runner.settle_drafts(self.stores.all_due_ends(flushed))
+            self._runner.complete_draft_kv(self.stores.all_due_ends(flushed))
             self.stores.copy_now(flushed)
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
@@ -177,7 +177,7 @@ class TransferHooks(StepHooks):
 
     def before_hand_over(self) -> None:
         assert self._runner is not None
-        self._runner.settle_drafts(self.stores.due_ends())
+        self._runner.complete_draft_kv(self.stores.due_ends())
         self._runner.join_step(self.stores.queue_lot())
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
@@ -194,7 +194,7 @@ class TransferHooks(StepHooks):
         self._on_pool -= self._ended
         if computed and not self._decoding:
             assert self._runner is not None
-            self._runner.settle_drafts(self.stores.all_due_ends())
+            self._runner.complete_draft_kv(self.stores.all_due_ends())
             self.stores.copy_now()  # nothing else keeps the device busy
         return self._outcome()
 

@@ -14,7 +14,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.config.model import LogprobsMode
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.sample.bad_words import BadWords
 from vllm_metal.sample.constraints import AllowedTokens, LogitBias, MinTokens
 from vllm_metal.sample.custom import CustomProcessors, KeepingProcessors
@@ -193,7 +193,7 @@ class Sampler:
         num_output_tokens: np.ndarray,
         grammar: GrammarMask | None = None,
         draft_spans: DraftSpans | None = None,
-        behind: Behind | None = None,
+        behind: PositionLag | None = None,
     ) -> SamplerOutput:
         """Samples the next token of each row and records what is output in the requests' device
         state.

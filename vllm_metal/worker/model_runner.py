@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
@@ -178,7 +178,7 @@ class ModelRunner:
         """Has the device compute these, too, when it is given the step that is being built."""
         self._joining += arrays
 
-    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Completes what blocks hold, also of requests that will not draft again.
 
         Args:
@@ -300,7 +300,7 @@ class ModelRunner:
 
     def _step_drafts(
         self, scheduler_output: SchedulerOutput
-    ) -> tuple[StepDrafts | None, Behind | None]:
+    ) -> tuple[StepDrafts | None, PositionLag | None]:
         """The drafts that a step verifies, and how far its requests are behind the host's count."""
         if self._speculator is None:
             return None, None

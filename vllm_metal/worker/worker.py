@@ -17,7 +17,7 @@ from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
-from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
+from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
@@ -55,7 +55,7 @@ class MetalWorker(WorkerBase):
     runner: RecoveringRunner
     transfers: Transfers
     _networks: Networks | None = None
-    _memory: Memory | None = None
+    _memory: MemoryPlanner | None = None
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
@@ -65,7 +65,7 @@ class MetalWorker(WorkerBase):
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
-        self._memory = Memory(self.current_platform.mlx_device)
+        self._memory = MemoryPlanner(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
         self._seed()
 
@@ -141,7 +141,7 @@ class MetalWorker(WorkerBase):
             quantised_share(layers, self._pool_dtype),
             Workload(
                 self._largest_step,
-                Beside.of(config, layers, kv_cache, self.vocab_size),
+                LargestCalls.of(config, layers, kv_cache, self.vocab_size),
                 self._requests_profile if any(layer.state_bytes for layer in layers) else None,
             ),
             self.transfers.memory_bytes,

@@ -30,7 +30,7 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import (
-    Beside,
+    LargestCalls,
     Needs,
     Peaks,
     at_work,
@@ -149,7 +149,7 @@ def estimate(
         _at_rest(model, machine),
         settings,
         Request(needs, quantised),
-        Beside.of(config, model.layers, kv_cache_type, step.vocab_size),
+        LargestCalls.of(config, model.layers, kv_cache_type, step.vocab_size),
         step.peaks if peaks is None else peaks,
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
