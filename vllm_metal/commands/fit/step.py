@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -23,21 +23,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-@dataclass(frozen=True)
-class StepPeak:
-    """What was found of a step."""
-
-    peaks: Peaks
-    vocab_size: int  # of its logits
-
-
 def step_peak(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
     kind: envs.Device,
-) -> StepPeak:
+) -> tuple[Peaks, int]:
     """What `memory.profile.profile_step` and `requests_profile` take beside the weights, where MLX
     waits for each operation, as it does on Metal.
 
@@ -48,6 +40,9 @@ def step_peak(
         parts: of a model whose parameters may be lazy; they stay so.
         layers, config, kv_cache_type: as for `profile_step`.
         kind: of the device that the engine runs on.
+
+    Returns:
+        The peaks, and the size of the vocabulary.
 
     Raises:
         ValueError: the model uses an operation of which MLX does not tell what it is.
@@ -68,7 +63,7 @@ def step_peak(
                 for count in (0, most)
             )
             peaks = Peaks(forward, requests, drafts)
-    return StepPeak(peaks, vocab_size)
+    return peaks, vocab_size
 
 
 def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tuple[int, int]:
