@@ -50,7 +50,7 @@ class Work:
     moved: int  # bytes of K/V that it must read or write
 
     def seconds(self) -> float:
-        """Of a call: the median of rounds of calls, each after the one before.
+        """A call's seconds: the median of rounds of calls, each after the one before.
 
         A compiler's or a driver's error passes through.
         """
