@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import Traceable
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.planner import Peaks
 from vllm_metal.memory.profile import LargestStep, drafted
@@ -88,8 +89,10 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
             of_rows = replace(step.rows.inputs, input_ids=input_ids)
             hidden_states = parts.forward_hidden(of_rows, caches)
         logits = parts.compute_logits(step.rows.of_logits(hidden_states))
-        # Beside the logits, all that the layers keep of a step.
-        return [logits, *_arrays_in([vars(state) for state in states], set())]
+        # Beside the logits, all that the layers keep of a step, or leave for the next.
+        kept = [array for storage in storages for array in storage.arrays]
+        left = [each for state in states if isinstance(state, Traceable) for each in state.outputs]
+        return [logits, *kept, *(array for each in left for array in each.arrays)]
 
     try:
         graph = record(build, [*parameters, *step.layers.pool_arrays()])
@@ -99,20 +102,3 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
     shape, _ = graph.arrays[logits]
     there = graph.inputs if pool_is_there else graph.inputs[: len(parameters)]
     return peak(graph, [logits], kept, there), shape[-1]
-
-
-def _arrays_in(value: Any, seen: set[int]) -> Iterator[mx.array]:
-    """The arrays that a structure of lists, dictionaries and objects refers to."""
-    if id(value) in seen or isinstance(value, type):
-        return
-    seen.add(id(value))
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _arrays_in(part, seen)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _arrays_in(part, seen)
-    elif hasattr(value, "__dict__"):
-        yield from _arrays_in(vars(value), seen)
