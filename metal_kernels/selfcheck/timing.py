@@ -37,10 +37,8 @@ def copy_bandwidth(size: int = 2**28) -> float:
     source = mx.zeros(size // 4, mx.float32)
     mx.eval(source)
 
-    def once() -> None:
-        mx.eval(source + 1)
-
-    return 2 * size / _median(once)
+    (seconds,) = _in_turn([lambda fence: [fence, source + 1]], 1)
+    return 2 * size / seconds
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,12 @@ class Work:
     moved: int  # bytes of K/V that it must read or write
 
     def seconds(self) -> float:
-        """Returns the median over rounds of calls, each after the one before.
+        """A call's seconds: the median of rounds of calls, each after the one before.
 
         A compiler's or a driver's error passes through.
         """
-        return _median(lambda: _queue(self.call, _CALLS)) / _CALLS
+        (seconds,) = _in_turn([self.call], _CALLS)
+        return seconds
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
@@ -127,7 +126,9 @@ def _bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, 
     return requests, query, context
 
 
-def _in_turn(ways: Sequence[Call], calls: int, clock: Callable[[], float]) -> Iterator[float]:
+def _in_turn(
+    ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[float]:
     """Median seconds of a call each way; the first round, which compiles, does not count."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
@@ -268,14 +269,3 @@ def _queue(call: Call, count: int) -> None:
         fence, *others = call(fence)
         results += others
     mx.eval(fence, results)
-
-
-def _median(once: Callable[[], None]) -> float:
-    """Seconds; the first round, which compiles, does not count."""
-    once()
-    seconds = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)

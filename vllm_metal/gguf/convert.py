@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .config import generation_config, model_config
 from .families import family_of
-from .safetensors import SafetensorsFile
+from .safetensors import safetensors_file
 from .source import ConversionError, GGUFSource
 from .tokenizer import copy_tokenizer, write_tokenizer
 from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
@@ -134,11 +134,11 @@ def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
             shard = [weights[name] for name in names]
             stored = [tensor for weight in shard for tensor in weight.stored]
             place |= {tensor.name: file for tensor in stored}
-            with SafetensorsFile(out / file, stored) as target:
+            with safetensors_file(out / file, stored) as write:
                 for weight in shard:
                     for row, parts, read in weight.rows():
                         for name, values in parts.items():
-                            target.write(name, row, values)
+                            write(name, row, values)
                         bar.update(read)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": place}

@@ -176,12 +176,8 @@ def _storage(
 
 
 def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> Rows:
-    rows = repack(data, kind)
-    return {
-        "weight": rows.words,
-        "scales": _cast(rows.scales, dtype),
-        "biases": _cast(rows.biases, dtype),
-    }
+    words, scales, biases = repack(data, kind)
+    return {"weight": words, "scales": _cast(scales, dtype), "biases": _cast(biases, dtype)}
 
 
 def _quantise(values: npt.NDArray[np.float32], bits: int, dtype: DType) -> Rows:

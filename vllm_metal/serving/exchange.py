@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal.serving import cut_short
@@ -30,7 +31,7 @@ class Exchange:
         deadline: Deadline,
         *,
         style: Style,
-        x_cache: bytes | None = None,
+        x_cache: str | None = None,
         record_bytes: int = 0,
         on_too_long: Callable[[], None] | None = None,
     ) -> None:
@@ -151,12 +152,12 @@ class Exchange:
 
     def _started(self, message: Message) -> Message:
         self._status = message["status"]
-        headers = list(message.get("headers", ()))
-        if any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers):
+        headers = MutableHeaders(raw=list(message.get("headers", ())))
+        if headers.get("content-type", "").startswith("text/event-stream"):
             self._form = "stream"
         if self._x_cache is not None:
-            headers.append((b"x-cache", self._x_cache))
-        return {**message, "headers": headers}
+            headers["x-cache"] = self._x_cache
+        return {**message, "headers": headers.raw}
 
     async def _pass_on(self, message: Message) -> None:
         if self._held is not None and self._came_to_nothing():
@@ -190,7 +191,5 @@ class Exchange:
         """A part of a response as it has to be after its time was up."""
         written = cut_short.incomplete(part)
         if self._held is not None and len(written) != len(part):
-            length = (b"content-length", b"%d" % len(written))
-            kept = [pair for pair in self._held["headers"] if pair[0] != b"content-length"]
-            self._held = {**self._held, "headers": [*kept, length]}
+            MutableHeaders(raw=self._held["headers"])["content-length"] = str(len(written))
         return written

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_metal.serving import body, fields, headers, response_ids
@@ -34,10 +35,7 @@ _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
 #: They name K/V of other engines, which are not kept apart by tenant.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _SHORT = 1 << 15  # bytes of an answer that are parsed in less time than another thread takes
-_MEDIA: dict[Form, bytes] = {
-    "whole": b"application/json",
-    "stream": b"text/event-stream; charset=utf-8",
-}
+_MEDIA: dict[Form, str] = {"whole": "application/json", "stream": "text/event-stream"}
 
 
 @dataclass
@@ -164,7 +162,7 @@ class Generation:
         assert cache is not None
         while (waiting := cache.twins.join(found)) is not None:
             try:
-                await self._replay(await self._wait(waiting, receive), send)
+                await self._replay(await self._wait(waiting, receive), receive, send)
             except Abandoned:
                 continue
             except NotKept:
@@ -184,7 +182,7 @@ class Generation:
         if kept is None:
             await exchange.deliver()
         else:
-            await self._replay(kept, send)
+            await self._replay(kept, receive, send)
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """A twin's answer.
@@ -207,20 +205,10 @@ class Generation:
             return waiting.result()
         raise ClientDisconnect
 
-    async def _replay(self, entry: Entry, send: Send) -> None:
+    async def _replay(self, entry: Entry, receive: Receive, send: Send) -> None:
         """Sends a kept answer."""
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [
-                    (b"content-type", _MEDIA[entry.form]),
-                    (b"content-length", b"%d" % len(entry.content)),
-                    (b"x-cache", b"HIT"),
-                ],
-            }
-        )
-        await send({"type": "http.response.body", "body": entry.content})
+        answer = Response(entry.content, headers={"x-cache": "HIT"}, media_type=_MEDIA[entry.form])
+        await answer(self._scope, receive, send)
         assert self._shared.cache is not None
         self._shared.cache.count("hit")
 
@@ -243,7 +231,7 @@ class Generation:
             self._body,
             self._deadline,
             style=self._request.style,
-            x_cache=None if result is None else result.upper().encode(),
+            x_cache=None if result is None else result.upper(),
             record_bytes=config.max_answer_bytes if config and lead else 0,
             on_too_long=(lambda: lead.end(NotKept())) if lead else None,
         )

@@ -141,14 +141,9 @@ def check(
         left = left[left.index(last.case) + 1 :] if last is not None else []
 
 
-def remaining(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> int:
-    """How many of the cases have checks left."""
-    return sum(next_check(case, outcomes) is not None for case in wanted)
-
-
 def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
     """What the budget left for another run; None: nothing."""
-    if not (left := remaining(wanted, outcomes)):
+    if not (left := sum(next_check(case, outcomes) is not None for case in wanted)):
         return None
     seen = f"{left} of {len(wanted)} kinds of layer are not checked yet: {BUDGET:.0f} s had passed"
     advice = "Run `vllm-metal doctor --only kernels` again: it goes on from there."
