@@ -27,13 +27,13 @@ from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
+    engine_outputs,
     logs,
     mlx_models,
     probe,
     processes,
     shutdown,
     speculation,
-    stat_loggers,
     streaming_sessions,
 )
 
@@ -160,7 +160,7 @@ class MetalPlatform(Platform):
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
-        stat_loggers.add_stat_logger(MetalStatLogger)
+        engine_outputs.add_stat_logger(MetalStatLogger)
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
 
