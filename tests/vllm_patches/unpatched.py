@@ -323,7 +323,7 @@ def multimodal(folder):
         return found, found
 
 
-@probe("mlx_models.take_mlx_models")
+@probe("model_info.take_mlx_models")
 def family_of_mlx(folder):
     """A family that mlx-lm alone has is a model type that transformers does not recognise."""
     import pathlib

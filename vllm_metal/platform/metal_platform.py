@@ -29,7 +29,6 @@ from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
     engine_outputs,
     logs,
-    mlx_models,
     probe,
     processes,
     shutdown,
@@ -155,7 +154,7 @@ class MetalPlatform(Platform):
         shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
-        mlx_models.take_mlx_models()
+        model_info.take_mlx_models()
         speculation.allow_min_p_and_logit_bias()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
