@@ -86,17 +86,17 @@ def test_every_overridden_attribute_is_listed():
         (
             "vllm.v1.core.block_pool:BlockPool.get_cached_block",
             "vllm_patches/scheduler.py",
-            {"called": ("block_hash kv_cache_group_ids",)},
+            {"called": ["block_hash kv_cache_group_ids"]},
         ),
         (
             "vllm.v1.outputs:DraftTokenIds",
             "worker/",
-            {"called": ("req_ids draft_token_ids",)},
+            {"called": ["req_ids draft_token_ids"]},
         ),
         (
             "vllm.v1.engine.async_llm:AsyncLLM.abort",
             "serving/deadline.py",
-            {"called": ("request_id",)},
+            {"called": ["request_id"]},
         ),
     ],
 )

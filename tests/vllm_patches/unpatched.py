@@ -323,7 +323,7 @@ def multimodal(folder):
         return found, found
 
 
-@probe("mlx_models.take_mlx_models")
+@probe("model_info.take_mlx_models")
 def family_of_mlx(folder):
     """A family that mlx-lm alone has is a model type that transformers does not recognise."""
     import pathlib
@@ -523,7 +523,7 @@ def end_slowly() -> None:
         time.sleep(60)
 
 
-@probe("stat_loggers.add_stat_logger")
+@probe("engine_outputs.add_stat_logger")
 def stat_loggers(folder):
     """A stat logger at vLLM's entry point has statistics collected that nobody asked for, and
     vLLM's own loggers fail where a worker reports figures and has no connector."""

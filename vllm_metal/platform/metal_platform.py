@@ -29,13 +29,12 @@ from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
+    engine_outputs,
     logs,
-    mlx_models,
     probe,
     processes,
     shutdown,
     speculation,
-    stat_loggers,
     streaming_sessions,
 )
 
@@ -156,12 +155,12 @@ class MetalPlatform(Platform):
         shutdown.tell_a_stop_from_a_failure()
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
-        mlx_models.take_mlx_models()
+        model_info.take_mlx_models()
         speculation.allow_min_p_and_logit_bias()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
-        stat_loggers.add_stat_logger(partial(MetalStatLogger, figures_of))
+        engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
 

@@ -15,10 +15,10 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, get_args
 
 from vllm_metal.vllm_patches import releases
@@ -38,10 +38,10 @@ class Touched:
     """
 
     name: str  # "module:", "module:name" or "module:name.attribute"
-    by: tuple[str, ...]  # our files that use it, below vllm_metal/
+    by: Sequence[str]  # our files that use it, below vllm_metal/
     #: Arguments of our calls: names of parameters by position, `name=` by keyword; `...` for more
     #: that the sources do not show.
-    called: tuple[str, ...] = ()
+    called: Sequence[str] = ()
     takes: str | None = None  # parameters, if a function of ours stands in its place
 
 
@@ -59,9 +59,7 @@ class Finding:
 
 def table() -> Iterator[Touched]:
     """Reads touched.json: a class comes before its attributes."""
-    for name, entry in json.loads(FILE.read_text()).items():
-        lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
-        yield Touched(**{"name": name} | entry | lists)
+    return (Touched(name, **entry) for name, entry in json.loads(FILE.read_text()).items())
 
 
 def probe(touched: Iterable[Touched] | None = None, quick: bool = False) -> list[Finding]:
@@ -156,16 +154,12 @@ def _problem(entry: Touched) -> str | None:
 
 
 def _member(owner: Any, name: str) -> Any:
-    """An attribute of a class's objects, a module's, a mapping's key or a Literal's value."""
+    """An attribute of an object's or of a class's objects, a mapping's key or a Literal's value."""
     if isinstance(owner, Mapping):
         return None if name in owner else MISSING
-    if isinstance(owner, ModuleType):
-        return getattr(owner, name, MISSING)
     if name in get_args(owner):
         return None
     found = inspect.getattr_static(owner, name, MISSING)
-    if isinstance(found, staticmethod):
-        return found.__func__
     if isinstance(found, FunctionType) and isinstance(owner, type):
         signature = inspect.signature(found)
         return signature.replace(parameters=[*signature.parameters.values()][1:])

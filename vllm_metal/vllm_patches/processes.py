@@ -11,7 +11,6 @@ from typing import Any
 
 from vllm_metal.vllm_patches.replacing import replace
 
-_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -36,7 +35,7 @@ def is_engine_process() -> bool:
 
 def in_users_process() -> bool:
     """Whether this process is an engine's and its user's: on macOS, if nobody chose otherwise."""
-    chosen = _MULTIPROCESSING in os.environ
+    chosen = "VLLM_ENABLE_V1_MULTIPROCESSING" in os.environ
     return sys.platform == "darwin" and not chosen and not is_engine_process()
 
 

@@ -92,14 +92,9 @@ def _sending_figures(
 
 
 def _never_empty(
-    split: Callable[..., int],
-    self: Any,
-    request: Any,
-    num_new_tokens: int,
-    num_new_local_computed_tokens: int = 0,
-    num_external_computed_tokens: int = 0,
+    split: Callable[..., int], self: Any, request: Any, num_new_tokens: int, *found: int
 ) -> int:
-    found = (num_new_local_computed_tokens, num_external_computed_tokens)
+    """As many arguments follow as vLLM gives: tokens found computed here, and elsewhere."""
     chunk = split(self, request, num_new_tokens, *found)
     if chunk > 0 or num_new_tokens <= 0:
         return chunk

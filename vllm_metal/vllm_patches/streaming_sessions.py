@@ -77,7 +77,10 @@ def _end_turn(scheduler: Any, request: Any) -> None:
     kept = _num_kept(request)
     exact = request.num_computed_tokens == kept and not request.num_in_flight_tokens
     if scheduler.has_mamba_layers and not exact:
-        _let_go_of_blocks(scheduler, request)
+        scheduler._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        if hasattr(scheduler.connector, "blocks_given_up"):
+            scheduler.connector.blocks_given_up(request.request_id)
     else:
         computed = request.num_computed_tokens - request.num_output_placeholders
         request.num_computed_tokens = min(computed, kept)
@@ -87,13 +90,6 @@ def _end_turn(scheduler: Any, request: Any) -> None:
 def _num_kept(request: Any) -> int:
     """Tokens that a session's next turn begins with: all but the last one sampled."""
     return int(request.num_tokens - (request.num_output_tokens > 0))
-
-
-def _let_go_of_blocks(scheduler: Any, request: Any) -> None:
-    scheduler._free_request_blocks(request)
-    request.num_computed_tokens = 0
-    if hasattr(scheduler.connector, "blocks_given_up"):
-        scheduler.connector.blocks_given_up(request.request_id)
 
 
 def _going_on(update: Callable[..., None], self: Any, session: Any, turn: Any) -> None:
@@ -115,9 +111,8 @@ def _of_one_salt(add: Callable[..., None], self: Any, request: Any) -> None:
     """vLLM heeds a session's first cache_salt only."""
     session = self.requests.get(request.request_id)
     add(self, request)
-    if session is None or not request.resumable:
-        return
-    if request.cache_salt not in (None, session.cache_salt):
+    goes_on = session is not None and request.resumable
+    if goes_on and request.cache_salt not in (None, session.cache_salt):
         _end_session(self, session, "cache_salt: a session has one, that of its first turn")
 
 
