@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+#: Tokens of a block that the attention kernels are written for.
+BLOCK_SIZES = (16, 32)
 #: Sizes from one power of two to the next, see `stable`.
 _SIZES = 8
 

@@ -14,7 +14,7 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionPlan, Tiles, gathered, reference
+from metal_kernels.paged_attention import AttentionPlan, Tiles, buckets, gathered
 from metal_kernels.paged_attention.buckets import BucketPlan
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
@@ -185,7 +185,7 @@ class _Layer:
 
     def attend_gathered(self, requests: int, query: int, context: int) -> Call:
         """By MLX's attention over what `kv_gather` reads."""
-        plan = reference.plan(
+        plan = buckets.plan(
             *self._layout(requests, query, context),
             np.full(requests * query, -1, np.int32),
             self._case.block_size,

@@ -25,8 +25,6 @@ import pytest
 from darwin.run import run as run_on_a_mac
 from upstream import archive
 
-from vllm_metal.vllm_patches import releases
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_wheel.py"
 REQUIREMENTS = ROOT / "requirements"
@@ -322,7 +320,7 @@ def test_the_python_of_all_builds_is_the_same(real_sources, real_wheel):
 def test_the_python_is_vllm_s_own_but_for_three_files(real_wheel):
     """Beside the source archive of vLLM's release: who built the wheel is not who wrote vLLM."""
     try:
-        sources = archive.sources(releases.TESTED_VLLM)
+        sources = archive.sources()
     except archive.UnavailableError as error:
         pytest.skip(str(error))
     own = {

@@ -12,8 +12,8 @@ from upstream import hub, selection
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_metal.platform.metal_platform import BLOCK_SIZES, MetalPlatform
-from vllm_metal.vllm_patches.scheduler import end_failed_requests
+from metal_kernels.layout import BLOCK_SIZES
+from vllm_metal.platform.metal_platform import MetalPlatform
 
 _left_out: Counter[str] = Counter()
 
@@ -23,8 +23,6 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"vLLM runs {current_platform!r}, not this project's platform")
     hub.write(Path(os.environ["HF_HOME"]))
     _admit_connectors()
-    # A worker does this when it starts; most of these tests have a scheduler and no worker.
-    end_failed_requests()
 
 
 def _admit_connectors() -> None:

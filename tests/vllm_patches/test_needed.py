@@ -2,7 +2,6 @@
 """vLLM still needs every change this plugin makes to it: without them, it does what each is for."""
 
 import ast
-import importlib
 import json
 import os
 import subprocess
@@ -14,26 +13,24 @@ from darwin.run import run as run_on_mac
 from vllm_patches import unpatched
 from vllm_patches.unpatched import PROBES
 
-from vllm_metal.vllm_patches import releases
-
 ROOT = Path(__file__).parents[2]
 PATCHES = ROOT / "vllm_metal" / "vllm_patches"
 PROGRAM = Path(unpatched.__file__)
-#: Modules that change nothing.
-APART = {"__init__", "probe", "releases", "replacing", "step_result"}
 #: Functions that tell something, and what a change puts in the place of another.
 QUESTIONS = {
     "http_protocol.LimitedHttp",
     "processes.in_users_process",
     "processes.is_engine_process",
     "server_end.TurnAway",
+    "shutdown.ignore_ctrl_c",
     "shutdown.remembering_the_stop",
 }
 
 
-def needing(release, on_mac=False):
-    """Changes that a release is said to need."""
-    return [n for n, p in PROBES.items() if release in p.releases and p.on_mac == on_mac]
+EVERYWHERE = [name for name, probe in PROBES.items() if not probe.on_mac]
+ON_MAC = [name for name, probe in PROBES.items() if probe.on_mac]
+#: Changes that are there in any process with an engine's configuration and scheduler.
+MADE_AT_ONCE = [name for name, probe in PROBES.items() if probe.at_once]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +46,11 @@ def findings(stdout, stderr):
     return json.loads(told[-1].removeprefix("FOUND "))
 
 
-def without_changes(folder, names, *first):
-    """What vLLM, of the first folder that has it, does in a process that changes nothing of it."""
+def without_changes(folder, names):
+    """What vLLM does in a process that changes nothing of it."""
     changed = {
-        "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]),
+        "PYTHONPATH": str(ROOT),
         "VLLM_METAL_DEVICE": "cpu",
-        "VLLM_METAL_ALLOW_UNTESTED": "1",
         # Whatever tests before this one have set. vLLM turns the second on by itself, in the
         # environment, for architectures it has a list of (DeepSeek's), and then warns of less.
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -72,15 +68,14 @@ def without_changes(folder, names, *first):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return without_changes(folder, needing(releases.TESTED_VLLM))
+    return without_changes(folder, EVERYWHERE)
 
 
 @pytest.fixture(scope="module")
 def found_on_mac(folder):
-    names = needing(releases.TESTED_VLLM, on_mac=True)
     if sys.platform == "darwin":
-        return without_changes(folder, names)
-    done = run_on_mac([PROGRAM, folder, *names])
+        return without_changes(folder, ON_MAC)
+    done = run_on_mac([PROGRAM, folder, *ON_MAC])
     return findings(done.stdout, done.stderr)
 
 
@@ -93,13 +88,13 @@ def assert_needed(change, finding):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("change", needing(releases.TESTED_VLLM))
+@pytest.mark.parametrize("change", EVERYWHERE)
 def test_the_tested_vllm_needs(change, found):
     assert_needed(change, found[change])
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("change", needing(releases.TESTED_VLLM, on_mac=True))
+@pytest.mark.parametrize("change", ON_MAC)
 def test_on_macos_the_tested_vllm_needs(change, found_on_mac):
     assert_needed(change, found_on_mac[change])
 
@@ -116,52 +111,10 @@ def public(module):
 
 
 def test_every_change_has_a_probe():
-    modules = {path.stem for path in PATCHES.glob("*.py")} - APART
+    modules = {path.stem for path in PATCHES.glob("*.py")} - unpatched.APART
     offered = set().union(*map(public, modules))
     assert offered - QUESTIONS == PROBES.keys()
     assert offered >= QUESTIONS
-
-
-def test_no_probe_is_for_releases_that_are_gone():
-    for change, probe in PROBES.items():
-        module = importlib.import_module(f"vllm_metal.vllm_patches.{change.partition('.')[0]}")
-        assert set(probe.releases) <= set(module.RELEASES), change
-        assert releases.TESTED_VLLM in probe.releases, f"delete {change}"
-
-
-def test_without_changes_means_without_all_of_them():
-    shims = {"partial_imports"}  # it chooses what to import
-    modules = {change.partition(".")[0] for change in PROBES}
-    assert set(unpatched.CHANGING) == modules - shims
-
-
-#: Changes that are there in any process with an engine's configuration and scheduler.
-MADE_AT_ONCE = (
-    "cache_salts.send_salts",
-    "engine_args.set_batch_defaults",
-    "engine_args.accept_int8_kv_cache",
-    "engine_args.cache_prefixes_of_states",
-    "engine_args.fit_the_context",
-    "kv_transfer.recompute_by_default",
-    "logs.leave_out_what_clients_wrote",
-    "logs.drop_unhelpful_warnings",
-    "mlx_models.take_mlx_models",
-    "model_info.TextModel",
-    "model_info.answer_for_models",
-    "prefill_chunks.end_chunks_within_blocks",
-    "refusals.allow_min_p_and_logit_bias",
-    "scheduler.end_failed_requests",
-    "shutdown.let_engines_end",
-    "shutdown.tell_a_stop_from_a_failure",
-    "speculation.allow_lookup_methods",
-    "stat_loggers.add_stat_logger",
-    "step_budget.StepBudget",
-    "streaming_sessions.end_failed_sessions",
-    "streaming_sessions.keeping_sessions",
-    "streaming_sessions.refuse_in_sessions",
-    "streaming_sessions.serve_sessions",
-    "torch_accelerator.answer_for_torch_accelerator",
-)
 
 
 @pytest.fixture(scope="module")

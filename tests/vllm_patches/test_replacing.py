@@ -20,8 +20,8 @@ class Theirs:
         return cls
 
 
-def plus_one(original):
-    return lambda self, number: original(self, number) + 1
+def plus_one(original, self, number):
+    return original(self, number) + 1
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def test_the_original_is_wrapped_once(theirs):
 
 
 def test_two_changes_of_one_function(theirs):
-    def times_ten(original):
-        return lambda self, number: 10 * original(self, number)
+    def times_ten(original, self, number):
+        return 10 * original(self, number)
 
     for _ in range(2):
         replace(theirs, "double", plus_one)
@@ -64,7 +64,7 @@ def test_a_decorator_of_theirs_does_not_pass_for_ours(theirs):
 def test_a_function_of_a_module(theirs):
     module = SimpleNamespace(double=lambda number: 2 * number)
     for _ in range(2):
-        replace(module, "double", lambda original: lambda number: original(number) + 1)
+        replace(module, "double", lambda original, number: original(number) + 1)
     assert module.double(4) == 9
 
 

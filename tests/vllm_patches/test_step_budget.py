@@ -13,7 +13,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_patches import unpatched
 
 from vllm_metal.vllm_patches import step_budget
-from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.step_result import StepResult
 
 STEP_S, TOKEN_S = 0.01, 0.001  # 11 ms where one request decodes, so that 49 tokens fit into 60
@@ -24,7 +23,6 @@ class Engine:
     """Plans and ends steps one by one, each as long as its tokens ask for."""
 
     def __init__(self, folder, monkeypatch, additional_config=None, **limits):
-        end_failed_requests()
         arguments = unpatched.arguments(
             folder,
             max_num_batched_tokens=MOST,

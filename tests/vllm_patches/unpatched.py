@@ -12,40 +12,21 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-#: Modules of vllm_patches that change something: in this process all their functions do nothing.
-CHANGING = (
-    "cache_salts",
-    "engine_args",
-    "engine_outputs",
-    "environment",
-    "first_mistake",
-    "http_protocol",
-    "kv_transfer",
-    "logs",
-    "mlx_models",
-    "model_info",
-    "prefill_chunks",
-    "processes",
-    "refusals",
-    "scheduler",
-    "server_end",
-    "shutdown",
-    "speculation",
-    "stat_loggers",
-    "step_budget",
-    "streaming_sessions",
-    "tokenizers",
-    "torch_accelerator",
-)
+#: Modules of vllm_patches that change nothing.
+APART = {"__init__", "chunk_lengths", "probe", "releases", "replacing", "step_result"}
+#: A module of changes that is there in this process, too: it chooses what to import.
+_IMPORTED = {"partial_imports"}
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -64,24 +45,24 @@ class Probe:
     """How to find out whether vLLM needs a change."""
 
     run: Callable[[str], tuple[bool, Any]]  # model folder to (needed, what vLLM did)
-    releases: tuple[str, ...]  # that need it
     on_mac: bool  # whether it is needed on macOS only
+    at_once: bool  # whether any process with an engine's configuration and scheduler makes it
 
 
 PROBES: dict[str, Probe] = {}
 
 
-def probe(change: str, releases: tuple[str, ...] = ("0.32",), on_mac: bool = False) -> Any:
+def probe(change: str, on_mac: bool = False, at_once: bool = True) -> Any:
     """Registers the probe of a change.
 
     Args:
         change: "module.name" of what makes it, or "module" where importing it is all.
-        releases: of vLLM that need it.
         on_mac: whether vLLM needs it on macOS only.
+        at_once: whether any process with an engine's configuration and scheduler makes it.
     """
 
     def register(run: Callable[[str], tuple[bool, Any]]) -> Callable[[str], tuple[bool, Any]]:
-        PROBES[change] = Probe(run, releases, on_mac)
+        PROBES[change] = Probe(run, on_mac, at_once)
         return run
 
     return register
@@ -103,7 +84,7 @@ def raised(function: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-@probe("cache_salts.send_salts")
+@probe("scheduler.send_salts")
 def salts(folder):
     """A request's cache_salt is in nothing that the scheduler sends to the worker."""
     from vllm import SamplingParams
@@ -134,7 +115,6 @@ def batch_defaults(folder):
     finally:
         arg_utils.current_platform = current_platform
     known = {"get_device_total_memory", "get_device_name", "is_cpu", "is_tpu"}
-    known |= {"is_device_capability"}  # since 0.33
     return bool(asked) and asked <= known, sorted(asked)
 
 
@@ -173,7 +153,7 @@ def prefixes_of_states(folder):
     return list(found.values()) == [True, True, False], found
 
 
-@probe("environment.set_defaults")
+@probe("environment.set_defaults", at_once=False)
 def variables(folder):
     """vLLM would take the second model runner, or warns that it cannot; it does not count NaNs."""
     from vllm import envs
@@ -190,7 +170,7 @@ def variables(folder):
     return (second or warned) and not counts, f"second: {second}, {warned}; counts: {counts}"
 
 
-@probe("environment.make_known")
+@probe("environment.make_known", at_once=False)
 def unknown_variable(folder):
     """vLLM refuses variables that begin with VLLM_ and are not its own."""
     from vllm.platforms.interface import Platform
@@ -203,7 +183,7 @@ def unknown_variable(folder):
     return "VLLM_METAL_" in found, found  # it names one of those that it finds
 
 
-@probe("kv_transfer.recompute_by_default")
+@probe("engine_args.recompute_by_default")
 def load_failure_policy(folder):
     """A request whose blocks cannot be loaded ends, unless its user asked for a recomputation."""
     from pydantic import TypeAdapter
@@ -241,7 +221,7 @@ def quotes(folder):
     return any("a-secret" in text for text in logged), logged
 
 
-@probe("logs.show_our_messages")
+@probe("logs.show_our_messages", at_once=False)
 def our_messages(folder):
     """vLLM's logging shows no INFO of a plugin."""
     logging.getLogger("vllm_metal").parent = logging.getLogger()
@@ -249,7 +229,7 @@ def our_messages(folder):
     return not shown, shown
 
 
-@probe("partial_imports.plan_only")
+@probe("partial_imports.plan_only", at_once=False)
 def dear_imports(folder):
     """An import of vLLM's planning of the cache brings torch's compiler, and transformers."""
     import vllm.v1.core.kv_cache_utils  # noqa: F401
@@ -258,7 +238,7 @@ def dear_imports(folder):
     return bool(dear), f"{sorted(dear)}"
 
 
-@probe("processes.spawn_on_macos", on_mac=True)
+@probe("processes.spawn_on_macos", on_mac=True, at_once=False)
 def start_method(folder):
     """vLLM forks on macOS, too."""
     from vllm.utils.system_utils import get_mp_context
@@ -267,7 +247,7 @@ def start_method(folder):
     return method == "fork", method
 
 
-@probe("processes.stay_in_process_on_macos", on_mac=True)
+@probe("processes.stay_in_process_on_macos", on_mac=True, at_once=False)
 def engine_process(folder):
     """`LLM` gives its engine a process of its own on macOS, too."""
     from vllm.v1.engine import llm_engine
@@ -286,7 +266,7 @@ def engine_process(folder):
     return asked == [True], f"{asked} {found}"
 
 
-@probe("prefill_chunks.end_chunks_within_blocks")
+@probe("scheduler.end_chunks_within_blocks")
 def no_chunk_at_all(folder):
     """A prompt gets no token where a step has room for a block, but not beside what decodes."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -356,7 +336,7 @@ def family_of_mlx(folder):
     return "does not recognize this architecture" in found, found
 
 
-@probe("refusals.allow_min_p_and_logit_bias")
+@probe("speculation.allow_min_p_and_logit_bias")
 def min_p(folder):
     """vLLM refuses both parameters beside speculation."""
     from vllm import SamplingParams
@@ -383,7 +363,7 @@ def make_scheduler(config: Any, num_blocks: int) -> Any:
     return Scheduler(config, cache, StructuredOutputManager(config), block_size=16)
 
 
-@probe("step_budget.StepBudget")
+@probe("step_budget.bound_steps")
 def tokens_beside_a_stream(folder):
     """A prompt beside a stream gets as many tokens of a step as fit, however long steps take."""
     from vllm import SamplingParams
@@ -470,7 +450,7 @@ def a_turn_too_long(folder):
     return found == (303, "WAITING", None), found
 
 
-@probe("streaming_sessions.keeping_sessions", releases=("0.32",))
+@probe("streaming_sessions.queue_preempted_sessions")
 def a_turn_that_ends_while_preempted(folder):
     """A session whose turn ends with a token that was on its way at a preemption is never asked
     for again: no queue has it."""
@@ -564,12 +544,12 @@ def stat_loggers(folder):
     config, server = folder_config(folder), object.__new__(async_llm.AsyncLLM)
     stopped = raised(server.__init__, config, None, False)
     stats, manager = SchedulerStats(), StatLoggerManager(config)
-    send_figures(stats, {"host_seconds": 0.1})
+    send_figures(stats, {"step": {"host_seconds": 0.1}})
     failed = raised(manager.record, stats, None)
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 
 
-@probe("engine_outputs.watch")
+@probe("engine_outputs.watch", at_once=False)
 def tokens_by_request(folder):
     """vLLM's statistics leave out tokens of requests that were aborted while a step computed them,
     and have of those that go on no more than sums over all."""
@@ -595,7 +575,7 @@ def tokens_by_request(folder):
     return statistics.num_generation_tokens == 1 and "goes-on" not in told, told
 
 
-@probe("first_mistake.stop_at_the_first_mistake")
+@probe("first_mistake.stop_at_the_first_mistake", at_once=False)
 def mistakes(folder):
     """A request is told of each wrong item of a list, and of each kind that it might be."""
     from pydantic import ValidationError
@@ -610,7 +590,7 @@ def mistakes(folder):
     return found[1] > found[0] + 5, found
 
 
-@probe("http_protocol.limit_connections")
+@probe("http_protocol.limit_connections", at_once=False)
 def limits_on_headers(folder):
     """uvicorn's protocol for httptools takes longer headers than its configuration says."""
     import asyncio
@@ -648,7 +628,7 @@ class DeadEngine:
     vllm_config = SimpleNamespace(shutdown_timeout=0)
 
 
-@probe("server_end.tell_how_servers_end", releases=("0.32",))
+@probe("server_end.tell_how_servers_end", at_once=False)
 def a_servers_end(folder):
     """A server whose engine has died ends as one that was told to stop."""
     import asyncio
@@ -709,25 +689,28 @@ def ctrl_c(folder):
 
     seen = []
 
-    class Engine:
+    class Engine(core.EngineCoreProc):
         shutdown_state = None
 
         def __init__(self, *_, **__):
             pass
 
-        def run_busy_loop(self):
+        def _handle_shutdown(self):
             os.kill(os.getpid(), signal.SIGINT)
             seen.append(self.shutdown_state)
+            return False
 
         def shutdown(self):
             pass
 
-    run, kept = core.EngineCoreProc.run_engine_core, core.EngineCoreProc
-    core.EngineCoreProc = Engine
+    process, config = multiprocessing.current_process(), folder_config(folder)
+    run, kept = core.EngineCoreProc.run_engine_core, (core.EngineCoreProc, process.name)
+    core.EngineCoreProc, process.name = Engine, "EngineCore"
     try:
-        run(vllm_config=folder_config(folder))
+        with suppress(SystemExit):
+            run(vllm_config=config)
     finally:
-        core.EngineCoreProc = kept
+        core.EngineCoreProc, process.name = kept
     return seen == [core.EngineShutdownState.REQUESTED], str(seen)
 
 
@@ -786,7 +769,7 @@ def lookup_methods(folder):
     return "sync scheduling" in found[0] and "Arctic" in found[1], found
 
 
-@probe("speculation.schedule_ahead_with_ngram")
+@probe("speculation.schedule_ahead_with_ngram", at_once=False)
 def engine_s_check(folder):
     """The engine's process refuses to schedule ahead with `ngram`, whatever its parent allowed."""
     drafts = {"method": "ngram_gpu", "num_speculative_tokens": 2}
@@ -798,7 +781,7 @@ def engine_s_check(folder):
     return "sync scheduling" in found, found
 
 
-@probe("tokenizers.forget_tokenizers")
+@probe("shutdown.forget_tokenizers", at_once=False)
 def tokenizer(folder):
     """A function that vLLM remembers keeps the copies of a tokenizer alive."""
     import gc
@@ -826,7 +809,7 @@ def tokenizer(folder):
     return kept > 0 and count() == 0, f"{kept}, {count()} after the cache is emptied"
 
 
-@probe("torch_accelerator.answer_for_torch_accelerator")
+@probe("shutdown.answer_for_torch_accelerator")
 def accelerator(folder):
     """vLLM's clean-up empties torch's accelerator caches, which fails without an accelerator."""
     import torch
@@ -865,9 +848,9 @@ def listen(record: logging.LogRecord) -> bool:
 
 def main(folder: str, names: list[str]) -> None:
     if "--applied" in names:
-        apply_changes()
+        folder_config(folder)  # as in each process that runs an engine, its worker elsewhere
     else:
-        for module in CHANGING:
+        for module in {change.partition(".")[0] for change in PROBES} - _IMPORTED:
             name = f"vllm_metal.vllm_patches.{module}"
             sys.modules[name] = inert(name)
     for logger in (
@@ -887,22 +870,6 @@ def main(folder: str, names: list[str]) -> None:
             needed, told = False, f"the probe does not fit any more: {error!r}"
         found[name] = {"needed": needed, "found": str(told)}
     print("FOUND", json.dumps(found), flush=True)
-
-
-def apply_changes() -> None:
-    """Those that the platform makes, and the scheduler's, which the worker makes."""
-    from vllm.platforms import current_platform
-
-    from vllm_metal.vllm_patches.cache_salts import send_salts
-    from vllm_metal.vllm_patches.prefill_chunks import end_chunks_within_blocks
-    from vllm_metal.vllm_patches.scheduler import end_failed_requests
-    from vllm_metal.vllm_patches.streaming_sessions import serve_sessions
-
-    current_platform.pre_register_and_update()
-    end_failed_requests()
-    serve_sessions()
-    send_salts()
-    end_chunks_within_blocks()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
 from metal_kernels.layout import Behind
 from vllm_metal.batch.input_batch import InputBatch
 from vllm_metal.batch.requests import Requests
+from vllm_metal.metrics.figures import STEP
 from vllm_metal.sample import Logprobs, SamplerOutput
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
@@ -64,6 +65,8 @@ class StepOutput(AsyncModelRunnerOutput):
         self.batch = batch
         self.sampled = sampled
         self.prompt_logprobs = prompt_logprobs
+        #: What was measured of the step, by field of StepFigures.
+        self.figures: dict[str, float] = {}
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
 
@@ -184,6 +187,7 @@ class StepOutput(AsyncModelRunnerOutput):
                 if req_id not in failures
             },
             failures=failures,
+            figures={STEP: self.figures},
         )
 
 

@@ -44,7 +44,7 @@ class RequestState:
     @property
     def cache_salt(self) -> str | None:
         """The request's cache_salt. Requests of one salt may share cached text; None is a salt."""
-        return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.cache_salts
+        return getattr(self.request, "cache_salt", None) or None  # see vllm_patches.scheduler
 
 
 @dataclass(frozen=True)

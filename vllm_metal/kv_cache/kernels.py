@@ -14,12 +14,12 @@ import numpy as np
 from metal_kernels import kernel, kv_blocks, kv_states, kv_write, op_common, paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionPlan, Tiles, reference
+from metal_kernels.paged_attention import AttentionPlan, Tiles, buckets
 from metal_kernels.paged_attention import gathered as by_gathering
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
+from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout, joined
 from vllm_metal.mlx_patches.seam import Scoring
 
 
@@ -228,7 +228,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             reads += read
         # A reader comes after the write, and stands for it; several readers stand side by side.
         self._since = [*(fence for fence in self._since if fence is not written), *reads]
-        out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        out = joined(outputs)
         if split is not None and split.order is not None:
             out = out[split.order]
         return out.astype(queries.dtype)
@@ -236,7 +236,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
 def _trial_of(phase: Phase, block_size: int) -> StepLayout:
     """One request of as few rows as make such a phase, in the first blocks of the pool."""
-    rows = 1 if phase == "decode" else reference.DECODE_ROWS + 1
+    rows = 1 if phase == "decode" else buckets.DECODE_ROWS + 1
     slots = np.arange(rows, dtype=np.int32)
     table = np.arange(-(-rows // block_size), dtype=np.int32)[None]
     starts, lens = np.array([0, rows], np.int32), np.array([rows], np.int32)

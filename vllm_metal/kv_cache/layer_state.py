@@ -272,3 +272,8 @@ class Restorable(ABC):
             last_rows_np: [R] int32, of each request of that step the row of its last token that was
                 accepted.
         """
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """[n, ...] of parts one after another; a single one as it is."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

@@ -48,14 +48,11 @@ def ask_caches(cls: type[nn.Module]) -> None:
     replace(cls, "__call__", _asking)
 
 
-def _asking(call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, SequenceCache):
-                return argument.call(functools.partial(call, self), args, kwargs)
-        return call(self, *args, **kwargs)
-
-    return called
+def _asking(call: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, SequenceCache):
+            return argument.call(functools.partial(call, self), args, kwargs)
+    return call(self, *args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

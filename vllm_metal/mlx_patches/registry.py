@@ -31,7 +31,7 @@ from vllm_metal.mlx_patches.families.experts import (
     with_weights,
 )
 from vllm_metal.mlx_patches.families.falcon_h1 import falcon_h1
-from vllm_metal.mlx_patches.families.layer_kinds import cohere2, qwen3_5, qwen3_next
+from vllm_metal.mlx_patches.families.layer_kinds import cohere2, gemma3_text, qwen3_5, qwen3_next
 from vllm_metal.mlx_patches.families.llama4 import llama4, llama4_text
 from vllm_metal.mlx_patches.families.nanochat import nanochat
 from vllm_metal.mlx_patches.families.norms import epsilon, of_latents
@@ -41,7 +41,7 @@ from vllm_metal.mlx_patches.families.recurrent_gemma import recurrent_gemma
 from vllm_metal.mlx_patches.families.shared_kv import afm7, iquestloopcoder
 from vllm_metal.mlx_patches.families.states import baichuan_m1, longcat_flash_ngram
 from vllm_metal.mlx_patches.families.text_models import gemma3n, stacked
-from vllm_metal.mlx_patches.families.windows import gemma2, gemma3_text, mistral, of_all_layers
+from vllm_metal.mlx_patches.families.windows import gemma2, mistral, of_all_layers
 
 #: The releases of mlx-lm whose modules the families' patches were written by.
 RELEASES = ("mlx-lm 0.32",)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
@@ -20,24 +21,22 @@ import torch  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
+from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
+from vllm_metal.kv_transfer.config import complete_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
     engine_args,
-    kv_transfer,
     logs,
     mlx_models,
     probe,
     processes,
-    refusals,
     shutdown,
     speculation,
     stat_loggers,
     streaming_sessions,
-    torch_accelerator,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-torch_accelerator.answer_for_torch_accelerator()
+shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
 logs.leave_out_what_clients_wrote()
 processes.spawn_on_macos()
@@ -55,7 +54,6 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
-BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
@@ -144,6 +142,7 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        from vllm_metal.kv_transfer.transfers import figures_of
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
@@ -158,11 +157,11 @@ class MetalPlatform(Platform):
         speculation.allow_lookup_methods()
         model_info.answer_for_models()
         mlx_models.take_mlx_models()
-        refusals.allow_min_p_and_logit_bias()
+        speculation.allow_min_p_and_logit_bias()
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
-        kv_transfer.recompute_by_default()
-        stat_loggers.add_stat_logger(MetalStatLogger)
+        engine_args.recompute_by_default()
+        stat_loggers.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
 
@@ -198,8 +197,26 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-        settle_kv_transfer(vllm_config)
+        complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
+        cls._change_schedulers()
+
+    @staticmethod
+    def _change_schedulers() -> None:
+        """Changes vLLM's schedulers and the loop that runs them, in this process.
+
+        vLLM checks a configuration in every process that runs an engine, whatever the executor: in
+        an engine's own process once more, behind the handshake. A worker may be in another one.
+        """
+        from vllm_metal.vllm_patches import scheduler, step_budget
+
+        step_budget.bound_steps()
+        scheduler.end_failed_requests()
+        streaming_sessions.serve_sessions()
+        streaming_sessions.queue_preempted_sessions()
+        scheduler.send_salts()
+        scheduler.end_chunks_within_blocks()
+        shutdown.leave_ctrl_c_to_the_parent()
 
     @classmethod
     def validate_request(
@@ -218,4 +235,4 @@ class MetalPlatform(Platform):
 # Users make a KVTransferConfig before any engine, so it is not left to `pre_register_and_update`
 # alone. Where vllm.distributed imports the platform first, vllm.config cannot be imported yet.
 if "vllm.config" in sys.modules:
-    kv_transfer.recompute_by_default()
+    engine_args.recompute_by_default()

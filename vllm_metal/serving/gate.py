@@ -129,8 +129,8 @@ class Tenants:
         if self._begun:
             return
         self._begun = True
-        if self._shared.meter is not None:
-            watch(state.engine_client.output_processor, self._shared.meter)
+        if (meter := self._shared.meter) is not None:
+            watch(state.engine_client.output_processor, meter.begin, meter.take, meter.abort)
         if self._shared.cache is not None:
             self._learning = asyncio.create_task(self._learn_model(state))
 

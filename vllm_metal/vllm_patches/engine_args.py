@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic.dataclasses import rebuild_dataclass
 
 from vllm_metal.vllm_patches.replacing import replace
 
@@ -12,9 +14,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 
 
 def set_batch_defaults(max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -49,14 +48,11 @@ def fit_the_context() -> None:
     replace(EngineArgs, "create_model_config", _fitted)
 
 
-def _fitted(create: Callable[[EngineArgs], ModelConfig]) -> Callable[[EngineArgs], ModelConfig]:
-    def create_model_config(self: EngineArgs) -> ModelConfig:
-        config = create(self)
-        if self.max_model_len is None:
-            config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
-        return config
-
-    return create_model_config
+def _fitted(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> ModelConfig:
+    config = create(self)
+    if self.max_model_len is None:
+        config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
+    return config
 
 
 def accept_int8_kv_cache(parser: FlexibleArgumentParser | None) -> None:
@@ -87,18 +83,34 @@ def cache_prefixes_of_states() -> None:
 
 def _prefixes_too(
     set_defaults: Callable[[EngineArgs, ModelConfig], None],
-) -> Callable[[EngineArgs, ModelConfig], None]:
-    def set_these_too(self: EngineArgs, model_config: ModelConfig) -> None:
-        if self.enable_prefix_caching is None and model_config.is_attention_free:
-            self.enable_prefix_caching = model_config.runner_type == "generate"
-        set_defaults(self, model_config)
+    self: EngineArgs,
+    model_config: ModelConfig,
+) -> None:
+    if self.enable_prefix_caching is None and model_config.is_attention_free:
+        self.enable_prefix_caching = model_config.runner_type == "generate"
+    set_defaults(self, model_config)
 
-    return set_these_too
+
+def _resolve_int8(
+    resolve: Callable[[str, ModelConfig], str], kv_cache_dtype: str, model_config: ModelConfig
+) -> str:
+    name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
+    return resolve(name, model_config)
 
 
-def _resolve_int8(resolve: Callable[[str, ModelConfig], str]) -> Callable[[str, ModelConfig], str]:
-    def resolve_kv_cache_dtype_string(kv_cache_dtype: str, model_config: ModelConfig) -> str:
-        name = "int8_per_token_head" if kv_cache_dtype == "int8" else kv_cache_dtype
-        return resolve(name, model_config)
+def recompute_by_default() -> None:
+    """Makes `kv_load_failure_policy` "recompute" where a user says nothing.
 
-    return resolve_kv_cache_dtype_string
+    vLLM's default, "fail", ends a request whose blocks cannot be loaded. A configuration does not
+    tell a default from what its user wrote, so the default itself is changed: "fail" is honoured
+    wherever it is written. Configurations that exist already keep theirs.
+    """
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    made: Any = KVTransferConfig  # for type checkers, no pydantic dataclass has these attributes
+    if made.kv_load_failure_policy == "recompute":
+        return
+    made.kv_load_failure_policy = "recompute"
+    made.__dataclass_fields__["kv_load_failure_policy"].default = "recompute"
+    made.__pydantic_fields__["kv_load_failure_policy"].default = "recompute"
+    rebuild_dataclass(made, force=True)  # its validator was built with the class

@@ -7,62 +7,46 @@ came to one. A request that was aborted is not among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.output_processor import OutputProcessor
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 
-
-class _Watcher(Protocol):
-    """Who is told."""
-
-    def begin(self, request_id: str, salt: str | None) -> None:
-        """A request enters the engine.
-
-        Args:
-            request_id: the engine's own; each choice of a request has one.
-            salt: its `cache_salt`.
-        """
-
-    def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """A step's outputs, those of requests that were aborted meanwhile among them."""
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """The engine is told to abort requests; a few more of their outputs may come.
-
-        Args:
-            request_ids: the engine's own.
-        """
-
-
-def watch(processor: OutputProcessor, watcher: _Watcher) -> None:
-    """Has all that goes through one engine client's output processor told to a watcher.
+def watch(
+    processor: OutputProcessor,
+    begin: Callable[[str, str | None], None],
+    take: Callable[[Iterable[EngineCoreOutput]], None],
+    abort: Callable[[Iterable[str]], None],
+) -> None:
+    """Has all that goes through one engine client's output processor told to somebody.
 
     Args:
         processor: of the client. vLLM calls its methods through it, in the event loop.
-        watcher: is told first, because vLLM cuts off tokens after a stop string.
+        begin: is told of a request that enters the engine, by its id in the engine (each choice of
+            a request has one), and of its `cache_salt`.
+        take: is told of a step's outputs, those of requests that were aborted meanwhile among them:
+            before vLLM, which cuts off tokens after a stop string.
+        abort: is told of requests that the engine is to abort; more of their outputs may come.
     """
     add_request, process_outputs = processor.add_request, processor.process_outputs
     abort_requests = processor.abort_requests
 
     def telling_of_the_request(request: Any, *args: Any, **options: Any) -> Any:
-        watcher.begin(request.request_id, request.cache_salt)
+        begin(request.request_id, request.cache_salt)
         return add_request(request, *args, **options)
 
     def telling_of_the_outputs(outputs: list[EngineCoreOutput], *args: Any, **options: Any) -> Any:
-        watcher.take(outputs)
+        take(outputs)
         processed = process_outputs(outputs, *args, **options)
-        watcher.abort(processed.reqs_to_abort)  # they came to a stop string
+        abort(processed.reqs_to_abort)  # they came to a stop string
         return processed
 
     def telling_of_the_end(*args: Any, **options: Any) -> list[str]:
         aborted = abort_requests(*args, **options)
-        watcher.abort(aborted)
+        abort(aborted)
         return aborted
 
     setattr(processor, "add_request", telling_of_the_request)  # noqa: B010 - mypy

@@ -7,9 +7,6 @@ import os
 from collections.abc import Iterable
 from functools import partial
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: Set where their user did not.
 DEFAULTS = {
     # vLLM has two contracts between model runner and worker, and chooses the second where Triton is

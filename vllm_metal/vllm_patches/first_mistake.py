@@ -13,9 +13,6 @@ from typing import Any
 
 from pydantic_core import SchemaValidator
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 
 def stop_at_the_first_mistake() -> None:
     """Changes the classes; call it before vLLM's routes are made, which copy their validators."""

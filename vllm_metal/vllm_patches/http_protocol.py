@@ -19,8 +19,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 if TYPE_CHECKING:
     from uvicorn import Config
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 
 #: An extension of a request's scope: under "call", what ends its connection at once.
 HANG_UP = "vllm-metal.hang-up"

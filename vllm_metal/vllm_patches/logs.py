@@ -6,9 +6,6 @@ from __future__ import annotations
 import logging
 import traceback
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: How warnings begin that their reader can do nothing about, by the logger they come from.
 UNHELPFUL = {
     # The engine's process checks the configuration a second time, and takes what this platform set
@@ -38,43 +35,14 @@ QUOTING = {
 _LEFT_OUT = "(left out)"
 
 
-class _DropByBeginning(logging.Filter):
-    """Drops the records whose message begins with a text."""
-
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self.beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.beginning)
-
-
 def drop_unhelpful_warnings() -> None:
     """Drops the warnings of UNHELPFUL, and nothing else that their loggers say."""
-    for name, beginning in UNHELPFUL.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _DropByBeginning) for known in logger.filters):
-            logger.addFilter(_DropByBeginning(beginning))
+    for name in UNHELPFUL:
+        logging.getLogger(name).addFilter(_is_helpful)  # of one filter a logger adds no second
 
 
-class _LeaveOutQuotes(logging.Filter):
-    """Keeps of the records whose message begins with a text what no client wrote."""
-
-    def __init__(self, beginnings: tuple[str, ...]) -> None:
-        super().__init__()
-        self._beginnings = beginnings
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith(self._beginnings):
-            args = record.args if isinstance(record.args, tuple) else (record.args,)
-            if record.args:
-                record.args = tuple(a if isinstance(a, int | float) else _LEFT_OUT for a in args)
-            if record.exc_info:
-                kind, _, place = record.exc_info
-                name = "" if kind is None else kind.__name__
-                record.exc_text = f"{''.join(traceback.format_tb(place))}{name}: {_LEFT_OUT}"
-                record.exc_info = None
-        return True
+def _is_helpful(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(UNHELPFUL.get(record.name, ()))
 
 
 def leave_out_what_clients_wrote() -> None:
@@ -82,10 +50,21 @@ def leave_out_what_clients_wrote() -> None:
 
     Clients are told the same in full. Numbers and tracebacks are still logged.
     """
-    for name, beginnings in QUOTING.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _LeaveOutQuotes) for known in logger.filters):
-            logger.addFilter(_LeaveOutQuotes(beginnings))
+    for name in QUOTING:
+        logging.getLogger(name).addFilter(_leave_out_quotes)
+
+
+def _leave_out_quotes(record: logging.LogRecord) -> bool:
+    if str(record.msg).startswith(QUOTING.get(record.name, ())):
+        args = record.args if isinstance(record.args, tuple) else (record.args,)
+        if record.args:
+            record.args = tuple(a if isinstance(a, int | float) else _LEFT_OUT for a in args)
+        if record.exc_info:
+            kind, _, place = record.exc_info
+            name = "" if kind is None else kind.__name__
+            record.exc_text = f"{''.join(traceback.format_tb(place))}{name}: {_LEFT_OUT}"
+            record.exc_info = None
+    return True
 
 
 def show_our_messages() -> None:

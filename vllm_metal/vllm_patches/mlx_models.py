@@ -9,9 +9,6 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: Names of transformers that vLLM asks every configuration for, and what families call the same.
 _OTHER_NAMES = {
     "hidden_size": ("d_model", "n_embd", "model_dim", "dim"),

@@ -8,9 +8,6 @@ from typing import Any, NoReturn
 
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
 #: vLLM's name for families that it does not list; `mlx_models` has their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
 #: Text models that are published as a part of a multimodal one, and MTP layers of such, by name.
@@ -39,37 +36,31 @@ _MULTIMODAL = frozenset(
     }
 )
 
-#: Families by the start of an architecture's name. Their layers keep states, some of them ...
-_HYBRID = (
-    "BailingMoeV2_5For",
-    "BailingMoeV3For",
+#: Families by the start of an architecture's name. All of their layers keep states, ...
+_ATTENTION_FREE = ("FalconMamba", "Mamba")
+#: ... or some; vLLM looks up the states of these and the former at every block, ...
+_MAMBA_IN_PART = (
     "FalconH1",
-    "Glm5NextFor",
     "GraniteMoeHybrid",
     "Jamba",
+    "NemotronHFor",
+    "NemotronHPuzzle",
+    "Zamba2",
+)
+#: ... and those of all others where a chunk ended.
+_HYBRID = (
+    *_MAMBA_IN_PART,
+    "BailingMoeV2_5For",
+    "BailingMoeV3For",
+    "Glm5NextFor",
     "KimiK3For",
     "KimiLinear",
     "Lfm2",
-    "NemotronHFor",
-    "NemotronHPuzzle",
     "OlmoHybrid",
     "Qwen3NextFor",
     "Qwen3_5For",
     "Qwen3_5MoeFor",
     "Qwen4ExpFor",
-    "Zamba2",
-)
-#: ... or all.
-_ATTENTION_FREE = ("FalconMamba", "Mamba")
-#: Those of both whose states vLLM looks up at every block instead of where a chunk ended.
-_STATE_AT_EACH_BLOCK = (
-    *_ATTENTION_FREE,
-    "FalconH1",
-    "GraniteMoeHybrid",
-    "Jamba",
-    "NemotronHFor",
-    "NemotronHPuzzle",
-    "Zamba2",
 )
 #: Some of its blocks have no attention at all.
 _WITHOUT_SOME_LAYERS = ("DeciLMFor",)
@@ -103,7 +94,7 @@ class TextModel(_BaseRegisteredModel):
             is_attention_free=attention_free,
             is_hybrid=hybrid,
             has_noops=name.startswith(_WITHOUT_SOME_LAYERS),
-            supports_mamba_prefix_caching=name.startswith(_STATE_AT_EACH_BLOCK),
+            supports_mamba_prefix_caching=name.startswith((*_ATTENTION_FREE, *_MAMBA_IN_PART)),
             supports_replayssm=False,
             supports_transcription=False,
             supports_transcription_only=False,

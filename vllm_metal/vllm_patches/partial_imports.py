@@ -13,11 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
-
-#: The modules that are imported as they are, by root; a name that ends in a dot stands for all that
-#: is in a package, but not for the package. All others of these roots are hollow.
+#: The modules that are imported as they are, by root; a name that ends in a dot stands for a
+#: package and all that is in it. All others of these roots are hollow.
 _WHOLE: Mapping[str, Collection[str]] = {
     "vllm": (
         "vllm.config.attention",
@@ -30,13 +27,11 @@ _WHOLE: Mapping[str, Collection[str]] = {
         "vllm.envs",
         "vllm.exceptions",
         "vllm.logger",
-        "vllm.logging_utils",
         "vllm.logging_utils.",
         "vllm.platforms",
         "vllm.platforms.interface",
         "vllm.plugins",
         "vllm.sampling_params",
-        "vllm.utils",
         "vllm.utils.",
         "vllm.v1.attention.backends.registry",
         "vllm.v1.core.kv_cache_utils",
@@ -49,9 +44,7 @@ _WHOLE: Mapping[str, Collection[str]] = {
     # mlx-lm's modules of models; the package itself imports generation, and with it tokenizers.
     "mlx_lm": (
         "mlx_lm._version",
-        "mlx_lm.kernels",
         "mlx_lm.kernels.",
-        "mlx_lm.models",
         "mlx_lm.models.",
         "mlx_lm.utils",
     ),
@@ -104,7 +97,7 @@ class _HollowFinder:
     ) -> ModuleSpec | None:
         whole = _WHOLE.get(name.partition(".")[0])
         if whole is None or any(
-            name.startswith(each) if each.endswith(".") else name == each for each in whole
+            f"{name}.".startswith(each) if each.endswith(".") else name == each for each in whole
         ):
             return None
         found = PathFinder.find_spec(name, path)

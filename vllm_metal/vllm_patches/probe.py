@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the installed vLLM has every name in touched.json, as the file states it.
 
-scripts/touched.py writes the file, from our sources and the tested vLLM. `python -m
+tests/upstream/touched writes the file, from our sources and the tested vLLM. `python -m
 vllm_metal.vllm_patches.probe` prints the names that are missing or changed, and exits with 1 if
 there are any.
 """
@@ -130,13 +130,10 @@ def parameters(found: Any) -> str | None:
     signature = _signature(found)
     if signature is None:
         return None
-    taken, kind = [], inspect.Parameter
-    for parameter in signature.parameters.values():
-        if parameter.kind is kind.KEYWORD_ONLY and "*" not in taken:
-            taken.append("*")
-        stars = {int(kind.VAR_POSITIONAL): "*", int(kind.VAR_KEYWORD): "**"}
-        taken.append(stars.get(int(parameter.kind), "") + parameter.name)
-    return " ".join(taken)
+    empty = inspect.Parameter.empty
+    bare = [p.replace(annotation=empty, default=empty) for p in signature.parameters.values()]
+    shown = str(signature.replace(parameters=bare, return_annotation=empty))
+    return shown[1:-1].replace(",", "")
 
 
 def _problem(entry: Touched) -> str | None:

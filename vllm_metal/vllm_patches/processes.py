@@ -11,8 +11,6 @@ from typing import Any
 
 from vllm_metal.vllm_patches.replacing import replace
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -32,8 +30,8 @@ def spawn_on_macos() -> None:
 
 
 def is_engine_process() -> bool:
-    """Whether vLLM started this process for an engine."""
-    return multiprocessing.current_process().name.startswith("EngineCore")
+    """Whether vLLM started this process for an engine, or for a worker of one."""
+    return multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker"))
 
 
 def in_users_process() -> bool:
@@ -56,8 +54,7 @@ def stay_in_process_on_macos() -> None:
     replace(LLMEngine, "__init__", _init_in_users_process)
 
 
-def _init_in_users_process(init: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, multiprocess_mode: bool = False, **options: Any) -> None:
-        init(self, *args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)
-
-    return __init__
+def _init_in_users_process(
+    init: Callable[..., None], *args: Any, multiprocess_mode: bool = False, **options: Any
+) -> None:
+    init(*args, multiprocess_mode=multiprocess_mode and not in_users_process(), **options)

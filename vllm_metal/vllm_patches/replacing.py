@@ -9,21 +9,21 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-_MAKERS = "_vllm_metal_makers"  # of what is there: the names of what made it, one around the other
+_OURS = "_vllm_metal_ours"  # of what is there: names of our functions, one around the other
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Puts `make(original)` in the place of `owner.name`; changes nothing the second time.
+def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Puts `ours` in the place of `owner.name`; changes nothing the second time.
 
-    Another `make` goes around what the first has put there.
+    Another function of ours goes around the first.
 
     The mark is our own: `__wrapped__` is also set by decorators of vLLM's.
 
     Args:
         owner: a module of vLLM's, or a class.
         name: of a function of the module, or of a method that takes `self`.
-        make: is given the function as vLLM has it, and returns the one to call instead, which gets
-            the original's name, docstring and signature.
+        ours: is called with the function as vLLM has it, then with the arguments of the call. What
+            stands there has the original's name, docstring and signature.
 
     Raises:
         TypeError: `owner.name` is no plain function: a class method, say, or a property.
@@ -31,10 +31,13 @@ def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) ->
     original = inspect.getattr_static(owner, name)
     if not isinstance(original, FunctionType):
         raise TypeError(f"{name} of {owner} is a {type(original).__name__} and no function")
-    makers: frozenset[str] = getattr(original, _MAKERS, frozenset())
-    maker = f"{make.__module__}.{make.__qualname__}"
-    if maker in makers:
+    before: frozenset[str] = getattr(original, _OURS, frozenset())
+    if (mark := f"{ours.__module__}.{ours.__qualname__}") in before:
         return
-    replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MAKERS, makers | {maker})
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **options: Any) -> Any:
+        return ours(original, *args, **options)
+
+    setattr(replacement, _OURS, before | {mark})
     setattr(owner, name, replacement)

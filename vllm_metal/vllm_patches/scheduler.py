@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers end the requests that a step could not serve, as the worker names them."""
+"""Has vLLM's schedulers end the requests that a worker names, send salts, end chunks in blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from vllm_metal.vllm_patches.replacing import replace
-from vllm_metal.vllm_patches.step_budget import StepBudget
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult, send_figures
-from vllm_metal.vllm_patches.streaming_sessions import keeping_sessions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 logger = init_logger(__name__)
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Of requests that hold blocks, and neither run nor have K/V loaded.
 _HOLDING = (
     RequestStatus.WAITING,
@@ -43,68 +39,108 @@ def end_failed_requests() -> None:
     starts all other running requests again. Where requests whose K/V were loaded hold all blocks,
     and none has enough of them to run, the last of them starts again.
 
-    Both methods that `step_budget` changes as well are replaced here, once.
+    A step's figures go on to the server: vLLM's workers cannot report what vLLM does not know.
     """
-    replace(Scheduler, "update_from_output", _measured_and_ending_failed_requests)
+    replace(Scheduler, "update_from_output", _ending_failed_requests)
+    replace(Scheduler, "update_from_output", _sending_figures)
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
     replace(Scheduler, "reset_prefix_cache", _letting_go_of_blocks)
-    replace(Scheduler, "schedule", _limited_and_breaking_deadlocks)
+    replace(Scheduler, "schedule", _breaking_deadlocks)
 
 
-def _measured_and_ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
-    return _sending_figures(StepBudget.measuring(keeping_sessions(_ending_failed_requests(update))))
+def send_salts() -> None:
+    """Has vLLM's schedulers send each request's cache_salt along.
+
+    They keep the salt for the hashes of blocks and send none to the worker, which keeps apart by it
+    what requests draft from.
+    """
+    replace(Scheduler, "schedule", _with_salts)
 
 
-def _sending_figures(update: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's workers have no way to report anything but what it knows."""
+def end_chunks_within_blocks() -> None:
+    """Has vLLM's schedulers prefill part of a block where there is no room for all of it.
 
-    def update_from_output(
-        self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, EngineCoreOutputs] = update(self, scheduler_output, model_runner_output)
-        figures = getattr(model_runner_output, "figures", None)
-        for of_client in outputs.values():
-            if figures is not None and of_client.scheduler_stats is not None:
-                send_figures(of_client.scheduler_stats, figures)
-        return outputs
-
-    return update_from_output
+    vLLM ends chunks at the ends of blocks, whose states it keeps. Where a step's tokens hold a
+    block, but not a block and the tokens of all that decode, it gives the prompt no token at all,
+    for as long as the others decode. A request's block holds the state at its newest token,
+    wherever that is, so a chunk may end there.
+    """
+    replace(Scheduler, "_mamba_block_aligned_split", _never_empty)
 
 
-def _limited_and_breaking_deadlocks(
-    schedule: Callable[..., SchedulerOutput],
-) -> Callable[..., SchedulerOutput]:
-    return _breaking_deadlocks(StepBudget.limiting(schedule))
+def _with_salts(
+    schedule: Callable[..., SchedulerOutput], self: Any, *args: Any, **options: Any
+) -> SchedulerOutput:
+    output = schedule(self, *args, **options)
+    for data in output.scheduled_new_reqs:
+        vars(data)["cache_salt"] = self.requests[data.req_id].cache_salt  # pickled with fields
+    return output
 
 
-def _ending_failed_requests(update: Callable[..., Any]) -> Callable[..., Any]:
-    def update_from_output(
-        self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        result = model_runner_output
-        if not isinstance(result, StepResult) or not (result.failures or result.pool_lost):
-            return update(self, scheduler_output, result)
-        if result.pool_lost:
-            self.reset_prefix_cache(reset_running_requests=True)
-        failed = result.failures.keys() & self.requests.keys()
-        # What was kept of requests whose step raised is sound: it was computed before.
-        unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
-        _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
-        held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
-        _end_in_next_update(self, failed)
-        outputs = update(self, scheduler_output, result)
-        self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *_given_up(self, held)]
-        for output in (output for of_client in outputs.values() for output in of_client.outputs):
-            if reason := result.failures.get(output.request_id):
-                logger.error("Request %s failed: %s", output.request_id, reason)
-                output.stop_reason = reason
-                output.num_nans_in_logits = int(reason == NOT_A_NUMBER)
-        return outputs
-
-    return update_from_output
+def _sending_figures(
+    update: Callable[..., dict[int, EngineCoreOutputs]],
+    self: Any,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    outputs = update(self, scheduler_output, model_runner_output)
+    figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
+    for of_client in outputs.values():
+        if figures and of_client.scheduler_stats is not None:
+            send_figures(of_client.scheduler_stats, figures)
+    return outputs
 
 
-def _letting_go_of_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
+def _never_empty(
+    split: Callable[..., int],
+    self: Any,
+    request: Any,
+    num_new_tokens: int,
+    num_new_local_computed_tokens: int = 0,
+    num_external_computed_tokens: int = 0,
+) -> int:
+    found = (num_new_local_computed_tokens, num_external_computed_tokens)
+    chunk = split(self, request, num_new_tokens, *found)
+    if chunk > 0 or num_new_tokens <= 0:
+        return chunk
+    block_size = int(self.cache_config.block_size)
+    start = request.num_computed_tokens + sum(found)
+    return min(num_new_tokens, block_size - start % block_size)
+
+
+def _ending_failed_requests(
+    update: Callable[..., dict[int, EngineCoreOutputs]],
+    self: Any,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    result = model_runner_output
+    if not isinstance(result, StepResult) or not (result.failures or result.pool_lost):
+        return update(self, scheduler_output, result)
+    if result.pool_lost:
+        self.reset_prefix_cache(reset_running_requests=True)
+    failed = result.failures.keys() & self.requests.keys()
+    # What was kept of requests whose step raised is sound: it was computed before.
+    unsound = [req_id for req_id in failed if result.failures[req_id] == NOT_A_NUMBER]
+    _tell_connector(self, "requests_failed", [self.requests[req_id] for req_id in unsound])
+    held = {block for req_id in failed for block in _forget_blocks(self, req_id)}
+    self.grammar_compile_error_reqs.update(failed)  # so that the update ends them
+    outputs = update(self, scheduler_output, result)
+    self.blocks_to_clear = [*getattr(self, "blocks_to_clear", ()), *_given_up(self, held)]
+    for output in (output for of_client in outputs.values() for output in of_client.outputs):
+        if reason := result.failures.get(output.request_id):
+            logger.error("Request %s failed: %s", output.request_id, reason)
+            output.stop_reason = reason
+            output.num_nans_in_logits = int(reason == NOT_A_NUMBER)
+    return outputs
+
+
+def _letting_go_of_blocks(
+    reset: Callable[..., bool],
+    self: Any,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> bool:
     """A reset raises while requests that do not run hold blocks.
 
     Those whose K/V are being loaded do, those whose K/V came and that wait to be scheduled,
@@ -113,22 +149,16 @@ def _letting_go_of_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
     order from the engine's thread here, so that no step in flight writes over what is loaded into a
     block after it.
     """
-
-    def reset_prefix_cache(
-        self: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        if not reset_running_requests:
-            return reset(self, reset_running_requests, reset_connector)
-        # For the reset only. A preempted request may end with a token of a step in flight, and its
-        # blocks are stored then: until that step has ended, they must not be another request's.
-        defers, self.defer_block_free = self.defer_block_free, False
-        try:
-            _free_blocks_of_loads(self)
-            return reset(self, reset_running_requests, reset_connector)
-        finally:
-            self.defer_block_free = defers
-
-    return reset_prefix_cache
+    if not reset_running_requests:
+        return reset(self, reset_running_requests, reset_connector)
+    # For the reset only. A preempted request may end with a token of a step in flight, and its
+    # blocks are stored then: until that step has ended, they must not be another request's.
+    defers, self.defer_block_free = self.defer_block_free, False
+    try:
+        _free_blocks_of_loads(self)
+        return reset(self, reset_running_requests, reset_connector)
+    finally:
+        self.defer_block_free = defers
 
 
 def _free_blocks_of_loads(scheduler: Any) -> None:
@@ -154,7 +184,9 @@ def _free_blocks_of_loads(scheduler: Any) -> None:
     _tell_connector(scheduler, "cancel_loads", loading)
 
 
-def _breaking_deadlocks(schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
+def _breaking_deadlocks(
+    schedule: Callable[..., SchedulerOutput], self: Any, *args: Any, **options: Any
+) -> SchedulerOutput:
     """Requests whose K/V were loaded hold blocks before they run, and only what runs is preempted.
 
     vLLM lets a request load where the rest of those before it still fits. It counts too little for
@@ -162,27 +194,21 @@ def _breaking_deadlocks(schedule: Callable[..., SchedulerOutput]) -> Callable[..
     that hold blocks finds enough for its next step. A session between two turns holds its blocks
     for as long as its caller likes.
     """
-
-    def schedule_step(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
-        output = schedule(self, *arguments, **options)
-        if self.running or output.preempted_req_ids or self._pause_state == PauseState.PAUSED_ALL:
-            return output
-        holders = list(self.kv_holding_waiting)
-        paused = [each for each in holders if _is_between_turns(each)]
-        others = [each for each in holders if not _is_between_turns(each)]
-        if paused:
-            waits = any(_waits_for_blocks(self, each) for each in (*others, *self.waiting))
-            if waits and self.num_waiting_for_streaming_input < self.max_num_active_reqs:
-                _start_again(self, paused[0])
-        elif others and all(_waits_for_blocks(self, each) for each in others):
-            _start_again(self, others[-1])
+    output = schedule(self, *args, **options)
+    if self.running or output.preempted_req_ids or self._pause_state == PauseState.PAUSED_ALL:
         return output
-
-    return schedule_step
-
-
-def _is_between_turns(request: Any) -> bool:
-    return request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    paused: list[Any] = []
+    others: list[Any] = []
+    for request in self.kv_holding_waiting:
+        between_turns = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        (paused if between_turns else others).append(request)
+    if paused:
+        waits = any(_waits_for_blocks(self, each) for each in (*others, *self.waiting))
+        if waits and self.num_waiting_for_streaming_input < self.max_num_active_reqs:
+            _start_again(self, paused[0])
+    elif others and all(_waits_for_blocks(self, each) for each in others):
+        _start_again(self, others[-1])
+    return output
 
 
 def _waits_for_blocks(scheduler: Any, request: Any) -> bool:
@@ -211,17 +237,11 @@ def _tell_connector(scheduler: Any, method: str, *arguments: Any) -> None:
         tell(*arguments)
 
 
-def _with_blocks_to_clear(blocks_to_zero: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_new_block_ids_to_zero(self: Any) -> list[int] | None:
-        unclean, self.blocks_to_clear = getattr(self, "blocks_to_clear", []), []
-        return [*unclean, *(blocks_to_zero(self) or ())] or None
-
-    return _get_new_block_ids_to_zero
-
-
-def _end_in_next_update(scheduler: Any, req_ids: Set[str]) -> None:
-    """Has the scheduler end requests as if their grammars had not compiled."""
-    scheduler.grammar_compile_error_reqs.update(req_ids)
+def _with_blocks_to_clear(
+    blocks_to_zero: Callable[[Any], list[int] | None], self: Any
+) -> list[int] | None:
+    unclean, self.blocks_to_clear = getattr(self, "blocks_to_clear", []), []
+    return [*unclean, *(blocks_to_zero(self) or ())] or None
 
 
 def _given_up(scheduler: Any, blocks: Set[int]) -> list[int]:

@@ -14,8 +14,6 @@ from vllm_metal.vllm_patches.shutdown import remembering_the_stop
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Seconds after which clients may ask again: a server starts in 10 to 15 (docs/performance.md).
 RETRY_AFTER_S = 15
 _STOPPING = {
@@ -38,8 +36,7 @@ def tell_how_servers_end() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     replace(AsyncLLM, "shutdown", remembering_the_stop(_has_failed))
-    replace(entry, "serve_http", _failing_without_an_engine)
-    replace(entry, "serve_http", _turning_requests_away)
+    replace(entry, "serve_http", _serving)
 
 
 def _has_failed(engine: Any) -> bool:
@@ -51,34 +48,21 @@ def _is_stopping(engine: Any) -> bool:
     return bool(getattr(engine, "told_to_stop", False))
 
 
-def _failing_without_an_engine(
-    serve_http: Callable[..., Awaitable[Awaitable[None]]],
-) -> Callable[..., Any]:
-    async def serve(app: Any, *args: Any, **options: Any) -> Awaitable[None]:
-        ending = await serve_http(app, *args, **options)
-        engine = app.state.engine_client
-        died = engine is not None and engine.errored and not _is_stopping(engine)
-        return _failed(ending) if died else ending
-
-    return serve
+async def _serving(
+    serve_http: Callable[..., Awaitable[Awaitable[None]]], app: Any, *args: Any, **options: Any
+) -> Awaitable[None]:
+    engine = app.state.engine_client
+    # vLLM has put the middlewares together already.
+    before = app.middleware_stack or app.build_middleware_stack()
+    app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
+    ending = await serve_http(app, *args, **options)
+    died = engine is not None and engine.errored and not _is_stopping(engine)
+    return _failed(ending) if died else ending
 
 
 async def _failed(ending: Awaitable[None]) -> None:
     await ending
     raise SystemExit(1)
-
-
-def _turning_requests_away(
-    serve_http: Callable[..., Awaitable[Awaitable[None]]],
-) -> Callable[..., Any]:
-    def serve(app: Any, *args: Any, **options: Any) -> Awaitable[Awaitable[None]]:
-        engine = app.state.engine_client
-        # vLLM has put the middlewares together already.
-        before = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = TurnAway(before, lambda: _is_stopping(engine))
-        return serve_http(app, *args, **options)
-
-    return serve
 
 
 def _is_new_work(scope: Scope) -> bool:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 
 MakeLogger = Callable[["VllmConfig", list[int]], "AggregateStatLoggerBase"]
 
@@ -30,12 +28,11 @@ def add_stat_logger(make: MakeLogger) -> None:
     """
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    def adding(init: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, vllm_config: VllmConfig, *args: Any, **options: Any) -> None:
-            init(self, vllm_config, *args, **options)
-            # The first: a worker's figures come where vLLM's loggers look for a connector's.
-            self.stat_loggers.insert(0, make(vllm_config, self.engine_indexes))
-
-        return __init__
+    def adding(
+        init: Callable[..., None], self: Any, vllm_config: VllmConfig, *args: Any, **options: Any
+    ) -> None:
+        init(self, vllm_config, *args, **options)
+        # The first: a worker's figures come where vLLM's loggers look for a connector's.
+        self.stat_loggers.insert(0, make(vllm_config, self.engine_indexes))
 
     replace(StatLoggerManager, "__init__", adding)

@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_metal.device.chunk_lengths import ChunkLengths, StepWork
 from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.vllm_patches.chunk_lengths import ChunkLengths, StepWork
+from vllm_metal.vllm_patches.replacing import replace
 from vllm_metal.vllm_patches.step_result import StepResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 _SHORTEST = 16  # tokens of a chunk, whatever they cost: a prompt goes on
 _IN_FLIGHT = 8  # steps that are remembered until their results come; vLLM has two at most
+
+
+def bound_steps() -> None:
+    """Has vLLM's schedulers bound the time of steps; call it in the process that schedules."""
+    replace(Scheduler, "schedule", _limited)
+    replace(Scheduler, "update_from_output", _measured)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class _Step:
     began: float  # when it was scheduled, by the clock
 
 
-class StepBudget:
+class _StepBudget:
     """One scheduler's bound on the time of steps, `max_step_ms` of --additional-config.
 
     vLLM counts a step's tokens only. Where a request decodes whose caller wants its tokens as they
@@ -55,31 +61,7 @@ class StepBudget:
         self._last_end = 0.0  # of that one; later by the time in which nothing was in flight
         self._last_results = 0.0  # when results came last
 
-    @staticmethod
-    def limiting(schedule: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
-        """`Scheduler.schedule` that keeps to the bound."""
-
-        def schedule_step(self: Any, *arguments: Any, **options: Any) -> SchedulerOutput:
-            budget = _budget_of(self)
-            if budget is None:
-                return schedule(self, *arguments, **options)
-            return budget._schedule(lambda: schedule(self, *arguments, **options))
-
-        return schedule_step
-
-    @staticmethod
-    def measuring(update: Callable[..., Any]) -> Callable[..., Any]:
-        """`Scheduler.update_from_output` that measures the step whose results come."""
-
-        def update_from_output(self: Any, scheduler_output: SchedulerOutput, result: Any) -> Any:
-            budget = getattr(self, "step_budget", None)  # there once something was scheduled
-            if budget is not None and isinstance(result, StepResult):
-                budget._measure(scheduler_output, result)
-            return update(self, scheduler_output, result)
-
-        return update_from_output
-
-    def _schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+    def schedule(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         scheduler, began = self._scheduler, time.perf_counter()
         waiting = scheduler.waiting or scheduler.kv_holding_waiting
         if not (waiting or scheduler._inflight_prefills):
@@ -133,7 +115,7 @@ class StepBudget:
         if output.total_num_scheduled_tokens:
             self._in_flight.append(_Step(output, work, began))
 
-    def _measure(self, output: SchedulerOutput, result: StepResult) -> None:
+    def measure(self, output: SchedulerOutput, result: StepResult) -> None:
         now = time.perf_counter()
         step = next((step for step in self._in_flight if step.output is output), None)
         if step is None:
@@ -150,13 +132,31 @@ class StepBudget:
             self._unseen, self._last_end = StepWork(), now
 
 
-def _budget_of(scheduler: Any) -> StepBudget | None:
+def _limited(
+    schedule: Callable[..., SchedulerOutput], self: Any, *args: Any, **options: Any
+) -> SchedulerOutput:
+    budget = _budget_of(self)
+    if budget is None:
+        return schedule(self, *args, **options)
+    return budget.schedule(lambda: schedule(self, *args, **options))
+
+
+def _measured(
+    update: Callable[..., Any], self: Any, scheduler_output: SchedulerOutput, result: Any
+) -> Any:
+    budget = getattr(self, "step_budget", None)  # there once something was scheduled
+    if budget is not None and isinstance(result, StepResult):
+        budget.measure(scheduler_output, result)
+    return update(self, scheduler_output, result)
+
+
+def _budget_of(scheduler: Any) -> _StepBudget | None:
     """The scheduler's, made before its first step; None: there is no bound."""
     if not hasattr(scheduler, "step_budget"):
         scheduler.step_budget = None
         max_step_ms = AdditionalConfig.of(scheduler.vllm_config).max_step_ms
         if max_step_ms is not None and scheduler.scheduler_config.enable_chunked_prefill:
-            scheduler.step_budget = StepBudget(scheduler, max_step_ms)
+            scheduler.step_budget = _StepBudget(scheduler, max_step_ms)
     return scheduler.step_budget
 
 

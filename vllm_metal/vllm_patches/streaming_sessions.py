@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessorOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
-#: The vLLM releases that all of this is true for.
-RELEASES = ("0.32",)
 #: Sampling parameters that no turn of a session may set, and why.
 REFUSED = {
     "prompt_logprobs": "a turn computes only what its prompt adds to the turns before",
@@ -52,14 +50,22 @@ def serve_sessions() -> None:
     replace(Scheduler, "add_request", _of_one_salt)
 
 
-def _ending_turns(stop: Callable[..., bool]) -> Callable[..., bool]:
-    def _handle_stopped_request(self: Any, request: Any) -> bool:
-        queue = request.streaming_queue
-        if request.resumable and not (queue and queue[0] is None):
-            _end_turn(self, request)
-        return stop(self, request)
+def queue_preempted_sessions() -> None:
+    """Has vLLM's schedulers queue sessions whose turn ended while preempted; ends those in error.
 
-    return _handle_stopped_request
+    vLLM 0.32 takes such a request out of its queues when the step's outputs are read, though it has
+    put it there anew. In error are those that `serve_sessions` found so.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    replace(Scheduler, "update_from_output", _keeping_sessions)
+
+
+def _ending_turns(stop: Callable[..., bool], self: Any, request: Any) -> bool:
+    queue = request.streaming_queue
+    if request.resumable and not (queue and queue[0] is None):
+        _end_turn(self, request)
+    return stop(self, request)
 
 
 def _end_turn(scheduler: Any, request: Any) -> None:
@@ -90,37 +96,29 @@ def _let_go_of_blocks(scheduler: Any, request: Any) -> None:
         scheduler.connector.blocks_given_up(request.request_id)
 
 
-def _going_on(update: Callable[..., None]) -> Callable[..., None]:
-    def _update_request_as_session(self: Any, session: Any, turn: Any) -> None:
-        kept, computed = _num_kept(session), session.num_computed_tokens
-        session.num_computed_tokens = kept  # vLLM keeps that much text
-        update(self, session, turn)
-        session.num_computed_tokens = min(computed, kept)
-        session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
-        if session.num_tokens >= self.max_model_len:
-            _end_session(
-                self,
-                session,
-                f"this turn makes the session {session.num_tokens} tokens long, but "
-                f"--max-model-len is {self.max_model_len}: begin another, with a shorter text",
-            )
-
-    return _update_request_as_session
+def _going_on(update: Callable[..., None], self: Any, session: Any, turn: Any) -> None:
+    kept, computed = _num_kept(session), session.num_computed_tokens
+    session.num_computed_tokens = kept  # vLLM keeps that much text
+    update(self, session, turn)
+    session.num_computed_tokens = min(computed, kept)
+    session.skip_reading_prefix_cache = session.get_skip_reading_prefix_cache()
+    if session.num_tokens >= self.max_model_len:
+        _end_session(
+            self,
+            session,
+            f"this turn makes the session {session.num_tokens} tokens long, but "
+            f"--max-model-len is {self.max_model_len}: begin another, with a shorter text",
+        )
 
 
-def _of_one_salt(add: Callable[..., None]) -> Callable[..., None]:
+def _of_one_salt(add: Callable[..., None], self: Any, request: Any) -> None:
     """vLLM heeds a session's first cache_salt only."""
-
-    def add_request(self: Any, request: Any) -> None:
-        session = self.requests.get(request.request_id)
-        add(self, request)
-        if session is None or not request.resumable:
-            return
-        if request.cache_salt not in (None, session.cache_salt):
-            reason = "cache_salt: a session has one, that of its first turn"
-            _end_session(self, session, reason)
-
-    return add_request
+    session = self.requests.get(request.request_id)
+    add(self, request)
+    if session is None or not request.resumable:
+        return
+    if request.cache_salt not in (None, session.cache_salt):
+        _end_session(self, session, "cache_salt: a session has one, that of its first turn")
 
 
 def _end_session(scheduler: Any, session: Any, reason: str) -> None:
@@ -138,35 +136,27 @@ def _end_session(scheduler: Any, session: Any, reason: str) -> None:
     }
 
 
-def keeping_sessions(
+def _keeping_sessions(
     update: Callable[..., dict[int, EngineCoreOutputs]],
-) -> Callable[..., dict[int, EngineCoreOutputs]]:
-    """`Scheduler.update_from_output` that queues sessions whose turn ended while preempted.
-
-    vLLM 0.32 takes such a request out of its queues when the step's outputs are read, though it has
-    put it there anew. It ends those, too, that `serve_sessions` found in error.
-    """
-
-    def update_from_output(
-        self: Any, scheduler_output: Any, result: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        reasons, self.sessions_to_end = getattr(self, "sessions_to_end", None), {}
-        if reasons:
-            self.grammar_compile_error_reqs.update(reasons)
-        outputs = update(self, scheduler_output, result)
-        if reasons:
-            for output in (each for of in outputs.values() for each in of.outputs):
-                output.stop_reason = reasons.get(output.request_id, output.stop_reason)
-        ended_turns, self.turns_ended = getattr(self, "turns_ended", ()), ()
-        for request in ended_turns:
-            request.stop_reason = None  # it was told, and the next turn may have none
-            alive = self.requests.get(request.request_id) is request and not request.is_finished()
-            preempted = alive and request.num_computed_tokens == 0
-            if preempted and request not in (*self.waiting, *self.kv_holding_waiting):
-                self._enqueue_waiting_request(request)
-        return outputs
-
-    return update_from_output
+    self: Any,
+    scheduler_output: Any,
+    result: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    reasons, self.sessions_to_end = getattr(self, "sessions_to_end", None), {}
+    if reasons:
+        self.grammar_compile_error_reqs.update(reasons)
+    outputs = update(self, scheduler_output, result)
+    if reasons:
+        for output in (each for of in outputs.values() for each in of.outputs):
+            output.stop_reason = reasons.get(output.request_id, output.stop_reason)
+    ended_turns, self.turns_ended = getattr(self, "turns_ended", ()), ()
+    for request in ended_turns:
+        request.stop_reason = None  # it was told, and the next turn may have none
+        alive = self.requests.get(request.request_id) is request and not request.is_finished()
+        preempted = alive and request.num_computed_tokens == 0
+        if preempted and request not in (*self.waiting, *self.kv_holding_waiting):
+            self._enqueue_waiting_request(request)
+    return outputs
 
 
 def refuse_in_sessions() -> None:
@@ -182,39 +172,39 @@ def refuse_in_sessions() -> None:
     replace(OutputProcessor, "add_request", _alike_in_all_turns)
 
 
-def _alike_in_all_turns(add: Callable[..., None]) -> Callable[..., None]:
+def _alike_in_all_turns(
+    add: Callable[..., None], self: Any, request: EngineCoreRequest, *args: Any, **options: Any
+) -> None:
     """A turn with logprobs behind one without ends the front end, by an assertion."""
-
-    def add_request(self: Any, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
-        state, params = self.request_states.get(request.request_id), request.sampling_params
-        for setting in OF_ALL_TURNS if state is not None and request.resumable else ():
-            first, own = (getattr(of, setting, None) for of in (state.first_turn, params))
-            if own != first:
-                raise ValueError(
-                    f"{setting} is {own} in a turn of a session of streaming input whose first "
-                    f"has {first}: set the same in all its turns"
-                )
-        add(self, request, *args, **options)
-        if state is None and request.resumable:
-            self.request_states[request.request_id].first_turn = params
-
-    return add_request
+    state, params = self.request_states.get(request.request_id), request.sampling_params
+    for setting in OF_ALL_TURNS if state is not None and request.resumable else ():
+        first, own = (getattr(of, setting, None) for of in (state.first_turn, params))
+        if own != first:
+            raise ValueError(
+                f"{setting} is {own} in a turn of a session of streaming input whose first "
+                f"has {first}: set the same in all its turns"
+            )
+    add(self, request, *args, **options)
+    if state is None and request.resumable:
+        self.request_states[request.request_id].first_turn = params
 
 
-def _refusing(process: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
-    def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
-    ) -> EngineCoreRequest:
-        if options.get("resumable"):
-            for setting, why in REFUSED.items():
-                if getattr(params, setting, None) is not None:
-                    raise ValueError(
-                        f"{setting} is not served in a session of streaming input: {why}. Leave it "
-                        "out, or send the text as a request of its own"
-                    )
-        return process(self, request_id, prompt, params, *args, **options)
-
-    return process_inputs
+def _refusing(
+    process: Callable[..., EngineCoreRequest],
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **options: Any,
+) -> EngineCoreRequest:
+    for setting, why in REFUSED.items() if options.get("resumable") else ():
+        if getattr(params, setting, None) is not None:
+            raise ValueError(
+                f"{setting} is not served in a session of streaming input: {why}. Leave it "
+                "out, or send the text as a request of its own"
+            )
+    return process(self, request_id, prompt, params, *args, **options)
 
 
 def end_failed_sessions() -> None:
@@ -230,29 +220,27 @@ def end_failed_sessions() -> None:
 
 def _ending_failed_sessions(
     process: Callable[..., OutputProcessorOutput],
-) -> Callable[..., OutputProcessorOutput]:
+    self: Any,
+    engine_core_outputs: list[EngineCoreOutput],
+    *args: Any,
+    **options: Any,
+) -> OutputProcessorOutput:
     from vllm.v1.engine import FinishReason
 
-    failed = (FinishReason.ERROR, FinishReason.ABORT)
-
-    def process_outputs(
-        self: Any, engine_core_outputs: list[EngineCoreOutput], *args: Any, **options: Any
-    ) -> OutputProcessorOutput:
-        states, ends = self.request_states, []
-        for output in engine_core_outputs:
-            state = states.get(output.request_id) if output.finish_reason in failed else None
-            if state is not None and state.streaming_input:
-                ends.append(output)
-        if not ends:
-            return process(self, engine_core_outputs, *args, **options)
-        others = [output for output in engine_core_outputs if output not in ends]
-        result = process(self, others, *args, **options)
-        for output in ends:
-            states[output.request_id].streaming_input = False
-        told = process(self, ends, *args, **options)
-        result.request_outputs.extend(told.request_outputs)
-        # A turn that is on its way would begin a session of its own.
-        result.reqs_to_abort.extend([*told.reqs_to_abort, *(each.request_id for each in ends)])
-        return result
-
-    return process_outputs
+    states, ends = self.request_states, []
+    for output in engine_core_outputs:
+        failed = output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        state = states.get(output.request_id) if failed else None
+        if state is not None and state.streaming_input:
+            ends.append(output)
+    if not ends:
+        return process(self, engine_core_outputs, *args, **options)
+    others = [output for output in engine_core_outputs if output not in ends]
+    result = process(self, others, *args, **options)
+    for output in ends:
+        states[output.request_id].streaming_input = False
+    told = process(self, ends, *args, **options)
+    result.request_outputs.extend(told.request_outputs)
+    # A turn that is on its way would begin a session of its own.
+    result.reqs_to_abort.extend([*told.reqs_to_abort, *(each.request_id for each in ends)])
+    return result

@@ -27,7 +27,6 @@ _SCHEDULING = {
 }
 #: Objects of vLLM's that our sources take as Any, by file and by the name that they have there.
 UNTYPED = {
-    "vllm_patches/prefill_chunks.py": _SCHEDULING,
     "vllm_patches/scheduler.py": _SCHEDULING,
     "vllm_patches/step_budget.py": _SCHEDULING,
     "vllm_patches/streaming_sessions.py": _SCHEDULING,
@@ -52,7 +51,7 @@ class Reader(ast.NodeVisitor):
         self._untyped = {name: Named.find(full).value for name, full in untyped.items()}
         self._scope: ChainMap[str, Any] = ChainMap()
         self._own: type | None = None  # the class of ours that a method is read of
-        self._owners: dict[str, type] = {}  # by our function that makes a replacement
+        self._owners: dict[str, type] = {}  # by our function that stands in a place
 
     def read(self) -> None:
         """Reads the file."""
@@ -75,7 +74,7 @@ class Reader(ast.NodeVisitor):
                 self._table.note(found.name, self._by)
 
     def _replace(self, node: ast.Call) -> None:
-        """`replace(owner, "name", maker)` of `vllm_patches.replacing`."""
+        """`replace(owner, "name", ours)` of `vllm_patches.replacing`."""
         owner, name = self._find(node.args[0]), node.args[1]
         if not isinstance(owner, Named) or not isinstance(name, ast.Constant):
             return
@@ -112,6 +111,7 @@ class Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         before, self._scope = self._scope, self._scope.new_child()
+        owner = self._owners.get(node.name)
         own, self._own = self._own, None
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for place, argument in enumerate(arguments):
@@ -119,11 +119,9 @@ class Reader(ast.NodeVisitor):
             if place == 0 and own is not None and argument.annotation is None:
                 kind = own
             elif kind in (None, Any):
-                owner = self._scope.get("owner") if argument.arg == "self" else None
-                kind = owner or self._untyped.get(argument.arg)
+                in_place = owner if argument.arg == "self" else None
+                kind = in_place or self._untyped.get(argument.arg)
             self._scope[argument.arg] = Of(kind)
-        if node.name in self._owners:
-            self._scope["owner"] = self._owners[node.name]
         for part in [*node.decorator_list, *node.args.defaults, *node.body]:
             self.visit(part)
         self._scope, self._own = before, own

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from vllm_metal.device.chunk_lengths import ChunkLengths, StepWork
+from vllm_metal.vllm_patches.chunk_lengths import ChunkLengths, StepWork
 
 SHORTEST = 16
 #: Seconds of a step: of decode rows, prefill tokens, and the context before these.

@@ -7,7 +7,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from vllm_metal.models.embedded import embedded_model_path
-from vllm_metal.vllm_patches import refusals
+from vllm_metal.vllm_patches import speculation
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,14 @@ def test_what_else_is_wrong_with_them_is_still_said(config):
 
 
 def test_other_refusals_stay(config, monkeypatch):
-    """Of a vLLM that refuses one more parameter beside speculation."""
+    """A vLLM may refuse one more parameter beside speculation."""
 
     def refuse(self, speculative_config):
         if self.min_p or self.logit_bias or self.presence_penalty:
             raise VLLMValidationError("not supported with speculative decoding")
 
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", refuse)
-    refusals.allow_min_p_and_logit_bias()
+    speculation.allow_min_p_and_logit_bias()
     verify(SamplingParams(min_p=0.1, logit_bias={5: 2.0}), config)
     with pytest.raises(VLLMValidationError, match="not supported"):
         verify(SamplingParams(min_p=0.1, presence_penalty=0.5), config)
@@ -54,5 +54,5 @@ def test_other_refusals_stay(config, monkeypatch):
 
 def test_vllm_is_changed_once():
     before = SamplingParams._validate_spec_decode
-    refusals.allow_min_p_and_logit_bias()
+    speculation.allow_min_p_and_logit_bias()
     assert SamplingParams._validate_spec_decode is before

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learns how long a prefill's chunk may be beside streams, for vllm_patches/step_budget.py."""
+"""Learns how long a prefill's chunk may be beside streams."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 
-# Chosen by simulation: the machines of tests/device/test_chunk_lengths.py.
+# Chosen by simulation: the machines of tests/vllm_patches/test_chunk_lengths.py.
 DECODE_FACTOR = 2.0  # a step with a chunk may take so many times as long as one that only decodes
 GRADUAL, AT_ONCE = 0.5, 1.0  # weights of the newest measurement, on a logarithmic scale
 MOST_CHANGE = 2.0  # factor by which one measurement changes a value, at most

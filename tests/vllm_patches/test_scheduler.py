@@ -11,7 +11,6 @@ from vllm.v1.request import Request
 from vllm_patches import unpatched
 
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.vllm_patches.cache_salts import send_salts
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +18,6 @@ def scheduler(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(unpatched.MODEL))
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=256)
-    send_salts()
     return unpatched.make_scheduler(args.create_engine_config(), num_blocks=64)
 
 
