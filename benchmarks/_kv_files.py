@@ -26,8 +26,8 @@ from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
-from vllm_metal.kv_transfer.loads import NUM_READERS, PIECE_BYTES
-from vllm_metal.kv_transfer.stores import ROWS_BYTES
+from vllm_metal.kv_transfer.load_jobs import NUM_READERS, PIECE_BYTES
+from vllm_metal.kv_transfer.store_jobs import ROWS_BYTES
 
 _FINGERPRINT = "00" * 16
 _NAMESPACE = "shared"

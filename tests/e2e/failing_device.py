@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from vllm_metal.batch.outputs import StepOutput
-from vllm_metal.kv_transfer import stores
+from vllm_metal.kv_transfer import store_jobs
 from vllm_metal.worker.model_runner import ModelRunner
 
 MESSAGE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
@@ -46,7 +46,7 @@ class FailingDevice:
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
         hand_over, synchronise, make_graph = mx.async_eval, mx.synchronize, mx.compile
-        sample, read, make_rows = ModelRunner.hand_over, StepOutput.token_ids, stores.page_rows
+        sample, read, make_rows = ModelRunner.hand_over, StepOutput.token_ids, store_jobs.page_rows
 
         def async_eval(*arrays: Any) -> None:
             self._ask("async_eval")
@@ -108,7 +108,7 @@ class FailingDevice:
             monkeypatch.setattr(mx, name, call)
         monkeypatch.setattr(ModelRunner, "hand_over", hand_over_step)
         monkeypatch.setattr(StepOutput, "token_ids", token_ids)
-        monkeypatch.setattr(stores, "page_rows", page_rows)
+        monkeypatch.setattr(store_jobs, "page_rows", page_rows)
 
     def fail_step(self, number: int, ends: str = ENDS[0]) -> None:
         """Has the step fail that is handed over after so many others from now on."""

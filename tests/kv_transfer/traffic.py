@@ -418,7 +418,7 @@ class Engine:
         assert not connector._jobs and not connector._req_status
         assert not connector._block_id_to_pending_jobs and not connector._chunks_being_loaded
         assert connector.manager.is_idle
-        assert not self.hooks.stores.busy and not self.hooks.loads.busy
+        assert not self.hooks.store_jobs.busy and not self.hooks.load_jobs.busy
         assert not scheduler.failed_recving_kv_req_ids
         assert not scheduler.finished_recving_kv_req_ids
 

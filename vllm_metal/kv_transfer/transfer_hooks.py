@@ -11,11 +11,11 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
-from vllm_metal.kv_transfer.loads import PIECE_BYTES, Loads
+from vllm_metal.kv_transfer.load_jobs import PIECE_BYTES, LoadJobs
 from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata, TransferNews
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.step_hooks import HookedRunner, StepHooks
-from vllm_metal.kv_transfer.stores import LOT_STEPS, Stores
+from vllm_metal.kv_transfer.store_jobs import LOT_STEPS, StoreJobs
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -75,13 +75,13 @@ class TransferHooks(StepHooks):
         """
         self._fingerprint = fingerprint
         self.store = store
-        self.stores = Stores(
+        self.store_jobs = StoreJobs(
             store,
             block_size,
             STAGING_BYTES_WAITED_FOR if is_waited_for else STAGING_BYTES,
             lot_steps=1 if is_waited_for else LOT_STEPS,
         )
-        self.loads = Loads(store, STAGING_BYTES)
+        self.load_jobs = LoadJobs(store, STAGING_BYTES)
         self._runner: HookedRunner | None = None
         self._metadata = TransferMetadata({}, {})
         self._expected: dict[int, list[bytes]] = {}  # pages of store jobs that have not ended
@@ -98,8 +98,8 @@ class TransferHooks(StepHooks):
         )
         if self.store.use(content) and not is_first:  # the handshake tells of the first one
             self._untold_content = content
-        self.stores.use(pages)
-        self.loads.use(pages)
+        self.store_jobs.use(pages)
+        self.load_jobs.use(pages)
         self._runner = runner
 
     def before_pool_goes(self, lost: bool) -> None:
@@ -107,11 +107,11 @@ class TransferHooks(StepHooks):
             if not lost:
                 if self._runner is not None:
                     self._runner.complete_draft_kv({})
-                self.stores.drain(DRAIN_SECONDS)
+                self.store_jobs.drain(DRAIN_SECONDS)
         except Exception:
             logger.exception("Blocks could not be copied out of the KV pool before it goes")
-        self.stores.lose_pool()
-        self.loads.lose_pool()
+        self.store_jobs.lose_pool()
+        self.load_jobs.lose_pool()
         self._on_pool.clear()
         self._runner = None
 
@@ -122,9 +122,9 @@ class TransferHooks(StepHooks):
         self._decoding = bool(scheduler_output.num_scheduled_tokens)
         self._tell_store(metadata)
         self._ended = finished = scheduler_output.finished_req_ids
-        self.loads.cancel(metadata.cancelled_loads | finished)
+        self.load_jobs.cancel(metadata.cancelled_loads | finished)
         for job_id, job in metadata.load_jobs.items():
-            self.loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
+            self.load_jobs.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
         self._read_on()
         if not sound:
             return
@@ -137,9 +137,9 @@ class TransferHooks(StepHooks):
 
         Others that had the same blocks lose them, too: the step at hand may clear them.
         """
-        self.stores.drop_requests(metadata.void_requests)
+        self.store_jobs.drop_requests(metadata.void_requests)
         for discard in metadata.discards:
-            self.stores.drop_keys(discard.keys)
+            self.store_jobs.drop_keys(discard.keys)
             self.store.discard(discard)
         for use in metadata.uses:
             self.store.touch(use)
@@ -157,55 +157,55 @@ class TransferHooks(StepHooks):
             self._add_store(job_id, metadata.store_jobs.pop(job_id))
         if flushed:
             assert self._runner is not None
-            self._runner.complete_draft_kv(self.stores.all_due_ends(flushed))
-            self.stores.copy_now(flushed)
+            self._runner.complete_draft_kv(self.store_jobs.all_due_ends(flushed))
+            self.store_jobs.copy_now(flushed)
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
         # A request that ended before there was this pool left nothing in its blocks.
         if job.req_id in self._metadata.void_requests or job.req_id not in self._on_pool:
-            self.stores.refuse(job_id)
+            self.store_jobs.refuse(job_id)
             return
         keys, blocks = _pages(job, job.dst_spec, job.src_spec)
-        self.stores.add(job_id, job.req_id, keys, blocks)
+        self.store_jobs.add(job_id, job.req_id, keys, blocks)
 
     def before_forward(self) -> None:
-        self.loads.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
+        self.load_jobs.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
         self._read_on()
 
     def _read_on(self) -> None:
-        self.loads.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
+        self.load_jobs.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
 
     def before_hand_over(self) -> None:
         assert self._runner is not None
-        self._runner.complete_draft_kv(self.stores.due_ends())
-        self._runner.join_step(self.stores.queue_lot())
+        self._runner.complete_draft_kv(self.store_jobs.due_ends())
+        self._runner.join_step(self.store_jobs.queue_lot())
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         metadata = self._metadata
         if computed and self._decoding:
-            self.stores.handed_over()
+            self.store_jobs.handed_over()
         for job_id, job in metadata.store_jobs.items():
             if computed:
                 self._add_store(job_id, job)
             else:
-                self.stores.refuse(job_id)
+                self.store_jobs.refuse(job_id)
         self._metadata = TransferMetadata({}, {})
-        self.stores.end_step()
+        self.store_jobs.end_step()
         self._on_pool -= self._ended
         if computed and not self._decoding:
             assert self._runner is not None
-            self._runner.complete_draft_kv(self.stores.all_due_ends())
-            self.stores.copy_now()  # nothing else keeps the device busy
+            self._runner.complete_draft_kv(self.store_jobs.all_due_ends())
+            self.store_jobs.copy_now()  # nothing else keeps the device busy
         return self._outcome()
 
     def steps_computed(self, num_left: int) -> None:
-        self.stores.steps_computed(num_left)
+        self.store_jobs.steps_computed(num_left)
 
     def _outcome(self) -> KVConnectorOutput | None:
         """What has ended since the step before."""
         news = TransferNews()
-        loaded = self.loads.finished()
-        for store in self.stores.finished():
+        loaded = self.load_jobs.finished()
+        for store in self.store_jobs.finished():
             self.store.expect_no_more(self._expected.pop(store.job_id))
             news.mark_completed(store.job_id)
             if store.num_bytes:
@@ -229,7 +229,7 @@ class TransferHooks(StepHooks):
 
     def close(self) -> None:
         """Ends the threads; there is no pool any more."""
-        self.loads.close()
+        self.load_jobs.close()
         self.store.close()
 
 

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.store import PeerStats, PeerStore
+from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
 from vllm_metal.kv_transfer.peer.view import PeerView
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
@@ -80,7 +80,7 @@ class PeerConfig(StoreConfig):
             "outbox_bytes": values.size,
         }
     )
-    figures = PeerStats
+    figures = PeerFigures
 
     listen: Address | None  # where peers ask for pages; None: nobody may
     peers: tuple[Address, ...]  # whom to ask for pages

@@ -23,7 +23,7 @@ from vllm_metal.metrics.metric import Metric
 
 
 @dataclass(frozen=True)
-class PeerStats:
+class PeerFigures:
     """Figures of this process."""
 
     outbox_bytes: int = Metric(
@@ -201,9 +201,9 @@ class PeerStore(Store):
         new, self._down = down - self._down, down
         return sorted(new) or None
 
-    def figures(self) -> PeerStats:
+    def figures(self) -> PeerFigures:
         outbox, clients = self.outbox.stats(), [peer.stats() for peer in self._clients.peers]
-        return PeerStats(
+        return PeerFigures(
             outbox_bytes=outbox.bytes,
             outbox_limit_bytes=outbox.max_bytes,
             leased_bytes=outbox.leased_bytes,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_transfer.small_pool import PAGE_BYTES, SmallPool, folder_of, keys_of, on_disk, store_on
 
-from vllm_metal.kv_transfer import loads as module
+from vllm_metal.kv_transfer import load_jobs as module
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-from vllm_metal.kv_transfer.loads import Loads
+from vllm_metal.kv_transfer.load_jobs import LoadJobs
 
 NAMES = [f"p{index}" for index in range(8)]
 
@@ -46,7 +46,7 @@ def pool():
 
 @pytest.fixture
 def loads(disk, pool):
-    made = Loads(disk[0], 4 * PAGE_BYTES)
+    made = LoadJobs(disk[0], 4 * PAGE_BYTES)
     made.use(pool.pages)
     yield made
     made.close()
@@ -175,7 +175,7 @@ ACTIONS = ["add", "add", "turn", "turn", "cancel", "spoil", "lose", "import fail
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 30)), max_size=25))
 def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_factory, actions):
     store, _ = filled(tmp_path_factory.mktemp("cache"))
-    loads, pool, added, ended = Loads(store, 4 * PAGE_BYTES), SmallPool(), [], []
+    loads, pool, added, ended = LoadJobs(store, 4 * PAGE_BYTES), SmallPool(), [], []
     loads.use(pool.pages)
 
     def lose():
@@ -217,7 +217,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
 
 
 def test_closing_with_loads_queued_does_not_hang(disk, pool, held):
-    loads = Loads(disk[0], 100 * PAGE_BYTES)
+    loads = LoadJobs(disk[0], 100 * PAGE_BYTES)
     loads.use(pool.pages)
     loads.add(0, "r", keys_of(NAMES), range(1, 9))
     loads.read_on()

@@ -107,7 +107,7 @@ class _Piece:
         self.staging.give_back(self.group, self.rows)
 
 
-class Loads:
+class LoadJobs:
     """Has threads read pages into staging memory, and puts them into the pool between steps."""
 
     def __init__(

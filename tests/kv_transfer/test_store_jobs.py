@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_transfer.small_pool import PAGE_BYTES, SmallPool, keys_of, on_disk, store_on
 
-from vllm_metal.kv_transfer import stores as module
+from vllm_metal.kv_transfer import store_jobs as module
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.page_store import TRANSFERS
-from vllm_metal.kv_transfer.stores import Stores
+from vllm_metal.kv_transfer.store_jobs import StoreJobs
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def stores(store, pool):
 
 
 def made(store, pool, **options):
-    stores = Stores(store, 4, 4 * PAGE_BYTES, **options)
+    stores = StoreJobs(store, 4, 4 * PAGE_BYTES, **options)
     stores.use(pool.pages)
     return stores
 
@@ -174,7 +174,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(store, pool,
 
 
 def test_a_page_larger_than_the_staging_goes_alone(store, pool):
-    stores = Stores(store, 4, PAGE_BYTES // 2)
+    stores = StoreJobs(store, 4, PAGE_BYTES // 2)
     stores.use(pool.pages)
     keys = keys_of("ab")
     stores.add(0, "r", keys, [5, 3])
@@ -247,7 +247,7 @@ class Machine:
     """Random work; `ended` counts reports of each job."""
 
     def __init__(self, store):
-        self.stores = Stores(store, 4, 3 * PAGE_BYTES, lot_steps=1)
+        self.stores = StoreJobs(store, 4, 3 * PAGE_BYTES, lot_steps=1)
         self.pool = SmallPool()
         self.stores.use(self.pool.pages)
         self.added, self.ended = [], []
@@ -311,7 +311,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
 
 def test_closing_does_not_wait_for_what_is_queued(tmp_path, pool, blocked):
     store = store_on(tmp_path / "cache")
-    stores = Stores(store, 4, 100 * PAGE_BYTES)
+    stores = StoreJobs(store, 4, 100 * PAGE_BYTES)
     stores.use(pool.pages)
     for number in range(5):
         stores.add(number, "r", keys_of([number]), [1 + number])

@@ -84,7 +84,7 @@ def _ends(pages: Iterable[_Page]) -> dict[str, int]:
     return ends
 
 
-class Stores:
+class StoreJobs:
     """Copies blocks of ended steps out of the pool, and has a thread write them.
 
     A page is due once the step that completes it is with the device: the step after takes it along.
