@@ -7,8 +7,7 @@ from batch.test_requests import new_request
 
 from metal_kernels.layout import PositionLag
 from metal_kernels.pace import Pace
-from vllm_metal.batch.drafts import StepDrafts
-from vllm_metal.batch.input_batch import prepare
+from vllm_metal.batch.input_batch import StepDrafts, prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import step_layout
 

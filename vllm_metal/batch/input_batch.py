@@ -11,10 +11,18 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.layout import PositionLag
-from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.batch.rows import Rows, device_positions
 from vllm_metal.sample import DraftSpans
+
+
+@dataclass(frozen=True)
+class StepDrafts:
+    """What a step verifies, by its R requests in order."""
+
+    token_ids: mx.array  # int32 [R, K]; past a request's count arbitrary
+    counts_np: np.ndarray  # int32 [R], drafts of each, at most what is reserved
+    reserved_np: np.ndarray  # int32 [R], rows the scheduler set aside for drafts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_metal.batch.columns import RequestColumn
-from vllm_metal.batch.drafts import StepDrafts
+from vllm_metal.batch.input_batch import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.spec_decode.adaptive import DraftLengths
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer

@@ -12,8 +12,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from metal_kernels.layout import PositionLag
 from vllm_metal.batch.columns import RequestColumn
-from vllm_metal.batch.drafts import StepDrafts
-from vllm_metal.batch.input_batch import InputBatch, prepare
+from vllm_metal.batch.input_batch import InputBatch, StepDrafts, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
 from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
