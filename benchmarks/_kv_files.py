@@ -25,7 +25,7 @@ from vllm_metal.kv_cache.pages import PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 from vllm_metal.kv_transfer.loads import NUM_READERS, PIECE_BYTES
 from vllm_metal.kv_transfer.stores import ROWS_BYTES
 

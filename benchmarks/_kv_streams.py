@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 if TYPE_CHECKING:
     from _engine import Engine

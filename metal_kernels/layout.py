@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+#: Tokens of a block that the attention kernels are written for.
+BLOCK_SIZES = (16, 32)
 #: Sizes from one power of two to the next, see `stable`.
 _SIZES = 8
 
@@ -22,7 +24,7 @@ def stable(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Behind:
+class PositionLag:
     """How far before the host's positions a step's R requests are, which only the device knows.
 
     The host counts all drafts of a step whose outcome it has not read; some may be rejected.
@@ -31,9 +33,9 @@ class Behind:
     counts: mx.array  # [R] int32
     most_np: np.ndarray  # [R] int32, the most that each of them can be
 
-    def of(self, indices_np: np.ndarray) -> Behind:
+    def of(self, indices_np: np.ndarray) -> PositionLag:
         """Returns it for some of the requests, by [n] indices, which may repeat."""
-        return Behind(self.counts[mx.array(indices_np)], self.most_np[indices_np])
+        return PositionLag(self.counts[mx.array(indices_np)], self.most_np[indices_np])
 
 
 @dataclass(frozen=True)

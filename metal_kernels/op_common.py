@@ -72,3 +72,10 @@ def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
     elif scales is None or scales.shape != pool.shape[:3] or scales.dtype != SCALE_DTYPE:
         found = "None" if scales is None else f"{scales.shape} {scales.dtype}"
         raise ValueError(f"{name}: expected {pool.shape[:3]} bfloat16, found {found}")
+
+
+def check_blocks(name: str, blocks_np: np.ndarray, num_blocks: int) -> None:
+    """Raises ValueError unless all are the pool's: MLX and kernels go wherever an index leads."""
+    outside = blocks_np[(blocks_np < 0) | (blocks_np >= num_blocks)]
+    if outside.size:
+        raise ValueError(f"{name}: block {outside[0]} is not one of the pool's {num_blocks}")

@@ -79,6 +79,24 @@ EXAMPLES = {
             "vllm_metal/kv_cache/": "likewise",
         },
     ),
+    "a store of K/V": Example(
+        r"\bDisk(Config|Store|View)\b|\bprefix_cache_dir\b",
+        {
+            "docs/production.md": "a server whose tenants' prompts are kept",
+            "tests/e2e/": "engines that have the store on, to test something else",
+            "tests/commands/test_cache.py": "a command of this store alone",
+            "tests/platform/test_refusals.py": "one setting of several",
+            "vllm_metal/commands/": "messages that name the setting",
+            "vllm_metal/platform/refusals.py": "likewise",
+            "vllm_metal/kv_transfer/config.py": "likewise",
+        },
+    ),
+    "a metric": Example(
+        r"failed_steps|request_timeouts|\bfigures\.timeouts\b",
+        {
+            "tests/e2e/": "what fails, or takes too long, is counted",
+        },
+    ),
     "a patch of MLX or mlx-lm": Example(r"\btraced_layers\b|\bTransposedWeights\b"),
     "a vLLM release": Example(
         rf'\bvLLM {_TESTED}\b|["`]{_TESTED}["`]|(?<![\d.]){_VERSION}(?![\d.])',

@@ -64,10 +64,8 @@ def _check_blocks(name: str, blocks: np.ndarray, pools: Sequence[mx.array]) -> N
         raise ValueError(
             f"{name}: expected a flat array of integers, found {blocks.shape} {blocks.dtype}"
         )
-    num_blocks = min((pool.shape[1] for pool in pools), default=0)
-    outside = blocks[(blocks < 0) | (blocks >= num_blocks)]
-    if pools and outside.size:
-        raise ValueError(f"{name}: block {outside[0]} is not one of the pool's {num_blocks}")
+    if pools:
+        op_common.check_blocks(name, blocks, min(pool.shape[1] for pool in pools))
 
 
 def _each(

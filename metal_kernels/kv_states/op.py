@@ -106,10 +106,7 @@ def write(
             f"states: expected unsigned integers of the size of {pools[0].dtype}, "
             f"found {states.dtype}"
         )
-    num_blocks = pools[0].shape[1] // split
-    outside = blocks_np[(blocks_np < 0) | (blocks_np >= num_blocks)]
-    if outside.size:
-        raise ValueError(f"blocks_np: block {outside[0]} is not one of the pool's {num_blocks}")
+    op_common.check_blocks("blocks_np", blocks_np, pools[0].shape[1] // split)
     if len(set(blocks_np.tolist())) != len(blocks_np):  # of few, quicker than numpy
         raise ValueError("blocks_np: a block is named twice")
     if not len(blocks_np):

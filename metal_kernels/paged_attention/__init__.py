@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of ragged queries over paged K/V: by kernels (plan, run), or in MLX (reference)."""
 
-from metal_kernels.paged_attention import reference
 from metal_kernels.paged_attention.op import run, unsupported
 from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Tiles, plan, trials
 
@@ -10,7 +9,6 @@ __all__ = [
     "AttentionShape",
     "Tiles",
     "plan",
-    "reference",
     "run",
     "trials",
     "unsupported",

@@ -36,7 +36,7 @@ def run(
     the values.
 
     Args:
-        plan: of the step, by `reference.plan`; what it lays over the pool's rows is left out.
+        plan: of the step, by `buckets.plan`; what it lays over the pool's rows is left out.
     """
     fences: list[mx.array] = []
 

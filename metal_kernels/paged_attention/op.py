@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.kernel import MIN_ELEMENTS, load
+from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.op_common import (
     CODE_DTYPES,
     FENCE_DTYPE,
@@ -25,7 +26,6 @@ from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Di
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
 LATENT_SIZES = ((576, 512),)  # DeepSeek-V2 and later: a rank of 512 and 64 rotated
-BLOCK_SIZES = (16, 32)
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -3.0e38  # as in numeric.metal

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.kernel import MIN_ELEMENTS
-from metal_kernels.layout import Behind, stable
+from metal_kernels.layout import PositionLag, stable
 from metal_kernels.pace import MOST_WORK
 
 # Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
@@ -139,7 +139,7 @@ def plan(
     window: int | None = None,
     tiles: Tiles | None = None,
     most_work: int = MOST_WORK,
-    behind: Behind | None = None,
+    behind: PositionLag | None = None,
 ) -> AttentionPlan:
     """Cuts R requests' rows into tiles.
 

@@ -55,204 +55,168 @@ inline void stage(
     }
 }
 
-template <
-    typename T,
-    typename C,
-    typename O,
-    int D,
-    int DV,
-    int ROW_GROUPS,
-    int SPLIT,
-    int KEYS,
-    bool SCALED,
-    bool LATENT,
-    bool PARTIAL,
-    typename S>
-inline void prefill(
-    const device T* queries,
-    const constant int* queries_shape,
-    const device C* key_pool,
-    const constant int* pool_shape,
-    const device C* value_pool,
-    const device bfloat16_t* key_scales,
-    const device bfloat16_t* value_scales,
-    const device int* block_tables,
-    const constant int* tables_shape,
-    const device Request* requests,
-    const device Tile* tiles,
-    const device Bounds* bounds,
-    const device Scoring* scoring,
-    const device S* sinks,
-    device O* out,
-    device float* out_stats,
-    threadgroup T* tile_memory,
-    threadgroup float* score_memory,
-    uint tile_index,
-    uint kv_head,
-    uint simdgroup,
-    uint lane) {
-    constexpr int THREADS = ROW_GROUPS * SPLIT * 32;
-    constexpr int STRIDE = D + 16 / int(sizeof(T));  // rows start in different banks
-    constexpr int QM = D / SPLIT / 8;                // matrices of a simdgroup's part of a Q row
-    constexpr int OM = DV / SPLIT / 8;               // likewise of an output row
-    constexpr int SM = KEYS / 8;
-    const device Tile& tile = tiles[tile_index];
-    if (tile.packed_count == 0) {
-        return;  // the whole threadgroup: no tile, but room for one
+// ---- kernel body
+// Template: as in decode.metal, but for ROW_GROUPS, SPLIT and KEYS; DV, size of values; LATENT, whether
+// they are the first elements of keys. Grid: (32 * ROW_GROUPS * SPLIT * tiles, Hkv).
+threadgroup T tile_memory[KEYS * (D + 16 / sizeof(T))];
+threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
+if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
+    for (int i = 0; i < 8; i++) {
+        fence[i] = after[0];
     }
-    const device Request& request = requests[tile.request];
-    const int num_heads = queries_shape[1];
-    const int group = num_heads / pool_shape[0];
-    const int end = metal::min(tile.end, request.length);
-    const int window = bounds->window;
-    const float cap = scoring->cap;
-    const uint thread_index = simdgroup * 32 + lane;
-    const int row_group = int(simdgroup) / SPLIT;
-    const int part = int(simdgroup) % SPLIT;
-    const Place place(lane);
+}
 
-    // This lane's packed row; rows past the tile's last repeat it and are not written.
-    const int in_tile = row_group * 8 + place.row;
-    const bool present = in_tile < tile.packed_count;
-    const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1);
-    const int row = packed / group;
-    const int head = int(kv_head) * group + packed % group;
-    const int position = request.first_position + row;
+constexpr int THREADS = ROW_GROUPS * SPLIT * 32;
+constexpr int STRIDE = D + 16 / int(sizeof(T));  // rows start in different banks
+constexpr int QM = D / SPLIT / 8;                // matrices of a simdgroup's part of a Q row
+constexpr int OM = DV / SPLIT / 8;               // likewise of an output row
+constexpr int SM = KEYS / 8;
+const uint kv_head = threadgroup_position_in_grid.y;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint lane = thread_index_in_simdgroup;
+const device Tile& tile = ((const device Tile*)tiles)[threadgroup_position_in_grid.x];
+if (tile.packed_count == 0) {
+    return;  // the whole threadgroup: no tile, but room for one
+}
+const device Request& request = ((const device Request*)requests)[tile.request];
+const device Bounds& limits = *(const device Bounds*)bounds;
+const device Scoring& factors = *(const device Scoring*)scoring;
+const int num_heads = queries_shape[1];
+const int group = num_heads / key_pool_shape[0];
+const int end = metal::min(tile.end, request.length);
+const int window = limits.window;
+const float cap = factors.cap;
+const uint thread_index = simdgroup * 32 + lane;
+const int row_group = int(simdgroup) / SPLIT;
+const int part = int(simdgroup) % SPLIT;
+const Place place(lane);
 
-    Matrix q[QM];
-    Matrix acc[OM];
-    const device T* query = queries + (ulong(request.first_row + row) * num_heads + head) * D;
-    UNROLLED for (int m = 0; m < QM; m++) {
-        const int d = part * (D / SPLIT) + m * 8 + place.column;
-        q[m].thread_elements()[0] = float(query[d]) * scoring->scale;
-        q[m].thread_elements()[1] = float(query[d + 1]) * scoring->scale;
+// This lane's packed row; rows past the tile's last repeat it and are not written.
+const int in_tile = row_group * 8 + place.row;
+const bool present = in_tile < tile.packed_count;
+const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1);
+const int row = packed / group;
+const int head = int(kv_head) * group + packed % group;
+const int position = request.first_position + row;
+
+Matrix q[QM];
+Matrix acc[OM];
+const device T* query = queries + (ulong(request.first_row + row) * num_heads + head) * D;
+UNROLLED for (int m = 0; m < QM; m++) {
+    const int d = part * (D / SPLIT) + m * 8 + place.column;
+    q[m].thread_elements()[0] = float(query[d]) * factors.scale;
+    q[m].thread_elements()[1] = float(query[d + 1]) * factors.scale;
+}
+UNROLLED for (int m = 0; m < OM; m++) {
+    acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+// A sink is a key of weight without value.
+float top = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
+float total = top > LOWEST ? 1.0f : 0.0f;
+
+const Context context(
+    key_pool_shape, kv_head, block_tables + ulong(tile.request) * uint(block_tables_shape[1]));
+for (int base = tile.begin; base < end; base += KEYS) {
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the last V
+    stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
+        key_pool, key_scales, context, D, base, end, thread_index, tile_memory);
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+
+    Matrix scores[SM];
+    UNROLLED for (int s = 0; s < SM; s++) {
+        scores[s] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        UNROLLED for (int m = 0; m < QM; m++) {
+            // K transposed: its matrix row is a place in the head, its column a key.
+            const threadgroup T* from = tile_memory + (s * 8 + place.column) * STRIDE +
+                part * (D / SPLIT) + m * 8 + place.row;
+            Matrix k;
+            k.thread_elements()[0] = float(from[0]);
+            k.thread_elements()[1] = float(from[STRIDE]);
+            metal::simdgroup_multiply_accumulate(scores[s], q[m], k, scores[s]);
+        }
+    }
+    if (SPLIT > 1) {
+        threadgroup float* sums = score_memory + row_group * SPLIT * 8 * KEYS;
+        UNROLLED for (int s = 0; s < SM; s++) {
+            const int at = (part * 8 + place.row) * KEYS + s * 8 + place.column;
+            sums[at] = scores[s].thread_elements()[0];
+            sums[at + 1] = scores[s].thread_elements()[1];
+        }
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+        UNROLLED for (int s = 0; s < SM; s++) {
+            float first = 0.0f;
+            float second = 0.0f;
+            UNROLLED for (int p = 0; p < SPLIT; p++) {
+                const int at = (p * 8 + place.row) * KEYS + s * 8 + place.column;
+                first += sums[at];
+                second += sums[at + 1];
+            }
+            scores[s].thread_elements()[0] = first;
+            scores[s].thread_elements()[1] = second;
+        }
+    }
+
+    // Running softmax; the four lanes of a matrix row differ in bits 0 and 3.
+    float next = top;
+    UNROLLED for (int s = 0; s < SM; s++) {
+        UNROLLED for (int e = 0; e < 2; e++) {
+            const int key = base + s * 8 + place.column + e;
+            const bool seen = key <= position && position - key < window;
+            const float score = score_of(scores[s].thread_elements()[e], cap);
+            scores[s].thread_elements()[e] = seen ? score : LOWEST;
+            next = metal::max(next, scores[s].thread_elements()[e]);
+        }
+    }
+    next = metal::max(next, metal::simd_shuffle_xor(next, 1));
+    next = metal::max(next, metal::simd_shuffle_xor(next, 8));
+    const float rescale = metal::exp2(top - next);
+    float sum = 0.0f;
+    UNROLLED for (int s = 0; s < SM; s++) {
+        UNROLLED for (int e = 0; e < 2; e++) {
+            const float score = scores[s].thread_elements()[e];
+            const float weight = score > LOWEST ? metal::exp2(score - next) : 0.0f;
+            scores[s].thread_elements()[e] = weight;
+            sum += weight;
+        }
+    }
+    sum += metal::simd_shuffle_xor(sum, 1);
+    sum += metal::simd_shuffle_xor(sum, 8);
+    total = total * rescale + sum;
+    top = next;
+    UNROLLED for (int m = 0; m < OM; m++) {
+        acc[m].thread_elements()[0] *= rescale;
+        acc[m].thread_elements()[1] *= rescale;
+    }
+
+    if (!LATENT) {
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read K
+        stage<T, C, DV, KEYS, STRIDE, THREADS, SCALED>(
+            value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     }
     UNROLLED for (int m = 0; m < OM; m++) {
-        acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    }
-    // A sink is a key of weight without value.
-    float top = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
-    float total = top > LOWEST ? 1.0f : 0.0f;
-
-    const Context context(
-        pool_shape, kv_head, block_tables + ulong(tile.request) * uint(tables_shape[1]));
-    for (int base = tile.begin; base < end; base += KEYS) {
-        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the last V
-        stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
-            key_pool, key_scales, context, D, base, end, thread_index, tile_memory);
-        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-
-        Matrix scores[SM];
         UNROLLED for (int s = 0; s < SM; s++) {
-            scores[s] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-            UNROLLED for (int m = 0; m < QM; m++) {
-                // K transposed: its matrix row is a place in the head, its column a key.
-                const threadgroup T* from = tile_memory + (s * 8 + place.column) * STRIDE +
-                    part * (D / SPLIT) + m * 8 + place.row;
-                Matrix k;
-                k.thread_elements()[0] = float(from[0]);
-                k.thread_elements()[1] = float(from[STRIDE]);
-                metal::simdgroup_multiply_accumulate(scores[s], q[m], k, scores[s]);
-            }
-        }
-        if (SPLIT > 1) {
-            threadgroup float* sums = score_memory + row_group * SPLIT * 8 * KEYS;
-            UNROLLED for (int s = 0; s < SM; s++) {
-                const int at = (part * 8 + place.row) * KEYS + s * 8 + place.column;
-                sums[at] = scores[s].thread_elements()[0];
-                sums[at + 1] = scores[s].thread_elements()[1];
-            }
-            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-            UNROLLED for (int s = 0; s < SM; s++) {
-                float first = 0.0f;
-                float second = 0.0f;
-                UNROLLED for (int p = 0; p < SPLIT; p++) {
-                    const int at = (p * 8 + place.row) * KEYS + s * 8 + place.column;
-                    first += sums[at];
-                    second += sums[at + 1];
-                }
-                scores[s].thread_elements()[0] = first;
-                scores[s].thread_elements()[1] = second;
-            }
-        }
-
-        // Running softmax; the four lanes of a matrix row differ in bits 0 and 3.
-        float next = top;
-        UNROLLED for (int s = 0; s < SM; s++) {
-            UNROLLED for (int e = 0; e < 2; e++) {
-                const int key = base + s * 8 + place.column + e;
-                const bool seen = key <= position && position - key < window;
-                const float score = score_of(scores[s].thread_elements()[e], cap);
-                scores[s].thread_elements()[e] = seen ? score : LOWEST;
-                next = metal::max(next, scores[s].thread_elements()[e]);
-            }
-        }
-        next = metal::max(next, metal::simd_shuffle_xor(next, 1));
-        next = metal::max(next, metal::simd_shuffle_xor(next, 8));
-        const float rescale = metal::exp2(top - next);
-        float sum = 0.0f;
-        UNROLLED for (int s = 0; s < SM; s++) {
-            UNROLLED for (int e = 0; e < 2; e++) {
-                const float score = scores[s].thread_elements()[e];
-                const float weight = score > LOWEST ? metal::exp2(score - next) : 0.0f;
-                scores[s].thread_elements()[e] = weight;
-                sum += weight;
-            }
-        }
-        sum += metal::simd_shuffle_xor(sum, 1);
-        sum += metal::simd_shuffle_xor(sum, 8);
-        total = total * rescale + sum;
-        top = next;
-        UNROLLED for (int m = 0; m < OM; m++) {
-            acc[m].thread_elements()[0] *= rescale;
-            acc[m].thread_elements()[1] *= rescale;
-        }
-
-        if (!LATENT) {
-            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read K
-            stage<T, C, DV, KEYS, STRIDE, THREADS, SCALED>(
-                value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
-            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-        }
-        UNROLLED for (int m = 0; m < OM; m++) {
-            UNROLLED for (int s = 0; s < SM; s++) {
-                const threadgroup T* from = tile_memory + (s * 8 + place.row) * STRIDE +
-                    part * (DV / SPLIT) + m * 8 + place.column;
-                Matrix v;
-                v.thread_elements()[0] = float(from[0]);
-                v.thread_elements()[1] = float(from[1]);
-                metal::simdgroup_multiply_accumulate(acc[m], scores[s], v, acc[m]);
-            }
-        }
-    }
-
-    if (present) {
-        const int out_row = tile.split * bounds->out_rows + request.first_out_row + row;
-        const ulong at = ulong(out_row) * num_heads + head;
-        const float factor = PARTIAL ? 1.0f : 1.0f / total;
-        UNROLLED for (int m = 0; m < OM; m++) {
-            const int d = part * (DV / SPLIT) + m * 8 + place.column;
-            out[at * DV + d] = O(acc[m].thread_elements()[0] * factor);
-            out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * factor);
-        }
-        if (PARTIAL && part == 0 && place.column == 0) {
-            out_stats[at * 2] = top;
-            out_stats[at * 2 + 1] = total;
+            const threadgroup T* from = tile_memory + (s * 8 + place.row) * STRIDE +
+                part * (DV / SPLIT) + m * 8 + place.column;
+            Matrix v;
+            v.thread_elements()[0] = float(from[0]);
+            v.thread_elements()[1] = float(from[1]);
+            metal::simdgroup_multiply_accumulate(acc[m], scores[s], v, acc[m]);
         }
     }
 }
 
-// ---- kernel body
-threadgroup T tile_memory[KEYS * (D + 16 / sizeof(T))];
-threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
-prefill<T, C, O, D, DV, ROW_GROUPS, SPLIT, KEYS, SCALED, LATENT, PARTIAL>(
-    queries, queries_shape, key_pool, key_pool_shape, value_pool, key_scales, value_scales,
-    block_tables, block_tables_shape, (const device Request*)requests, (const device Tile*)tiles,
-    (const device Bounds*)bounds, (const device Scoring*)scoring, sinks, out, out_stats,
-    tile_memory, score_memory, threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
-    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
-    for (int i = 0; i < 8; i++) {
-        fence[i] = after[0];
+if (present) {
+    const int out_row = tile.split * limits.out_rows + request.first_out_row + row;
+    const ulong at = ulong(out_row) * num_heads + head;
+    const float factor = PARTIAL ? 1.0f : 1.0f / total;
+    UNROLLED for (int m = 0; m < OM; m++) {
+        const int d = part * (DV / SPLIT) + m * 8 + place.column;
+        out[at * DV + d] = O(acc[m].thread_elements()[0] * factor);
+        out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * factor);
+    }
+    if (PARTIAL && part == 0 && place.column == 0) {
+        out_stats[at * 2] = top;
+        out_stats[at * 2 + 1] = total;
     }
 }

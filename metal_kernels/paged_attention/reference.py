@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in MLX's operations: plan() once a step, run() once a layer.
+"""Paged attention in MLX's operations: run() once a layer, by a plan of buckets.py.
 
 It serves the CPU device and layers that the kernels do not, and the self-check compares the kernels
 with it on the user's machine. One indexed read gathers a bucket's context from the pool, this
@@ -17,27 +17,7 @@ import mlx.core as mx
 
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention.buckets import (
-    DECODE_ROWS,
-    MAX_GATHERED,
-    MAX_SCORES,
-    MIN_ROWS,
-    Bucket,
-    BucketPlan,
-    plan,
-)
-
-__all__ = [
-    "DECODE_ROWS",
-    "MAX_GATHERED",
-    "MAX_SCORES",
-    "MIN_ROWS",
-    "Bucket",
-    "BucketPlan",
-    "Gather",
-    "plan",
-    "run",
-]
+from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 
 _LOG2_E = math.log2(math.e)
 

@@ -4,14 +4,12 @@
 from metal_kernels.selfcheck.case import CHOICES, KERNELS, WAYS, Case, Check, Outcome, dtype_name
 from metal_kernels.selfcheck.checks import (
     STEPS,
-    check,
     check_kernel,
     checks,
-    in_use,
     next_check,
     usable,
 )
-from metal_kernels.selfcheck.timing import Timing, Work, copy_bandwidth, works
+from metal_kernels.selfcheck.timing import Work, copy_bandwidth, works
 
 __all__ = [
     "CHOICES",
@@ -21,14 +19,11 @@ __all__ = [
     "Case",
     "Check",
     "Outcome",
-    "Timing",
     "Work",
-    "check",
     "check_kernel",
     "checks",
     "copy_bandwidth",
     "dtype_name",
-    "in_use",
     "next_check",
     "usable",
     "works",

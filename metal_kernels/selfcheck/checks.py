@@ -16,14 +16,6 @@ STEPS = 40
 _FEWEST = 12
 
 
-def check(case: Case, num_steps: int = STEPS) -> list[Outcome]:
-    """Checks the case's kernels by the current compiler, on MLX's default device."""
-    outcomes: list[Outcome] = []
-    while (following := next_check(case, outcomes)) is not None:
-        outcomes.append(check_kernel(case, following, num_steps, usable(case, outcomes)))
-    return outcomes
-
-
 def checks(case: Case) -> list[Check]:
     """The checks of a case in order: a kernel relies on those before it."""
     sizes = Tiles.for_layer(case.shape, case.window)
@@ -36,11 +28,6 @@ def checks(case: Case) -> list[Check]:
         elif kernel != "reduce" or sizes.split:
             found.append(Check(kernel))
     return found + [Check(choice) for choice in CHOICES if choice in case.kernels]
-
-
-def in_use(case: Case) -> list[str]:
-    """What of `case.kernels` layers of its shape ever need."""
-    return list(dict.fromkeys(check.kernel for check in checks(case)))
 
 
 def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:

@@ -16,7 +16,7 @@ from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.layout import RaggedLayout
-from metal_kernels.paged_attention import Tiles
+from metal_kernels.paged_attention import Tiles, buckets
 from metal_kernels.paged_attention import reference as attention_reference
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.play import (
@@ -117,7 +117,7 @@ def _compare_attention(
         values = keys[..., : case.shape.value_size]
     else:
         values = gather_reference.decode(pools.values, pools.value_scales)
-    plan = attention_reference.plan(
+    plan = buckets.plan(
         layout.query_start_loc_np,
         layout.seq_lens_np,
         layout.block_tables_np,

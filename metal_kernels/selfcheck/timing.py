@@ -14,7 +14,7 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionPlan, Tiles, gathered, reference
+from metal_kernels.paged_attention import AttentionPlan, Tiles, buckets, gathered
 from metal_kernels.paged_attention.buckets import BucketPlan
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
@@ -32,29 +32,13 @@ _COMPARED_CALLS = {"decode_way": 20, "prefill_way": 2}
 Call = Callable[[mx.array], list[mx.array]]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One kernel over one batch."""
-
-    name: str  # kernel and batch
-    seconds: float  # of a call: the median of rounds of calls, each after the one before
-    moved: int  # bytes of K/V that it must read or write
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second."""
-        return self.moved / self.seconds
-
-
 def copy_bandwidth(size: int = 2**28) -> float:
     """Bytes a second, read and written, of MLX's own elementwise pass over `size` bytes."""
     source = mx.zeros(size // 4, mx.float32)
     mx.eval(source)
 
-    def once() -> None:
-        mx.eval(source + 1)
-
-    return 2 * size / _median(once)
+    (seconds,) = _in_turn([lambda fence: [fence, source + 1]], 1)
+    return 2 * size / seconds
 
 
 @dataclass(frozen=True)
@@ -65,9 +49,13 @@ class Work:
     call: Call
     moved: int  # bytes of K/V that it must read or write
 
-    def measure(self) -> Timing:
-        """Times it. A compiler's or a driver's error passes through."""
-        return Timing(self.name, _of_call(self.call), self.moved)
+    def seconds(self) -> float:
+        """A call's seconds: the median of rounds of calls, each after the one before.
+
+        A compiler's or a driver's error passes through.
+        """
+        (seconds,) = _in_turn([self.call], _CALLS)
+        return seconds
 
 
 def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
@@ -138,7 +126,9 @@ def _bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, 
     return requests, query, context
 
 
-def _in_turn(ways: Sequence[Call], calls: int, clock: Callable[[], float]) -> Iterator[float]:
+def _in_turn(
+    ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[float]:
     """Median seconds of a call each way; the first round, which compiles, does not count."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
@@ -195,7 +185,7 @@ class _Layer:
 
     def attend_gathered(self, requests: int, query: int, context: int) -> Call:
         """By MLX's attention over what `kv_gather` reads."""
-        plan = reference.plan(
+        plan = buckets.plan(
             *self._layout(requests, query, context),
             np.full(requests * query, -1, np.int32),
             self._case.block_size,
@@ -272,10 +262,6 @@ class _Layer:
         return [array for array in arrays if array is not None]
 
 
-def _of_call(call: Call) -> float:
-    return _median(lambda: _queue(call, _CALLS)) / _CALLS
-
-
 def _queue(call: Call, count: int) -> None:
     """So many calls, each after the one before, to their end."""
     fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
@@ -283,14 +269,3 @@ def _queue(call: Call, count: int) -> None:
         fence, *others = call(fence)
         results += others
     mx.eval(fence, results)
-
-
-def _median(once: Callable[[], None]) -> float:
-    """Seconds; the first round, which compiles, does not count."""
-    once()
-    seconds = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)

@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 from batch.test_requests import new_request
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from metal_kernels.pace import Pace
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import prepare
@@ -63,7 +63,7 @@ def test_rows_lie_as_far_before_as_the_device_says():
     requests.num_computed_tokens_np[short.req_idx] = 6
     requests.num_computed_tokens_np[requests["long"].req_idx] = 12
     requests.block_tables.append(short.req_idx, ([6],))
-    behind = Behind(mx.array([0, 2], mx.int32), np.array([0, 3], np.int32))
+    behind = PositionLag(mx.array([0, 2], mx.int32), np.array([0, 3], np.int32))
     drafts = StepDrafts(
         mx.array([[0, 0], [80, 81]]), np.array([0, 2], np.int32), np.array([0, 2], np.int32)
     )

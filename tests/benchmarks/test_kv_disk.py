@@ -10,7 +10,7 @@ from _kv_streams import Gaps, beside_loads, stuck_disk
 
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 
 class FakeEngine:

@@ -15,7 +15,7 @@ from vllm_metal.commands.cli import main
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import peek
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 DAY = 86400
 LLAMA, QWEN = "aa" * 16, "bb" * 16

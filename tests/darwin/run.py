@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from vllm_metal.settings import envs
+from metal_kernels.cache import cache_dir
 
 DOUBLE = Path(__file__).parent / "double"
 #: Begins the line of a process that the double ended as macOS would have.
@@ -44,7 +44,7 @@ def environment(**variables: str) -> dict[str, str]:
         "VLLM_METAL_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_METAL_CACHE": str(envs.cache_dir()),  # models converted before serve here, too
+        "VLLM_METAL_CACHE": str(cache_dir()),  # models converted before serve here, too
         # OpenMP as vllm_metal.device.blas sets it on Linux, and for its reason.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "20000",

@@ -14,7 +14,7 @@ from e2e.harness import counters, engine, free_blocks, greedy, run_out
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from vllm_metal.kv_transfer.config import CONNECTOR
-from vllm_metal.kv_transfer.peering import Peering
+from vllm_metal.kv_transfer.peer.store import PeerStore
 
 #: What vLLM's proxies send along to the engine that prefills.
 FOR_A_DECODER = {
@@ -86,9 +86,9 @@ def blocks_of(llm: LLM, req_id: str) -> list[int]:
     return list(scheduler.kv_cache_manager.get_block_ids(req_id)[0])
 
 
-def peering(llm: LLM) -> Peering:
-    """What an engine has to do with others."""
-    found: Peering = worker_of(llm).get_kv_connector_handshake_metadata()[0, 0].peering
+def peer_store(llm: LLM) -> PeerStore:
+    """An engine's outbox, and the peers that it fetches pages from."""
+    found: PeerStore = worker_of(llm).transfers.hooks.store.stores["peers"]
     return found
 
 

@@ -24,7 +24,7 @@ from vllm_metal.settings import facts, salts, secret_file
 @contextmanager
 def said():
     """What is logged about pages that are there and cannot be used."""
-    lines, logger = [], logging.getLogger("vllm_metal.kv_transfer.page_store")
+    lines, logger = [], logging.getLogger("vllm_metal.kv_transfer.disk.store")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     level = logger.level

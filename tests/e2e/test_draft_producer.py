@@ -15,7 +15,7 @@ from e2e.drafting import (
 )
 from e2e.harness import counters
 
-from vllm_metal.spec_decode.draft_writer import DraftModelWriter, HeadWriter
+from vllm_metal.spec_decode.draft_writer import DraftWriter
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.worker.model_runner import ModelRunner
 
@@ -153,8 +153,7 @@ def test_nothing_is_proposed(toys, tmp_path, prompts, monkeypatch, method, ahead
         raise AssertionError("a producer has no proposer")
 
     passes, steps = [], []
-    family = DraftModelWriter if method == "draft_model" else HeadWriter
-    write, forward = family.write, ModelRunner.forward
+    write, forward = DraftWriter.write, ModelRunner.forward
 
     def counted(self, rows, last_token_ids):
         passes.append(len(rows.positions_np))
@@ -166,7 +165,7 @@ def test_nothing_is_proposed(toys, tmp_path, prompts, monkeypatch, method, ahead
         forward(self, scheduler_output)
 
     monkeypatch.setattr(PagedProposer, "__init__", never)
-    monkeypatch.setattr(family, "write", counted)
+    monkeypatch.setattr(DraftWriter, "write", counted)
     monkeypatch.setattr(ModelRunner, "forward", noting)
     with drafting_engine(
         toys[method], tmp_path, "kv_producer", async_scheduling=ahead, max_num_seqs=4

@@ -22,7 +22,7 @@ from e2e.peers import (
 from vllm_metal.kv_cache.pages import page_rows
 from vllm_metal.kv_transfer.connector import MetalKVConnector
 from vllm_metal.kv_transfer.peer.client import Peer
-from vllm_metal.kv_transfer.peers import Peers
+from vllm_metal.kv_transfer.peer.view import PeerView
 
 BLOCK = 16
 HEADS = ("eagle", "eagle3", "mtp", *STATELESS)
@@ -124,19 +124,19 @@ class ByPosition:
 
     def __init__(self, monkeypatch, p):
         self._p, self._blocks, self._rows, self._places = p, [], [], {}
-        ends, asks = MetalKVConnector.request_finished_all_groups, Peers.ask
+        ends, asks = MetalKVConnector.request_finished_all_groups, PeerView.look_up
 
         def note_blocks(connector, request, block_ids):
             if (request.kv_transfer_params or {}).get("do_remote_decode"):
                 self._blocks = blocks_of(p, request.request_id)  # `block_ids` is cut already
             return ends(connector, request, block_ids)
 
-        def note_places(peers, keys, engine_id):
-            self._places = {key: place for place, key in enumerate(keys)}
-            return asks(peers, keys, engine_id)
+        def note_places(view, namespace, keys, params):
+            self._places = {key: place for place, key in enumerate(keys())}
+            return asks(view, namespace, keys, params)
 
         monkeypatch.setattr(MetalKVConnector, "request_finished_all_groups", note_blocks)
-        monkeypatch.setattr(Peers, "ask", note_places)
+        monkeypatch.setattr(PeerView, "look_up", note_places)
         monkeypatch.setattr(Peer, "fetch", self._fetch)
 
     def trim(self, prompt):

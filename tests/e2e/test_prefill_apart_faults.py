@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from e2e.fuzz.models import VOCAB
 from e2e.harness import greedy, run_out
-from e2e.peers import consumer, decode, free_port, peering, prefill, producer, role_engine
+from e2e.peers import consumer, decode, free_port, peer_store, prefill, producer, role_engine
 from vllm import TokensPrompt
 
 from vllm_metal.kv_transfer.peer import outbox as outbox_module
 from vllm_metal.kv_transfer.peer.client import Peer
 from vllm_metal.kv_transfer.peer.limits import TIMEOUTS
 from vllm_metal.kv_transfer.peer.page import Page
-from vllm_metal.kv_transfer.peers import Asked
+from vllm_metal.kv_transfer.peer.view import PeerLookup
 
 PULLED = 96  # tokens of a prompt of 100, in blocks of 16
 
@@ -48,11 +48,11 @@ def pair(tiny):
 
 
 def dies(p):
-    peering(p).close()
+    peer_store(p).close()
 
 
 def forgets(p):
-    peering(p).outbox.clear()
+    peer_store(p).outbox.clear()
 
 
 def check(p, d, prompts, alone, trouble=lambda: None):
@@ -102,7 +102,8 @@ def test_a_producer_that_is_gone_amid_a_page(pair, prompts, alone, monkeypatch):
     def second_page(self, key):
         sent.append(key)
         if len(sent) == 2:
-            threading.Thread(target=peering(p).close).start()  # waits for the thread that is here
+            # It waits for the thread that is here.
+            threading.Thread(target=peer_store(p).close).start()
             threading.Event().wait(0.2)
         return get(self, key)
 
@@ -126,7 +127,7 @@ def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
     monkeypatch.setattr(outbox_module.Outbox, "get", changed)
     found = decode(d, prompts[0], params)
     assert found.tokens == alone[0]
-    assert peering(d).stats().num_corrupt == 1
+    assert peer_store(d).figures().num_corrupt == 1
 
 
 def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
@@ -138,7 +139,7 @@ def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):
     for prompt, tokens in zip(prompts[:2], alone, strict=False):
         found = decode(d, prompt, prefill(p, prompt))
         assert (found.tokens, found.pulled) == (tokens, 0)
-    assert peering(p).stats().sent_bytes == 0
+    assert peer_store(p).figures().sent_bytes == 0
 
 
 @MORE
@@ -151,17 +152,16 @@ def test_other_pages_are_refused(pair, prompts, alone):
 @MORE
 def test_nobody_listens_at_first_and_then_somebody_does(tiny, prompts, alone, monkeypatch):
     port = free_port()
-    # It is tried again at once, as after some seconds.
-    made = partial(Peer, timeouts=replace(TIMEOUTS, down=0.0))
-    monkeypatch.setattr("vllm_metal.kv_transfer.peering.Peer", made)
+    at_once = partial(Peer, timeouts=replace(TIMEOUTS, down=0.0))  # and not after some seconds
+    monkeypatch.setattr("vllm_metal.kv_transfer.peer.store.Peer", at_once)
     with consumer(tiny, port) as d:
         found = decode(d, prompts[0])
         assert (found.tokens, found.pulled) == (alone[0], 0)
         for place in (1, 2):  # another engine at the same address after the first
             with producer(tiny, port) as p:
-                before = peering(d).stats().fetched_bytes
+                before = peer_store(d).figures().fetched_bytes
                 assert decode(d, prompts[place], prefill(p, prompts[place])).tokens == alone[place]
-                assert peering(d).stats().fetched_bytes > before
+                assert peer_store(d).figures().fetched_bytes > before
 
 
 def test_a_peer_that_stands_still_delays_no_other_stream(pair, prompts, alone, monkeypatch):
@@ -218,15 +218,15 @@ def test_a_request_that_is_given_up_while_it_loads(pair, prompts, alone, monkeyp
 def test_leases_end_with_what_they_were_for(pair, prompts, asked, monkeypatch):
     p, d = pair()
     if asked == "never":
-        monkeypatch.setattr(Asked, "peer_of", lambda self, key: None)
+        monkeypatch.setattr(PeerLookup, "contains", lambda self, key: False)
     decode(d, prompts[0], prefill(p, prompts[0]))
     deadline = threading.Event()
     for _ in range(200):
-        if peering(p).stats().leased_bytes == 0:
+        if peer_store(p).figures().leased_bytes == 0:
             break
         deadline.wait(0.05)
-    assert peering(p).stats().leased_bytes == 0
-    assert peering(p).stats().outbox_bytes > 0
+    assert peer_store(p).figures().leased_bytes == 0
+    assert peer_store(p).figures().outbox_bytes > 0
 
 
 def test_a_load_that_fails_fails_the_request_where_a_user_says_so(pair, prompts, monkeypatch):

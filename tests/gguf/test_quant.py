@@ -27,10 +27,10 @@ def blocks_of(kind: Kind, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(3))
 def test_repacked_blocks_decode_to_the_same_values(kind: Kind, seed: int) -> None:
     data = blocks_of(kind, seed)
-    rows = repack(data, kind)
-    scales, biases = (mx.array(a).astype(mx.float32) for a in (rows.scales, rows.biases))
+    words, *rows = repack(data, kind)
+    scales, biases = (mx.array(a).astype(mx.float32) for a in rows)
     decoded = mx.dequantize(
-        mx.array(rows.words), scales, biases, group_size=GROUP_SIZE, bits=EXACT[kind].bits
+        mx.array(words), scales, biases, group_size=GROUP_SIZE, bits=EXACT[kind].bits
     )
     expected = gguf.dequantize(data, kind)
     # q * scale + bias is one rounding away from (q - zero) * scale; 256 is the largest |q|.
@@ -41,11 +41,11 @@ def test_repacked_blocks_decode_to_the_same_values(kind: Kind, seed: int) -> Non
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
 def test_repacked_rows_multiply_like_the_dense_matrix(kind: Kind) -> None:
     data = blocks_of(kind, seed=7)
-    rows = repack(data, kind)
+    words, *rows = repack(data, kind)
     x = mx.random.normal((3, COLUMNS))
-    scales, biases = (mx.array(a).astype(mx.float32) for a in (rows.scales, rows.biases))
+    scales, biases = (mx.array(a).astype(mx.float32) for a in rows)
     product = mx.quantized_matmul(
-        x, mx.array(rows.words), scales, biases, group_size=GROUP_SIZE, bits=EXACT[kind].bits
+        x, mx.array(words), scales, biases, group_size=GROUP_SIZE, bits=EXACT[kind].bits
     )
     expected = np.array(x) @ gguf.dequantize(data, kind).T
     np.testing.assert_allclose(np.array(product), expected, rtol=1e-4, atol=2e-3)
@@ -53,7 +53,7 @@ def test_repacked_rows_multiply_like_the_dense_matrix(kind: Kind) -> None:
 
 def test_biases_are_exact_in_float16() -> None:
     for kind, layout in EXACT.items():
-        rows = repack(blocks_of(kind, seed=1), kind)
+        _, scales, biases = repack(blocks_of(kind, seed=1), kind)
         if not layout.has_min:
-            expected = rows.scales.astype(np.float64) * -(2.0 ** (layout.bits - 1))
-            np.testing.assert_array_equal(rows.biases.astype(np.float64), expected)
+            expected = scales.astype(np.float64) * -(2.0 ** (layout.bits - 1))
+            np.testing.assert_array_equal(biases.astype(np.float64), expected)

@@ -11,8 +11,9 @@ import pytest
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, check, checks, in_use, timing
+from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, checks, timing
 from tests.metal_kernels.doubles import Refusing
+from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice

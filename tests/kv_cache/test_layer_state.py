@@ -13,7 +13,7 @@ from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attentio
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_state import StepLayout, Storage
+from vllm_metal.kv_cache.layer_state import Storage
 from vllm_metal.kv_cache.pages import BlockPages, page_rows
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -236,12 +236,6 @@ def test_no_layer_has_a_step_once_its_forward_is_built(model, config):
     for layer, cache in zip(model.layers[1::2], kept[1::2], strict=True):
         with pytest.raises(RuntimeError, match="outside a step"):
             layer(mx.zeros((1, 1, 32)), None, cache)
-
-
-def test_a_layout_tells_every_row_its_position():
-    starts, seq_lens = np.array([0, 3, 4], np.int32), np.array([10, 7], np.int32)
-    layout = StepLayout(starts, seq_lens, np.zeros((2, 1), np.int32), np.zeros(4, np.int32), 16)
-    assert layout.positions_np.tolist() == [7, 8, 9, 6]
 
 
 class Counters(Storage):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import vllm.config  # noqa: F401 — before vllm.distributed, or they import each other
@@ -13,14 +15,16 @@ from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.fingerprint import Fingerprint
-from vllm_metal.kv_transfer.messages import PageKeys, RequestPlace
+from vllm_metal.kv_transfer.disk.store import DiskStore
+from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
+from vllm_metal.kv_transfer.messages import PageKeys
 from vllm_metal.kv_transfer.page_store import PageStore
 
 NUM_BLOCKS, BLOCK = 12, 4
 FINGERPRINT = Fingerprint("ab12", {"model": "test"})
 #: Of a page: keys and values of 4 tokens, one head of 16 float32.
 PAGE_BYTES = 2 * BLOCK * 16 * 4
+CONTENT = PoolContent(FINGERPRINT, (PAGE_BYTES, PAGE_BYTES))
 
 
 class SmallPool:
@@ -44,19 +48,28 @@ class SmallPool:
 
 
 def store_on(folder, limits=None, **options):
-    return PageStore(FINGERPRINT, DiskCache(folder, limits or Limits(10**8, None), **options))
+    """A PageStore on a folder that it has pages of CONTENT in."""
+    made = partial(DiskCache, folder, limits or Limits(10**8, None), **options)
+    store = PageStore({"disk": DiskStore(made)})
+    store.use(CONTENT)
+    return store
+
+
+def folder_of(store, namespace="shared"):
+    """The BlockFolder of a namespace."""
+    return store.shelf(namespace).of["disk"].folder
 
 
 def keys_of(names, namespace="shared", group=0, used_at=1e9):
     """Keys of pages by name, and where they are kept."""
     keys = [make_offload_key(str(name).encode().rjust(32, b"-"), group) for name in names]
     ends = [BLOCK * (index + 1) for index in range(len(keys))]
-    return PageKeys(keys, ends, RequestPlace(namespace, used_at))
+    return PageKeys(keys, ends, namespace, used_at)
 
 
 def on_disk(store, keys):
     """The pages' bytes; None where there is none."""
-    folder, found = store.shelf(keys.place.namespace).folder, []
+    folder, found = folder_of(store, keys.namespace), []
     for key in keys.keys:
         content = bytearray(PAGE_BYTES)
         found.append(bytes(content) if folder.read(key, memoryview(content)) else None)

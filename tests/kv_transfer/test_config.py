@@ -16,11 +16,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_metal.kv_transfer.config import (
     CONNECTOR,
     CONNECTOR_MODULE,
-    PrefixCacheConfig,
     TransferConfig,
-    settle_kv_transfer,
+    complete_kv_transfer,
 )
 from vllm_metal.kv_transfer.disk import limits
+from vllm_metal.kv_transfer.disk.config import DiskConfig
 from vllm_metal.platform.metal_platform import MetalPlatform
 
 
@@ -52,7 +52,7 @@ def full(path, /, **extra):
 def checked(config):
     MetalPlatform.check_and_update_config(config)
     found = TransferConfig.of(config)
-    return None if found is None else found.disk
+    return None if found is None else found.stores["disk"]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_without_a_setting_nothing_changes(config):
     before = copy.deepcopy(config.cache_config)
     assert checked(config) is None
     assert config.kv_transfer_config is None and config.cache_config == before
-    settle_kv_transfer(VllmConfig())  # vLLM makes one without a model, too
+    complete_kv_transfer(VllmConfig())  # vLLM makes one without a model, too
 
 
 def test_the_short_way_and_vllm_s_are_the_same(config, made, tmp_path, key):
@@ -80,8 +80,8 @@ def test_the_short_way_and_vllm_s_are_the_same(config, made, tmp_path, key):
         "prefix_cache_salt_key": str(key),
     }
     given = config.additional_config
-    expected = PrefixCacheConfig(path, 5 * 10**9, 2 * 2**30, key)
-    assert checked(config) == expected
+    expected = DiskConfig(path, 5 * 10**9, 2 * 2**30)
+    assert checked(config) == expected and TransferConfig.of(config).salt_key == key
     assert config.additional_config == {"fixed_draft_length": True}
     assert len(given) == 5  # the user's own object is left alone
     other = copy.deepcopy(made)
@@ -104,7 +104,9 @@ def test_the_short_way_and_vllm_s_are_the_same(config, made, tmp_path, key):
 
 
 @pytest.mark.parametrize("way", ["short", "full"])
-def test_the_engine_s_process_settles_again_and_finds_the_same(config, tmp_path, monkeypatch, way):
+def test_the_engines_process_completes_it_again_and_finds_the_same(
+    config, tmp_path, monkeypatch, way
+):
     path = tmp_path / "cache"
     if way == "short":
         config.additional_config = {"prefix_cache_dir": str(path)}
@@ -113,7 +115,7 @@ def test_the_engine_s_process_settles_again_and_finds_the_same(config, tmp_path,
     found = checked(config)
     transfer = copy.deepcopy(config.kv_transfer_config)
     monkeypatch.setattr(limits, "default_max_bytes", lambda path: 1)  # the free space has changed
-    monkeypatch.setattr("vllm_metal.kv_transfer.config.default_max_bytes", lambda path: 1)
+    monkeypatch.setattr("vllm_metal.kv_transfer.disk.config.default_max_bytes", lambda path: 1)
     assert checked(config) == found
     assert config.kv_transfer_config == transfer
 
@@ -124,14 +126,14 @@ def test_defaults(config, tmp_path):
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert 0.5 * found.max_bytes <= min(free // 10, 50 * 10**9) <= 2 * found.max_bytes
     assert found.daily_write_bytes == limits.DEFAULT_DAILY_WRITE_BYTES
-    assert found.salt_key is None
+    assert TransferConfig.of(config).salt_key is None
 
 
 def test_a_full_disk_does_not_stop_a_start(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_metal.kv_transfer.config.default_max_bytes", lambda path: 0)
+    monkeypatch.setattr("vllm_metal.kv_transfer.disk.config.default_max_bytes", lambda path: 0)
     config.kv_transfer_config = full(tmp_path)
     assert checked(config) == checked(config)
-    assert TransferConfig.of(config).disk.max_bytes == 1
+    assert TransferConfig.of(config).stores["disk"].max_bytes == 1
 
 
 def test_unlimited_writes(config, tmp_path):
@@ -201,8 +203,8 @@ def test_one_block_a_chunk_may_be_written(config, tmp_path):
     for extra in ({"blocks_per_chunk": 1}, {"block_size": 16}, {"offload_prompt_only": True}):
         config.kv_transfer_config = full(tmp_path, **extra)
         assert checked(config).directory == tmp_path
-        settled = config.kv_transfer_config.kv_connector_extra_config
-        assert settled["offload_prompt_only"] == ("offload_prompt_only" in extra)
+        complete = config.kv_transfer_config.kv_connector_extra_config
+        assert complete["offload_prompt_only"] == ("offload_prompt_only" in extra)
 
 
 def test_a_connector_without_a_path_is_named(config):
@@ -259,9 +261,9 @@ def test_a_folder_that_can_only_be_read_is_warned_of(config, tmp_path, monkeypat
 
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
     config.kv_transfer_config = full(tmp_path)
-    with caplog.at_level(logging.WARNING, "vllm_metal.kv_transfer.config"):
+    with caplog.at_level(logging.WARNING, "vllm_metal.kv_transfer.disk.config"):
         assert checked(config).directory == tmp_path
-    (record,) = [r for r in caplog.records if r.name == "vllm_metal.kv_transfer.config"]
+    (record,) = [r for r in caplog.records if r.name == "vllm_metal.kv_transfer.disk.config"]
     assert f"{tmp_path} cannot be written to (Permission denied)" in record.getMessage()
 
 
@@ -270,9 +272,9 @@ def test_a_folder_that_others_can_write_to_is_warned_of(config, tmp_path, caplog
         tmp_path.chmod(mode)
         config.kv_transfer_config = full(tmp_path)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "vllm_metal.kv_transfer.config"):
+        with caplog.at_level(logging.WARNING, "vllm_metal.kv_transfer.disk.config"):
             checked(config)
-        found = [r for r in caplog.records if r.name == "vllm_metal.kv_transfer.config"]
+        found = [r for r in caplog.records if r.name == "vllm_metal.kv_transfer.disk.config"]
         assert bool(found) == warned, mode
         assert all(f"chmod go-w {tmp_path}" in record.getMessage() for record in found)
 

@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_transfer.small_pool import PAGE_BYTES, SmallPool, keys_of, on_disk, store_on
+from kv_transfer.small_pool import PAGE_BYTES, SmallPool, folder_of, keys_of, on_disk, store_on
 
 from vllm_metal.kv_transfer import loads as module
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
@@ -27,7 +27,7 @@ def filled(folder):
     keys = keys_of(NAMES)
     for index, key in enumerate(keys.keys):
         content = memoryview(source.block(1 + index))
-        store.shelf("shared").folder.write(key, content, 1e9, index)
+        folder_of(store).write(key, content, 1e9, index)
     assert None not in on_disk(store, keys)
     return store, source
 
@@ -93,26 +93,29 @@ def test_pages_come_to_their_blocks_bit_by_bit(disk, loads, pool):
     for index, block in enumerate(blocks):
         assert pool.block(block) == disk[1].block(1 + index)
     assert [pool.block(block) for block in (0, 1, 2)] == others
-    assert loads._staging.num_bytes == 0
+    assert loads.staged_bytes == 0
 
 
-def test_a_step_takes_so_many_bytes_and_staging_is_bounded(loads):
+def test_a_step_takes_so_many_bytes_and_staging_is_bounded(loads, pool):
     loads.add(0, "r", keys_of(NAMES), range(1, 9))
-    imported, num_steps, deadline = 0, 0, time.monotonic() + 20
-    job = loads._jobs["r"]
-    while "r" in loads._jobs:
+    num_steps, deadline = 0, time.monotonic() + 20
+    while loads.busy:
         assert time.monotonic() < deadline
-        turn(loads, most_bytes=1)
-        assert job.num_bytes - imported in (0, 2 * PAGE_BYTES)  # one piece
-        assert loads._staging.num_bytes <= 4 * PAGE_BYTES
-        num_steps += job.num_bytes > imported
-        imported = job.num_bytes
+        before = [pool.block(block) for block in range(1, 9)]
+        ended = turn(loads, most_bytes=1)
+        changed = sum(pool.block(1 + index) != held for index, held in enumerate(before))
+        assert changed in (0, 2)  # one piece
+        assert loads.staged_bytes <= 4 * PAGE_BYTES
+        num_steps += changed > 0
+    assert ended[0].num_bytes == 8 * PAGE_BYTES
     assert num_steps == 4
 
 
 @pytest.mark.parametrize("spoilt", ["vanished", "changed"])
-def test_one_bad_page_fails_the_load_and_the_request_may_load_again(disk, loads, pool, spoilt):
-    (path,) = disk[0]._disk._root.glob(f"*/*/*/{keys_of(NAMES).keys[5].hex()}.kv")
+def test_one_bad_page_fails_the_load_and_the_request_may_load_again(
+    disk, loads, pool, spoilt, tmp_path
+):
+    (path,) = (tmp_path / "cache").glob(f"*/*/*/{keys_of(NAMES).keys[5].hex()}.kv")
     if spoilt == "vanished":
         path.unlink()
     else:
@@ -133,7 +136,7 @@ def test_a_load_that_was_taken_back_writes_nothing_any_more(loads, pool, held, h
     loads.read_on()
     if how == "cancel after reading":
         held.set()
-        while len(loads._ready) < 2:
+        while loads.num_ready < 2:
             loads.read_on()
     if how == "lose the pool":
         loads.lose_pool()
@@ -144,12 +147,12 @@ def test_a_load_that_was_taken_back_writes_nothing_any_more(loads, pool, held, h
     assert not job.failed and job.req_id == "r"  # its blocks were taken away
     held.set()
     deadline = time.monotonic() + 20
-    while loads._num_reading or loads._ready:
+    while not loads.is_quiet:
         assert time.monotonic() < deadline
         assert turn(loads) == []
     turn(loads)
     assert [pool.block(block) for block in range(12)] == before
-    assert loads._staging.num_bytes == 0
+    assert loads.staged_bytes == 0
 
 
 def test_a_request_that_loads_again_at_once_gets_its_second_load_only(disk, loads, pool, held):
@@ -181,7 +184,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
 
     for action, number in actions:
         req_id = f"r{number % 4}"
-        if action == "add" and req_id not in loads._jobs:
+        if action == "add" and req_id not in loads.req_ids:
             count = number % 9
             loads.add(len(added), req_id, keys_of(NAMES[:count]), range(1, 1 + count))
             added.append(len(added))
@@ -191,7 +194,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
         elif action == "cancel":
             loads.cancel({req_id})
         elif action == "spoil":
-            store.shelf("shared").folder.discard(keys_of(NAMES).keys[number % 8 : number % 8 + 1])
+            folder_of(store).discard(keys_of(NAMES).keys[number % 8 : number % 8 + 1])
         elif action == "lose":
             lose()
         elif action == "import fails":
@@ -201,14 +204,14 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
             except TypeError:
                 lose()
             del pool.pages.import_pages
-        assert loads._staging.num_bytes <= 4 * PAGE_BYTES
+        assert loads.staged_bytes <= 4 * PAGE_BYTES
     deadline = time.monotonic() + 20
-    while loads._jobs or loads._num_reading:
+    while not loads.is_quiet:
         assert time.monotonic() < deadline
         ended += turn(loads)
     ended += turn(loads)
     assert sorted(job.job_id for job in ended) == added
-    assert loads._staging.num_bytes == 0
+    assert loads.staged_bytes == 0
     loads.close()
     store.close()
 

@@ -13,6 +13,7 @@ from kv_transfer.small_pool import PAGE_BYTES, SmallPool, keys_of, on_disk, stor
 
 from vllm_metal.kv_transfer import stores as module
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
+from vllm_metal.kv_transfer.page_store import TRANSFERS
 from vllm_metal.kv_transfer.stores import Stores
 
 
@@ -162,9 +163,9 @@ def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(store, pool,
     for number in range(10):
         stores.add(number, "r", keys_of([number]), [1 + number])
         step(stores)
-        assert stores._staged_bytes <= 4 * PAGE_BYTES
+        assert stores.staged_bytes <= 4 * PAGE_BYTES
     stores.copy_now({7, 8})  # their blocks are about to be others'
-    assert store.take_changes().num_dropped == 2
+    assert store.figures()[TRANSFERS] == {"num_dropped": 2}
     assert {job.job_id for job in stores.finished()} == {7, 8}
     blocked.set()
     while stores.busy:
@@ -178,7 +179,7 @@ def test_a_page_larger_than_the_staging_goes_alone(store, pool):
     keys = keys_of("ab")
     stores.add(0, "r", keys, [5, 3])
     stores.copy_now()
-    assert stores._staged_bytes == PAGE_BYTES
+    assert stores.staged_bytes == PAGE_BYTES
     stores.drain(20)
     finish(stores, 0)
     assert on_disk(store, keys) == [pool.block(5), pool.block(3)]
@@ -214,7 +215,7 @@ def test_each_page_is_written_once(stores, store):
         stores.copy_now()
         ended |= finish(stores, job_id)
     assert [ended[job].num_bytes for job in range(3)] == [2 * PAGE_BYTES, 0, 0]
-    assert store.take_changes().disk.num_written == 2
+    assert store.stores["disk"].figures().num_written == 2
 
 
 def test_what_has_no_place_and_what_is_void_is_not_kept(stores, store, pool):
@@ -286,7 +287,7 @@ class Machine:
             stores.lose_pool()
             stores.use(self.pool.pages)
         self.ended += [job.job_id for job in stores.finished()]
-        assert 0 <= stores._staged_bytes <= 3 * PAGE_BYTES
+        assert 0 <= stores.staged_bytes <= 3 * PAGE_BYTES
 
 
 ACTIONS = ["add", "add", "step", "step", "fails", "export fails", "flush", "void", "sleep"]
@@ -303,7 +304,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
         machine.stores.drain(20)
         machine.do("step", 0)
         assert sorted(machine.ended) == machine.added
-        assert not machine.stores.busy and machine.stores._staged_bytes == 0
+        assert not machine.stores.busy and machine.stores.staged_bytes == 0
     finally:
         store.close()
 

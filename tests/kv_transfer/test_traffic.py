@@ -98,7 +98,7 @@ def test_a_request_that_starts_again_beside_a_disk_that_hangs_computes(make, mon
     monkeypatch.setattr(BlockFolder, "write", hanging)
     try:
         req_id = engine.add(list(range(90)) * 2, max_tokens=60)
-        while not engine.hooks._stores._staged_bytes:
+        while not engine.hooks.stores.staged_bytes:
             engine.step()
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         ends = time.monotonic() + 30
@@ -146,7 +146,7 @@ def play(engine, seed, num_actions):
 
 def spoil(engine, rng):
     """A file of the cache changes or goes."""
-    files = sorted(engine.disk._root.glob("*/*/*/*.kv"))
+    files = sorted(engine.folder.glob("*/*/*/*.kv"))
     if files:
         path = files[int(rng.integers(len(files)))]
         if rng.integers(2):
@@ -273,7 +273,7 @@ def test_blocks_that_a_failed_request_had_from_another_are_not_kept_once_they_ar
     failing = engine.add(prompt + [5] * 20, max_tokens=20)
     while first not in engine.ended:
         engine.step()
-    assert engine.hooks._stores.busy
+    assert engine.hooks.stores.busy
     engine.poisoned.add(failing)
     while failing not in engine.ended:
         engine.step()

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import time
 from collections import deque
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import torch
+from kv_transfer.small_pool import folder_of
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -33,13 +37,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_metal.kv_cache.pages import PagePart
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
+from vllm_metal.kv_transfer.transfer_hooks import TransferHooks
 from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
-from vllm_metal.worker.transfer_hooks import TransferHooks
 
 BLOCK, WINDOW, MAX_LEN = 16, 40, 512
 MODEL = {
@@ -137,7 +142,7 @@ class Runner(ModelRunner):
         self.settled = []
         self._fate = GOOD
 
-    def settle_drafts(self, ends):
+    def complete_draft_kv(self, ends):
         self.settled.append(dict(ends))
 
     def join_step(self, arrays):
@@ -281,8 +286,16 @@ def kv_cache_config(num_blocks, num_groups):
     )
 
 
+def sent(message):
+    """As the other side gets it, where it is another process."""
+    return pickle.loads(pickle.dumps(message))
+
+
 class Engine:
-    """What vLLM's EngineCore does: schedules, runs, and updates, one step or two in flight."""
+    """What vLLM's EngineCore does: schedules, runs, and updates, one step or two in flight.
+
+    The scheduler's side and the worker's get copies of each other's messages.
+    """
 
     def __init__(self, config, cache, num_blocks=40, num_groups=1, limits=None, clock=None):
         """
@@ -309,16 +322,17 @@ class Engine:
         self.poisoned = set()  # requests whose next step makes NaN of their K/V
         self._numbers = itertools.count()
         limits = limits or Limits(10**9, None)
-        self.disk = DiskCache(cache, limits, **({"clock": clock} if clock else {}))
+        disk = DiskStore(partial(DiskCache, cache, limits, **({"clock": clock} if clock else {})))
+        self.folder, self.disk = cache, disk.cache
         fingerprint = Fingerprint("ab12", {"model": "test"})
-        self.store = PageStore(fingerprint, self.disk)
+        self.store = PageStore({"disk": disk})
         self.hooks = TransferHooks(self.store, lambda: fingerprint, BLOCK)
         # Steps fail at random here, many of them close to each other.
         self.runner = RecoveringRunner(
             lambda graphs: Runner(self, num_groups, num_blocks), self.hooks, most_failures=1000
         )
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: self.store})
+        self.connector.set_xfer_handshake_metadata({0: sent(self.store.handshake())})
         self._in_flight = deque()
 
     def poisons(self, req_id):
@@ -344,6 +358,7 @@ class Engine:
         depth = 2 if self.ahead else 1
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
+            step = replace(step, kv_connector_metadata=sent(step.kv_connector_metadata))
             output = self.runner.execute_model(step)
             if step.total_num_scheduled_tokens:
                 assert output is None
@@ -362,6 +377,7 @@ class Engine:
         step, output = self._in_flight.popleft()
         if isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
+        output.kv_connector_output = sent(output.kv_connector_output)
         results = self.scheduler.update_from_output(step, output)
         for result in (r for of_client in results.values() for r in of_client.outputs):
             self.outputs[result.request_id] += result.new_token_ids
@@ -401,8 +417,8 @@ class Engine:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert not connector._jobs and not connector._req_status
         assert not connector._block_id_to_pending_jobs and not connector._chunks_being_loaded
-        assert not connector.manager._writing and not connector.manager._salts
-        assert not self.hooks._stores.busy and not self.hooks._loads._jobs
+        assert connector.manager.is_idle
+        assert not self.hooks.stores.busy and not self.hooks.loads.busy
         assert not scheduler.failed_recving_kv_req_ids
         assert not scheduler.finished_recving_kv_req_ids
 
@@ -418,11 +434,11 @@ class Engine:
                 for index, block_hash in enumerate(hashes):
                     expected[block_hash.hex()] = (engine.texts[req_id], index)
         count = 0
-        for path in sorted(self.disk._root.glob("*/*/*/*.kv")):
+        for path in sorted(self.folder.glob("*/*/*/*.kv")):
             key = bytes.fromhex(path.stem)
             text, index = expected[key[:-4].hex()]
             content = bytearray(BLOCK * 4)
-            if not self.store.shelf(path.parts[-3]).folder.read(key, memoryview(content)):
+            if not folder_of(self.store, path.parts[-3]).read(key, memoryview(content)):
                 continue  # spoilt
             group = int.from_bytes(key[-4:], "big")
             np.testing.assert_array_equal(
@@ -440,6 +456,7 @@ class Engine:
             self.runner.close()
         finally:
             self.hooks.close()
+            self.connector.shutdown()
 
 
 def prompts(rng, num_families=3, longest=200):

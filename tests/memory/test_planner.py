@@ -15,7 +15,7 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
-from vllm_metal.memory.planner import Beside, Memory, Workload
+from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload
 
 GIB = 2**30
 #: Llama-3.1-8B's.
@@ -63,7 +63,7 @@ class Gpu:
         # Of 2048 rows: an MLP's three activations and six of the hidden size, in 16 bits.
         step = 2048 * (3 * 14336 + 6 * 4096) * 2
         sampling = VOCAB * 4 * 4  # of a row, in float32
-        beside = Beside(None, lambda rows: run(rows * sampling), VOCAB, 256, 2)
+        beside = LargestCalls(None, lambda rows: run(rows * sampling), VOCAB, 256, 2)
         return Workload(lambda: run(step), beside)
 
 
@@ -86,7 +86,7 @@ def serve(model, monkeypatch):
         with monkeypatch.context() as patches:
             gpu.take_over(patches)
             mac.take_over(patches)
-            memory = Memory("metal")
+            memory = MemoryPlanner("metal")
             (loaded or mac).take_over(patches)
             gpu.active = weights
             try:
@@ -186,7 +186,7 @@ def test_what_is_wired_is_what_mlx_holds_until_it_is_let_go(monkeypatch):
 
     monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 5 * GIB)
-    memory = Memory("cpu")
+    memory = MemoryPlanner("cpu")
     memory.wire()
     memory.wire()  # once more, with the pool of a wake-up
     memory.unwire()

@@ -137,10 +137,10 @@ MISTAKES = {
         None,
     ),
     "device memory given as threadgroup memory": (
-        "decode.metal",
-        "sinks, out, out_stats, merged,",
-        "sinks, out, out_stats, out_stats,",
-        "decode<T, C, O, D, ROWS, SIMDGROUPS, SCALED, PARTIAL>(",
+        "prefill.metal",
+        "D, base, end, thread_index, tile_memory);",
+        "D, base, end, thread_index, queries);",
+        "stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(",
     ),
     "threadgroup memory taken for device memory": (
         "prefill.metal",
@@ -203,9 +203,9 @@ MISTAKES = {
         None,
     ),
     "a threadgroup variable in a function": (
-        "decode.metal",
-        "float acc[ROWS][N];",
-        "threadgroup float acc[ROWS][N];",
+        "kv_write.metal",
+        "float row[RUNS][RUN];",
+        "threadgroup float row[RUNS][RUN];",
         None,
     ),
     "a threadgroup variable with a constructor": (

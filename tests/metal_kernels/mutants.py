@@ -76,18 +76,18 @@ _FAULTS: _Faults = {
         ("block size taken for 16", "ctz(uint(pool_shape[2]))", "4"),
     ],
     (DECODE, "decode", RACE): [
-        ("no barrier before the next row's parts", f"{_BARRIER}\n    }}\n}}", "}\n}"),
+        ("no barrier before the next row's parts", f"{_BARRIER}\n}}\n", "}\n"),
         (
             "barrier of device memory, not threadgroup memory",
-            f"{_BARRIER}\n        const int packed",
-            "metal::threadgroup_barrier(metal::mem_flags::mem_device);\n        const int packed",
+            f"{_BARRIER}\n    const int packed",
+            "metal::threadgroup_barrier(metal::mem_flags::mem_device);\n    const int packed",
         ),
         ("output row of another request", "request.first_out_row + ", ""),
         ("fence written for every K/V head", " && thread_position_in_grid.y == 0", ""),
     ],
     (DECODE, "decode", UNWRITTEN): [
-        ("no barrier before statistics are read", f"{_BARRIER}\n    UNROLLED", "UNROLLED"),
-        ("no barrier before parts are summed", f"{_BARRIER}\n        const", "const"),
+        ("no barrier before statistics are read", f"{_BARRIER}\nUNROLLED", "UNROLLED"),
+        ("no barrier before parts are summed", f"{_BARRIER}\n    const", "const"),
         ("statistics of one simdgroup only", "if (lane == 0)", "if (lane + simdgroup == 0)"),
     ],
     (DECODE, "decode", BOUNDS): [
@@ -96,8 +96,8 @@ _FAULTS: _Faults = {
         ("rows and heads of a group exchanged", "row = packed / group", "row = packed % group"),
         (
             "parts summed past the last simdgroup",
-            "s < SIMDGROUPS; s++) {\n                sum +=",
-            "s <= SIMDGROUPS; s++) {\n                sum +=",
+            "s < SIMDGROUPS; s++) {\n            sum +=",
+            "s <= SIMDGROUPS; s++) {\n            sum +=",
         ),
     ],
     (DECODE, "decode", WRONG): [
@@ -115,7 +115,7 @@ _FAULTS: _Faults = {
         (
             "query heads dealt out in turn, not in groups",
             "head = int(kv_head) * group + packed % group",
-            "head = packed % group * pool_shape[0] + int(kv_head)",
+            "head = packed % group * key_pool_shape[0] + int(kv_head)",
         ),
         ("a lane's own dot product", "metal::simd_sum(score)", "score"),
         (
@@ -133,8 +133,12 @@ _FAULTS: _Faults = {
             "load_strip<C, D, N, SCALED>(value_pool, value_scales, slot, present, lane, strip);",
             "",
         ),
-        ("block table row of another request", "ulong(tile.request) * uint(t", "ulong(0) * uint(t"),
-        ("block table rows of the wrong width", "uint(tables_shape[1])", "uint(tables_shape[0])"),
+        ("block table row of another request", "ulong(tile.request) * uint(b", "ulong(0) * uint(b"),
+        (
+            "block table rows of the wrong width",
+            "uint(block_tables_shape[1])",
+            "uint(block_tables_shape[0])",
+        ),
         ("fence not written", "fence[i] = after[0];", ""),
     ],
     (DECODE, "decode, many", BOUNDS): [
@@ -171,22 +175,22 @@ _FAULTS: _Faults = {
         ("partial output divided too", "PARTIAL ? sum : sum / all_total", "sum / all_total"),
         (
             "partial statistics swapped",
-            "place * 2] = all_top;\n            out_stats[place * 2 + 1] = all_total;",
-            "place * 2] = all_total;\n            out_stats[place * 2 + 1] = all_top;",
+            "place * 2] = all_top;\n        out_stats[place * 2 + 1] = all_total;",
+            "place * 2] = all_total;\n        out_stats[place * 2 + 1] = all_top;",
         ),
     ],
     (DECODE, "decode, split", RACE): [
-        ("output row of another split", "tile.split * bounds->out_rows + ", ""),
+        ("output row of another split", "tile.split * limits.out_rows + ", ""),
     ],
     (PREFILL, "prefill", RACE): [
         ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
         ("no barrier before V is staged over K", f"{_BARRIER}  // all have read K", "//"),
-        ("no barrier between V staged and read", f"{_BARRIER}\n        }}\n", "}\n"),
+        ("no barrier between V staged and read", f"{_BARRIER}\n    }}\n", "}\n"),
         ("a lane's columns in the wrong half", "(quad & 2) * 2 +", "(quad & 2) +"),
         ("one row past the tile's last written", "in_tile < tile.pack", "in_tile <= tile.pack"),
     ],
     (PREFILL, "prefill", UNWRITTEN): [
-        ("no barrier between K staged and read", f"{_BARRIER}\n\n        Matrix", "Matrix"),
+        ("no barrier between K staged and read", f"{_BARRIER}\n\n    Matrix", "Matrix"),
         ("tile not filled with zeros past the range", "to[i] = T(0.0f);", ""),
         ("half of the tile staged", "chunk += THREADS", "chunk += 2 * THREADS"),
         ("rows staged by the wrong stride", "tile + key * STRIDE + d", "tile + key * D + d"),
@@ -209,11 +213,11 @@ _FAULTS: _Faults = {
         (
             "query heads dealt out in turn, not in groups",
             "head = int(kv_head) * group + packed % group",
-            "head = packed % group * pool_shape[0] + int(kv_head)",
+            "head = packed % group * key_pool_shape[0] + int(kv_head)",
         ),
         ("V staged from K's pool", "value_pool, value_scales, con", "key_pool, value_scales, con"),
         ("V left as K's tile", "if (!LATENT)", "if (LATENT)"),
-        ("block table row of another request", "ulong(tile.request) * uint(t", "ulong(0) * uint(t"),
+        ("block table row of another request", "ulong(tile.request) * uint(b", "ulong(0) * uint(b"),
         ("fence not written", "fence[i] = after[0];", ""),
     ],
     (PREFILL, "prefill, window", WRONG): [
@@ -224,7 +228,7 @@ _FAULTS: _Faults = {
         ("K's scale used for V", "value_pool, value_scales, con", "value_pool, key_scales, con"),
     ],
     (PREFILL, "prefill, 192", UNWRITTEN): [
-        ("no barrier before parts of scores are summed", f"{_BARRIER}\n            UN", "UN"),
+        ("no barrier before parts of scores are summed", f"{_BARRIER}\n        UN", "UN"),
     ],
     (PREFILL, "prefill, 192", BOUNDS): [
         ("parts of scores summed past the last", "p < SPLIT", "p <= SPLIT"),
@@ -235,20 +239,20 @@ _FAULTS: _Faults = {
     (PREFILL, "prefill, 192", RACE): [
         (
             "every part of a row written to its first",
-            "d = part * (DV / SPLIT) + m * 8 + place.column;\n            out",
-            "d = m * 8 + place.column;\n            out",
+            "d = part * (DV / SPLIT) + m * 8 + place.column;\n        out",
+            "d = m * 8 + place.column;\n        out",
         ),
     ],
     (PREFILL, "prefill, split", RACE): [
-        ("output row of another split", "tile.split * bounds->out_rows + ", ""),
+        ("output row of another split", "tile.split * limits.out_rows + ", ""),
         ("partial statistics from every column", "part == 0 && place.column == 0", "part == 0"),
     ],
     (PREFILL, "prefill, split", WRONG): [
         ("sink counted in every split", "tile.split == 0 ? ", "true ? "),
         (
             "partial statistics swapped",
-            "out_stats[at * 2] = top;\n            out_stats[at * 2 + 1] = total;",
-            "out_stats[at * 2] = total;\n            out_stats[at * 2 + 1] = top;",
+            "out_stats[at * 2] = top;\n        out_stats[at * 2 + 1] = total;",
+            "out_stats[at * 2] = total;\n        out_stats[at * 2 + 1] = top;",
         ),
     ],
     (REDUCE, "decode, split", WRONG): [

@@ -20,10 +20,8 @@ from metal_kernels.selfcheck import (
     Case,
     Check,
     Outcome,
-    check,
     check_kernel,
     checks,
-    in_use,
     usable,
     works,
 )
@@ -31,6 +29,7 @@ from metal_kernels.selfcheck.__main__ import main
 from metal_kernels.selfcheck.play import play
 from metal_kernels.selfcheck.steps import steps
 from tests.metal_kernels.doubles import Recorder
+from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.settings.extras import INTERPRETER
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
@@ -304,8 +303,7 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
 def test_every_kernel_is_timed():
     with kernel.using(metal_interpreter.metal_kernel):
         small = works(Case(SMALL, F16, FP8, 16), contexts=(64, 600))
-        timed = [work.measure() for work in small]
-    assert len({timing.name for timing in timed}) == len(timed)
-    decode = next(timing for timing in timed if "decode 1 of 600" in timing.name)
+        assert all(work.seconds() > 0 for work in small)
+    assert len({work.name for work in small}) == len(small)
+    decode = next(work for work in small if "decode 1 of 600" in work.name)
     assert decode.moved == 600 * 2 * 2 * (64 + 2)  # K and V of two heads, with their scales
-    assert all(timing.seconds > 0 for timing in timed)

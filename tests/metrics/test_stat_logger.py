@@ -2,7 +2,7 @@
 """Figures as users see them: in /metrics, and in a line of the log."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,8 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures
+from vllm_metal.metrics.metric import Metric
 from vllm_metal.metrics.stat_logger import MetalStatLogger, logger
 from vllm_metal.vllm_patches.step_result import send_figures
 
@@ -19,10 +20,16 @@ GIB = 2**30
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model"))
 
 
+@dataclass(frozen=True)
+class ShelfFigures:
+    num_kept: int = Metric("total", "vllm:shelf_kept", "Pages kept.").field()
+    num_there: int = Metric("gauge", "vllm:shelf_there", "Pages there.").field()
+
+
 @pytest.fixture
 def stat_logger():
     unregister_vllm_metrics()
-    yield MetalStatLogger(CONFIG, [0])
+    yield MetalStatLogger(lambda config: {"shelf": ShelfFigures}, CONFIG, [0])
     unregister_vllm_metrics()
 
 
@@ -43,7 +50,7 @@ def stats(figures=None, drafted=None, hits=0):
     """Of a step that looked up a prompt of 100 tokens, and verified 10 drafts or none."""
     made = SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1, queries=100, hits=hits))
     if figures is not None:
-        send_figures(made, asdict(figures))
+        send_figures(made, {STEP: asdict(figures)})
     if drafted is not None:
         made.spec_decoding_stats = SpecDecodingStats.new(10)
         made.spec_decoding_stats.observe_draft(10, drafted)
@@ -102,12 +109,22 @@ def test_one_line_has_memory_times_hits_and_acceptance(stat_logger, lines):
 
 def test_the_line_leaves_out_what_there_is_not(stat_logger, lines):
     made = SchedulerStats()
-    send_figures(made, asdict(StepFigures(0.25, None, None, None, 3 * GIB, None, 0)))
+    send_figures(made, {STEP: asdict(StepFigures(0.25, None, None, None, 3 * GIB, None, 0))})
     stat_logger.record(made, None)
     stat_logger.log()
     assert lines == [
         "Engine 000: Device memory: 3.00 GiB, Mean host time of a step: 250.0 ms, Failed steps: 0"
     ]
+
+
+def test_figures_beside_a_steps_are_shown_without_it(stat_logger, lines):
+    for kept, there in ((3, 2), (5, 1)):
+        made = SchedulerStats()
+        send_figures(made, {"shelf": asdict(ShelfFigures(kept, there))})
+        stat_logger.record(made, None)
+    assert (metric("vllm:shelf_kept_total"), metric("vllm:shelf_there")) == (5, 1)
+    stat_logger.log()
+    assert lines == []
 
 
 def test_an_idle_engine_writes_no_line(stat_logger, lines):

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's device time goes to prompts and answers by rows, and adds up to all of it."""
+"""A step's device time goes to prompts and answers by rows; other figures join the meter's."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.metrics.step_rows import StepRows
@@ -12,6 +15,8 @@ from vllm_metal.vllm_patches.step_result import StepResult
 
 NOTHING = StepResult(req_ids=[], req_id_to_index={})
 TOKENS = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[5]])
+NO_EMBEDDING = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, pooler_output=[None])
+EMBEDDING = replace(NO_EMBEDDING, pooler_output=[torch.ones(4)])
 LOST = StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[]], pool_lost=True)
 
 
@@ -20,7 +25,7 @@ class Output(AsyncModelRunnerOutput):
         self.result = result
 
     def get_output(self):
-        return self.result
+        return replace(self.result)
 
 
 class Engine:
@@ -37,7 +42,7 @@ class Engine:
         output = self.meter.measured(Output(result), times, StepRows(prefill, decode))
         self.now += 3
         made = output.get_output()
-        return StepFigures(**made.figures)
+        return StepFigures(**made.figures[STEP])
 
 
 @pytest.mark.parametrize(("prefill", "decode", "seconds"), [(9, 0, 4), (0, 9, 0), (3, 1, 3)])
@@ -46,10 +51,12 @@ def test_a_steps_time_is_divided_by_rows(prefill, decode, seconds):
     assert (found.device_seconds, found.prefill_seconds) == (4, seconds)
 
 
-def test_chunks_that_sample_nothing_are_divided_with_the_step_that_ends_them():
+@pytest.mark.parametrize("nothing", [NOTHING, NO_EMBEDDING])
+@pytest.mark.parametrize("something", [TOKENS, EMBEDDING])
+def test_chunks_without_results_are_divided_with_the_step_that_ends_them(nothing, something):
     engine = Engine()
-    assert engine.step(NOTHING, 7, 0).device_seconds is None
-    found = engine.step(TOKENS, 0, 1)
+    assert engine.step(nothing, 7, 0).device_seconds is None
+    found = engine.step(something, 0, 1)
     assert (found.device_seconds, found.prefill_seconds) == (8, 7)
     assert engine.step(TOKENS, 0, 1).prefill_seconds == 0  # the chunk was counted
 
@@ -59,3 +66,12 @@ def test_rows_that_were_lost_take_no_time():
     engine.step(NOTHING, 7, 0)
     engine.step(LOST, 5, 0)
     assert engine.step(TOKENS, 0, 1).prefill_seconds == 0
+
+
+def test_figures_that_came_with_the_results_are_neither_lost_nor_in_doubt():
+    """Where they were measured the step was built; each name must be one field's, and unset."""
+    engine = Engine()
+    assert engine.step(replace(TOKENS, figures={}), 1, 1).host_seconds == 1
+    for wrong in ({"no_such_figure": 1}, {"host_seconds": 1}):
+        with pytest.raises(TypeError):
+            engine.step(replace(TOKENS, figures={STEP: wrong}), 1, 1)

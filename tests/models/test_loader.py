@@ -181,7 +181,7 @@ def load_pair(target, draft, **options):
     )
     config = args.create_engine_config()
     loader.check_draft_vocabulary(config)
-    return loader.load_draft(config)
+    return loader.load(config, config.speculative_config.draft_model_config)
 
 
 def write_tokenizer(folder, tokens, added=(), unigram=False):

@@ -3,7 +3,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from vllm_metal.sample import Logprobs, prompt_logprob_chunks, prompt_logprobs
+from vllm_metal.sample import Logprobs, prompt_logprob_chunks
 
 V, H = 50, 16
 
@@ -28,6 +28,14 @@ def check(
     expected = np.take_along_axis(scores, token_ids, axis=-1)
     np.testing.assert_allclose(lists.logprobs, expected, rtol=1e-5, atol=1e-5)
     assert lists.sampled_token_ranks.tolist() == (scores >= expected[:, :1]).sum(axis=-1).tolist()
+
+
+def prompt_logprobs(logits, targets, num_logprobs, normalise=True):
+    """Of a prompt in one chunk, by its logits."""
+    (whole,) = prompt_logprob_chunks(
+        logits, targets, num_logprobs, lambda rows: rows, len(targets), normalise=normalise
+    )
+    return whole
 
 
 def test_ranks_count_ties():

@@ -6,7 +6,7 @@ from peaks import least_peak
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput
 
 V = 64
@@ -268,7 +268,7 @@ def test_counts_that_only_the_device_knows(span):
     counts = np.minimum(rng.integers(0, 4, 16, np.int32), most)[req_indices]
     logits = mx.array(rng.normal(size=(16 * span, V)).astype(np.float32) + LOGITS)
     wanted = sampler.sample(logits, req_indices, exact, None, spans)
-    behind = Behind(mx.array(counts), most[req_indices])
+    behind = PositionLag(mx.array(counts), most[req_indices])
     found = sampler.sample(logits, req_indices, exact + counts, None, spans, behind)
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
     wrong = sampler.sample(logits, req_indices, exact + counts, None, spans)

@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 
 from vllm_metal.serving import body
-from vllm_metal.serving.asgi import Refusal
 from vllm_metal.serving.config import BodyLimits
+from vllm_metal.serving.refusal import Refusal
 
 SMALL = BodyLimits(
     max_body_bytes=1000,

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a body mean here what they mean to vLLM."""
 
-import typing
-
 import pytest
 from pydantic import ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.generate.base.protocol import StreamOptions
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -68,19 +65,11 @@ def test_a_field_is_read_as_vllm_reads_it(style, name, value):
 def test_each_field_has_vllms_type_and_default(style):
     for name in fields.OF_STYLE[style]:
         ours, theirs = fields.Body.model_fields[name], REQUESTS[style].model_fields[name]
-        if name == "stream_options":
-            assert set(typing.get_args(theirs.annotation)) == {StreamOptions, type(None)}
-        elif name == "n":
+        if name == "n":
             assert theirs.annotation in (int, ours.annotation)
         else:
             assert ours.annotation == theirs.annotation
         assert ours.default == theirs.default
-
-
-def test_options_of_streams_are_vllms():
-    for name, theirs in StreamOptions.model_fields.items():
-        ours = fields.StreamOptions.model_fields[name]
-        assert (ours.annotation, ours.default) == (theirs.annotation, theirs.default)
 
 
 def test_what_vllm_refuses_asks_for_nothing():

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import vllm_metal
+from metal_kernels.cache import cache_dir
 from vllm_metal.settings import envs
 
 
@@ -60,15 +61,15 @@ def test_the_cache_follows_the_platform(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_METAL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert envs.cache_dir() == tmp_path / ".cache" / "vllm-metal"
+    assert cache_dir() == tmp_path / ".cache" / "vllm-metal"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert envs.cache_dir() == tmp_path / "xdg" / "vllm-metal"
+    assert cache_dir() == tmp_path / "xdg" / "vllm-metal"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert envs.cache_dir() == tmp_path / ".cache" / "vllm-metal"
+    assert cache_dir() == tmp_path / ".cache" / "vllm-metal"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert envs.cache_dir() == tmp_path / "Library" / "Caches" / "vllm-metal"
+    assert cache_dir() == tmp_path / "Library" / "Caches" / "vllm-metal"
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path / "mine"))
-    assert envs.cache_dir() == tmp_path / "mine"
+    assert cache_dir() == tmp_path / "mine"
 
 
 def test_importing_the_entry_point_imports_neither_torch_nor_mlx():

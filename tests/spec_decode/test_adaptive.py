@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, FixedDraftLengths
+from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
 
 K = 8
 MACHINES = {"gpu": (0.020, 0.0002), "cpu": (0.055, 0.005)}  # seconds a step, and a row of it
@@ -114,7 +114,7 @@ def test_rows_of_others_make_a_draft_cheaper_by_comparison():
     assert lengths.limits(np.array([0]), 256)[0] > lengths.limits(np.array([0]), 0)[0]
 
 
-@pytest.mark.parametrize("lengths", [AdaptiveDraftLengths(K, 4), FixedDraftLengths(K)])
+@pytest.mark.parametrize("lengths", [AdaptiveDraftLengths(K, 4), DraftLengths(K)])
 def test_acceptance_counts_drafts_whose_fate_was_seen(lengths):
     for _ in range(2000):
         lengths.observe_drafts(np.array([0, 2]), np.array([4, 2]), np.array([3, 2]))
@@ -123,7 +123,7 @@ def test_acceptance_counts_drafts_whose_fate_was_seen(lengths):
 
 
 def test_fixed_lengths():
-    lengths = FixedDraftLengths(3)
+    lengths = DraftLengths(3)
     assert lengths.acceptance() == 0.0
     lengths.observe_step(4, 0.1)
     lengths.forget_request(0)

@@ -4,13 +4,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from spec_decode.heads import CONFIG, HIDDEN, MAX_LEN, VOCAB, write_target
+from spec_decode.page import BEGIN, END, PAGE, methods_table, renew_table
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -19,18 +19,13 @@ from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.spec_decode.network import DraftNetwork
 from vllm_metal.spec_decode.proposer import TextProposer
 from vllm_metal.spec_decode.registry import (
-    BEGIN,
     BY_NAME,
-    END,
     METHODS,
     SPECULATIVE_METHODS,
     load_network,
     make_speculator,
-    methods_table,
-    renew_table,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 GLM = CONFIG | {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",
@@ -210,7 +205,7 @@ def test_the_page_for_users_shows_the_table():
     begin, end = PAGE.read_text().split(BEGIN), PAGE.read_text().split(END)
     assert len(begin) == len(end) == 2, f"{PAGE} has to have {BEGIN} and {END}, once each"
     shown = begin[1].split(END)[0].strip()
-    command = "python -m vllm_metal.spec_decode.registry docs/speculation.md"
+    command = "cd tests; python -m spec_decode.page"
     assert shown == methods_table(), f"docs/speculation.md is behind the registry: run `{command}`"
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_metal.spec_decode.adaptive import FixedDraftLengths
+from vllm_metal.spec_decode.adaptive import DraftLengths
 from vllm_metal.spec_decode.proposer import Drafts, Proposer
 from vllm_metal.spec_decode.speculator import Speculator
 
@@ -50,7 +50,7 @@ def in_turns(wanted, most):
 def test_no_step_has_more_drafts_than_memory_is_set_aside_for(reserved, most):
     """Some that are still to be proposed, and some that the scheduler knows."""
     requests = Known(len(reserved))
-    speculator = Speculator(requests, Counting(), FixedDraftLengths(K), K, most)
+    speculator = Speculator(requests, Counting(), DraftLengths(K), K, most)
     known = {
         name: [-1] * count if awaiting else list(range(20, 20 + count))
         for name, (count, awaiting) in zip(requests, reserved, strict=True)
@@ -76,7 +76,7 @@ def test_no_step_has_more_drafts_than_memory_is_set_aside_for(reserved, most):
 
 def test_drafts_for_the_scheduler_are_within_it_too():
     requests = Known(3)
-    speculator = Speculator(requests, Counting(), FixedDraftLengths(K), K, 5)
+    speculator = Speculator(requests, Counting(), DraftLengths(K), K, 5)
     batch = SimpleNamespace(
         requests=[SimpleNamespace(req_id=name) for name in requests],
         sampling_np=np.arange(3),

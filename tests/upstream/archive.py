@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from vllm_metal.settings import envs
+from metal_kernels.cache import cache_dir
 from vllm_metal.vllm_patches import releases
 
 VERSION = "0.32.0"
@@ -52,7 +52,7 @@ def extracted() -> Path:
         raise RuntimeError(
             f"vLLM {installed} is installed, and {Path(__file__).name} names {VERSION}'s archive"
         )
-    return _fetched(envs.cache_dir() / "vllm-tests" / VERSION, VERSION, SHA256, _OF_TESTS)
+    return _fetched(cache_dir() / "vllm-tests" / VERSION, VERSION, SHA256, _OF_TESTS)
 
 
 def file(name: str) -> Path:
@@ -121,7 +121,7 @@ def _download(work: Path, requirement: str, *hashes: str) -> Path:
     if done.returncode or not archives:
         errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
         raise UnavailableError(
-            f"the source archive of {requirement} is not in {envs.cache_dir()} and pip cannot get "
+            f"the source archive of {requirement} is not in {cache_dir()} and pip cannot get "
             "it: " + next(errors, done.stderr).removeprefix("ERROR: ")
         )
     return archives[0]

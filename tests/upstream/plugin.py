@@ -12,7 +12,8 @@ from upstream import hub, selection
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_metal.platform.metal_platform import BLOCK_SIZES, MetalPlatform
+from metal_kernels.layout import BLOCK_SIZES
+from vllm_metal.platform.metal_platform import MetalPlatform
 
 _left_out: Counter[str] = Counter()
 

@@ -544,7 +544,7 @@ def stat_loggers(folder):
     config, server = folder_config(folder), object.__new__(async_llm.AsyncLLM)
     stopped = raised(server.__init__, config, None, False)
     stats, manager = SchedulerStats(), StatLoggerManager(config)
-    send_figures(stats, {"host_seconds": 0.1})
+    send_figures(stats, {"step": {"host_seconds": 0.1}})
     failed = raised(manager.record, stats, None)
     return server.log_stats and "connector_cls" in failed, (stopped, server.log_stats, failed)
 

@@ -197,7 +197,7 @@ _WITHOUT_MEANING = without_meaning(
 _REFUSED = union(
     (
         refused({"the worker speaks the contract of vLLM's first": "VLLM_USE_V2_MODEL_RUNNER"}),
-        *(refused({row.why: row.name}) for row in REFUSED_VARIABLES),
+        *(refused({why: name}) for name, (_, why) in REFUSED_VARIABLES.items()),
     )
 )
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_metal.kv_transfer.step_hooks import StepHooks
+from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
-from vllm_metal.worker.step_hooks import StepHooks
 
 
 class Connector(StepHooks):
@@ -38,6 +39,9 @@ class Connector(StepHooks):
         self.calls.append("after" if computed else "after none")
         steps = sum(call in ("after", "after none") for call in self.calls)
         return KVConnectorOutput(finished_recving={f"transfer {steps}"})
+
+    def figures(self):
+        return {"shelf": {"transfers": 1}}
 
 
 class Runner(ModelRunner):
@@ -74,7 +78,7 @@ class Runner(ModelRunner):
 
     def _output(self):
         self._call("output")
-        return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[7]])
+        return StepResult(req_ids=["a"], req_id_to_index={"a": 0}, sampled_token_ids=[[7]])
 
     def wait(self):
         self._call("wait")
@@ -105,6 +109,7 @@ def test_a_step_is_between_its_hooks_and_its_result_tells_of_transfers():
     result = step(runner)
     assert result.sampled_token_ids == [[7]]
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
+    assert result.figures == {"shelf": {"transfers": 1}}
     assert calls == [
         ("pool made", 0),
         "learn",
@@ -125,6 +130,7 @@ def test_a_step_without_requests_has_its_hooks_too():
     result = runner.execute_model(scheduled())
     assert result.req_ids == []
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
+    assert result.figures == {"shelf": {"transfers": 1}}
     assert calls[1:] == [
         "learn",
         ("before", [], True),

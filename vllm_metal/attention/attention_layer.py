@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of full or windowed attention: what its window may forget, which kernels it needs."""
+"""A layer of full or windowed attention: what its window may forget, which kernels are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from metal_kernels import paged_attention
-from metal_kernels.paged_attention import AttentionShape, reference
+from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
 from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
@@ -174,11 +174,11 @@ class AttentionLayer(StatefulLayer):
     ) -> None:
         """A chunk of one long context, then decodes of many.
 
-        Calls that gather are bounded (metal_kernels.paged_attention.reference), so this finds the
+        Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
         most of any.
         """
-        chunk = max(reference.MAX_SCORES // context, reference.MIN_ROWS)
-        many = max(reference.MAX_GATHERED // context, 1)
+        chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS)
+        many = max(buckets.MAX_GATHERED // context, 1)
         for num_reqs, num_rows in (
             (1, min(bounds.num_tokens, context, chunk)),
             (min(bounds.max_num_seqs, many), 1),

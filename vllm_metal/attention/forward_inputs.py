@@ -31,17 +31,22 @@ class ForwardInputs:
 _of_rows: dict[str, mx.array] = {}
 
 
-def of_rows(name: str) -> mx.array:
+def of_rows(name: str, otherwise: mx.array | None = None) -> mx.array:
     """A value of each row, for a module of the model while its forward is built.
+
+    Args:
+        name: of the value.
+        otherwise: what stands for it where the model is called without requests, as the memory
+            profile and the dense check do.
 
     Returns:
         [T, 1, ...] as a rule. Inside a module that goes from token to token, [n, L, ...]: of the
         sequences that this call of it computes. So it always goes with the module's own input.
 
     Raises:
-        KeyError: the forward has no such value.
+        KeyError: the forward has no such value, and nothing stands for it.
     """
-    return _of_rows[name]
+    return _of_rows[name] if otherwise is None else _of_rows.get(name, otherwise)
 
 
 @contextmanager

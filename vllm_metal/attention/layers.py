@@ -183,7 +183,7 @@ def attention_layers(
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
     return [
-        replace(layer, launched=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
+        replace(layer, library_calls=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
         for layer in layers
     ]
 

@@ -39,11 +39,7 @@ class RecurrentLayer(StatefulLayer):
     """One layer's share of the KV cache: a state a request."""
 
     form: StateFormat
-    launched: tuple[library_kernels.Call, ...] = ()  # of mlx-lm's kernels, by the whole model
-
-    @property
-    def library_calls(self) -> tuple[library_kernels.Call, ...]:
-        return self.launched
+    library_calls: tuple[library_kernels.Call, ...] = ()  # of the whole model
 
     @property
     def kind(self) -> Hashable:

@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
 from vllm_metal.batch.rows import Rows, device_positions
@@ -30,7 +30,7 @@ class InputBatch(Rows):
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     # [S] int32, generated before that row, drafts included; an upper bound as positions are.
     num_output_tokens_np: np.ndarray
-    sample_behind: Behind | None  # of each of those rows; None: they are exact
+    sample_behind: PositionLag | None  # of each of those rows; None: they are exact
     draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
     drafts: StepDrafts | None  # of all requests; None: without speculation
 
@@ -40,7 +40,7 @@ def prepare(
     num_scheduled_tokens: dict[str, int],
     last_token_ids: mx.array,
     drafts: StepDrafts | None = None,
-    behind: Behind | None = None,
+    behind: PositionLag | None = None,
 ) -> InputBatch:
     """Lays the scheduled requests out as one ragged batch.
 

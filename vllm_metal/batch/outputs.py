@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.input_batch import InputBatch
 from vllm_metal.batch.requests import Requests
+from vllm_metal.metrics.figures import STEP
 from vllm_metal.sample import Logprobs, SamplerOutput
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 
@@ -29,10 +30,10 @@ class Unread:
     num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not kept
 
     @cached_property
-    def behind(self) -> Behind | None:
+    def behind(self) -> PositionLag | None:
         """By how many rejected drafts the host's token counts are too high; None if exact."""
         most_np = np.maximum(self.counts_np - 1, 0)
-        return Behind(self.num_rejected, most_np) if most_np.any() else None
+        return PositionLag(self.num_rejected, most_np) if most_np.any() else None
 
     def of(self, indices_np: np.ndarray) -> Unread:
         """Returns those of some of the requests, by [n] indices."""
@@ -64,6 +65,8 @@ class StepOutput(AsyncModelRunnerOutput):
         self.batch = batch
         self.sampled = sampled
         self.prompt_logprobs = prompt_logprobs
+        #: What was measured of the step, by field of StepFigures.
+        self.figures: dict[str, float] = {}
         self._requests = requests
         self._token_ids: list[list[int]] | None = None
 
@@ -184,6 +187,7 @@ class StepOutput(AsyncModelRunnerOutput):
                 if req_id not in failures
             },
             failures=failures,
+            figures={STEP: self.figures},
         )
 
 

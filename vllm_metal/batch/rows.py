@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from metal_kernels.pace import Pace
 from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.kv_cache.layer_state import StepLayout
@@ -29,7 +29,7 @@ class Rows:
     input_ids: mx.array  # [T] int32, on the device
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
-    behind: Behind | None = None  # None: the host's positions are exact
+    behind: PositionLag | None = None  # None: the host's positions are exact
 
     @property
     def inputs(self) -> ForwardInputs:
@@ -42,7 +42,7 @@ class Rows:
 
 
 def device_positions(
-    positions_np: np.ndarray, requests_np: np.ndarray, behind: Behind | None
+    positions_np: np.ndarray, requests_np: np.ndarray, behind: PositionLag | None
 ) -> mx.array:
     """[T] int32, where rows lie.
 
@@ -81,7 +81,6 @@ def step_layout(
         block_tables_np=tables,
         slot_mapping_np=blocks * block_size + rows.positions_np % block_size,
         block_size=block_size,
-        req_indices_np=rows.req_indices_np,
         num_drafts_np=rows.num_drafts_np,
         pace=pace,
         behind=rows.behind,

@@ -333,10 +333,9 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from vllm_metal.commands import doctor
+    from vllm_metal.commands.doctor import run
 
-    parts = (args.only,) if args.only else doctor.PARTS
-    return doctor.run(args.report, args.quick, args.model, parts, args.all, args.again)
+    return run.run(args)
 
 
 def _action_of(command: str) -> Callable[[argparse.Namespace], int]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what people write in options: 24GB of memory, 32k tokens, ages, fingerprints."""
+"""Reads what people write in options: 24GB of memory, 32k tokens, ages, fingerprints.
+
+A reader refuses what it does not understand by an ArgumentTypeError, which says what to write.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +20,24 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def memory(text: str) -> int:
-    """Bytes of ``24GB``, ``24 GiB`` or ``24G``; GB are 2**30 bytes, as of a Mac's memory.
-
-    Raises:
-        ArgumentTypeError: it is no size.
-    """
+    """Bytes of ``24GB``, ``24 GiB`` or ``24G``; GB are 2**30 bytes, as of a Mac's memory."""
     return _parse(re.sub(r"(?i)(?<=[mgt])i?b?$", "B", text.strip()), _MEMORY, "24GB")
 
 
 def tokens(text: str) -> int:
-    """Number of ``32768`` or ``32k``; k are 1024.
-
-    Raises:
-        ArgumentTypeError: it is no number of tokens.
-    """
+    """Number of ``32768`` or ``32k``; k are 1024."""
     return _parse(text, _TOKENS, "32k, or 32768")
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
+    """A whole number of at least 1."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def share(text: str) -> float:
-    """A number above 0 and at most 1.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
+    """A number above 0 and at most 1."""
     with suppress(ValueError):
         if 0 < (value := float(text)) <= 1:
             return value
@@ -58,11 +45,7 @@ def share(text: str) -> float:
 
 
 def age(text: str) -> float:
-    """Seconds of ``30d``, ``12h``, ``45m`` or ``2w``.
-
-    Raises:
-        ArgumentTypeError: it is no age.
-    """
+    """Seconds of ``30d``, ``12h``, ``45m`` or ``2w``."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mhdw])", text.strip())
     if found is None:
         raise ArgumentTypeError(f"{text!r} is not understood; write for example 30d, 12h or 45m")
@@ -70,11 +53,7 @@ def age(text: str) -> float:
 
 
 def fingerprint(text: str) -> str:
-    """A fingerprint, or how it begins.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
+    """A fingerprint, or how it begins."""
     if not re.fullmatch(r"[0-9a-f]+", text):
         raise ArgumentTypeError(f"{text!r} is no fingerprint; `vllm-metal cache ls` shows them")
     return text

@@ -14,31 +14,32 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 import metal_kernels
+from metal_kernels.cache import cache_dir
 from metal_kernels.selfcheck import Case, Check, Outcome, checks
 from vllm_metal.device import mlx_device
-from vllm_metal.settings import envs
 
 #: Changes when rows of a kind change their meaning.
 _FORMAT = 3
 #: Files of other sources, chips or releases of MLX are deleted when nobody has used them for so
 #: many seconds. Until then they serve those who go back, or have two installations.
 _KEPT = 30 * 86400.0
+_T = TypeVar("_T")
 _KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
 def default_folder() -> Path:
     """In the user's cache folder."""
-    return envs.cache_dir() / "selfcheck"
+    return cache_dir() / "selfcheck"
 
 
 class Record:
@@ -55,10 +56,8 @@ class Record:
         Results are kept by layer and pool, whichever kernels a case asks for.
         """
         found: dict[tuple[Case, Check], Outcome] = {}
-        for fields in self.rows("outcome"):
-            outcome = _outcome(fields)
-            if outcome is not None:
-                found[outcome.case, outcome.check] = outcome
+        for outcome in _known(Outcome.from_json, self.rows("outcome")):
+            found[outcome.case, outcome.check] = outcome
         asked = ((case, _subject(case), check) for case in wanted for check in checks(case))
         return [
             replace(found[subject, check], case=case)
@@ -73,7 +72,7 @@ class Record:
         """Notes what a server asks for, for `served`; its record is then in use."""
         with suppress(OSError):
             os.utime(self._path)
-        known = [_case(fields) for fields in self.rows("served")]
+        known = list(_known(Case.from_json, self.rows("served")))
         for case in cases:
             if case not in known:
                 self.add("served", case.to_json())
@@ -117,8 +116,8 @@ class Record:
 def served(folder: Path | None = None) -> list[Case]:
     """What this machine's servers have asked for, by whatever release."""
     paths = sorted((folder or default_folder()).glob("*.jsonl"))
-    cases = (_case(fields) for path in paths for fields in _rows(path, "served"))
-    return list(dict.fromkeys(case for case in cases if case is not None))
+    rows = (row for path in paths for row in _rows(path, "served"))
+    return list(dict.fromkeys(_known(Case.from_json, rows)))
 
 
 def _rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
@@ -139,18 +138,11 @@ def _subject(case: Case) -> Case:
     return replace(case, kernels=())
 
 
-def _case(fields: dict[str, Any]) -> Case | None:
-    try:
-        return Case.from_json(fields)
-    except (TypeError, KeyError, AttributeError):
-        return None  # of another release
-
-
-def _outcome(fields: dict[str, Any]) -> Outcome | None:
-    try:
-        return Outcome.from_json(fields)
-    except (TypeError, KeyError, AttributeError):
-        return None
+def _known(read: Callable[[dict[str, Any]], _T], rows: Iterable[dict[str, Any]]) -> Iterator[_T]:
+    """What the rows say, but for those of another release."""
+    for fields in rows:
+        with suppress(TypeError, KeyError, AttributeError):
+            yield read(fields)
 
 
 def _key() -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import metal_kernels
 from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
+from vllm_metal.device.child import Child, Ended, TookTooLong
 from vllm_metal.device.record import Record
 
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
@@ -85,83 +82,47 @@ def outcomes(
     for _ in range(_PROCESSES):
         if all(next_check(case, found) is None for case in wanted):
             return
-        child = _Child(wanted, found, command)
-        for outcome in child.outcomes(time_limit):
-            found.append(outcome)
-            if record is not None:
-                record.add_outcome(outcome)
-            yield outcome
-        if child.blamed is None:
-            return
-        case, check = child.blamed
-        log = "\n".join(child.said)
-        stopped = Outcome(check.kernel, case, False, child.end, rows=check.rows, log=log)
+        began, running, end = False, (wanted[0], checks(wanted[0])[0]), ""
+        with _started(wanted, found, command) as child:
+            try:
+                while (message := child.message(time_limit)) is not None:
+                    if "running" in message:
+                        check = Check(message["running"], message.get("rows"))
+                        began, running = True, (wanted[message["case"]], check)
+                        continue
+                    found.append(Outcome.from_json(message))
+                    if record is not None:
+                        record.add_outcome(found[-1])
+                    yield found[-1]
+                ended = child.wait(time_limit)
+                if ended.ok:
+                    return
+                end = f"ended its process with {_how(ended)}"
+            except TookTooLong:
+                ended, end = child.ended(None), f"did not end within {time_limit:g} s"
+        (case, check), log = running, "\n".join(ended.lines[-_SAID_LINES:])
+        stopped = Outcome(check.kernel, case, False, end, rows=check.rows, log=log)
         found.append(stopped)
-        if record is not None and child.began:
+        if record is not None and began:
             record.add_outcome(stopped)
         yield stopped
-        if not child.began:
+        if not began:
             return
 
 
-class _Child:
-    """A checking process.
+def _started(wanted: Sequence[Case], done: Sequence[Outcome], command: Sequence[str]) -> Child:
+    """A checking process."""
+    request = {
+        "cases": [case.to_json() for case in wanted],
+        "done": [outcome.to_json() for outcome in done],
+    }
+    return Child(command, {"PYTHONPATH": _python_path()}, json.dumps(request), _parsed)
 
-    Attributes:
-        began: whether it started a check.
-        blamed: the case and check it was running when it hung or died; None: it ended well.
-        end: how it hung or died, in words.
-        said: the last lines it printed besides outcomes.
-    """
 
-    def __init__(
-        self, wanted: Sequence[Case], done: Sequence[Outcome], command: Sequence[str]
-    ) -> None:
-        self._wanted = wanted
-        self._running = (wanted[0], checks(wanted[0])[0])
-        self.began = False
-        self.blamed: tuple[Case, Check] | None = None
-        self.end = ""
-        self.said: deque[str] = deque(maxlen=_SAID_LINES)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONPATH": _python_path()},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        pump = threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True)
-        pump.start()
-        request = {
-            "cases": [case.to_json() for case in wanted],
-            "done": [outcome.to_json() for outcome in done],
-        }
-        _send(self._process.stdin, json.dumps(request))
-
-    def outcomes(self, time_limit: float) -> Iterator[Outcome]:
-        """Outcomes as they come, each within `time_limit` seconds; then the process is ended."""
-        try:
-            while (line := self._lines.get(timeout=time_limit)) is not None:
-                message = _parsed(line)
-                if message is None:
-                    self.said.extend(filter(None, [line.rstrip()]))
-                elif "running" in message:
-                    case, check = self._wanted[message["case"]], message["running"]
-                    self._running, self.began = (case, Check(check, message.get("rows"))), True
-                else:
-                    yield Outcome.from_json(message)
-            if status := self._process.wait():
-                ended = f"signal {-status}" if status < 0 else f"status {status}"
-                last = self.said[-1].strip() if self.said else ""
-                self.blamed, self.end = self._running, f"ended its process with {ended}: {last}"
-        except queue.Empty:
-            self.blamed, self.end = self._running, f"did not end within {time_limit:g} s"
-        finally:
-            self._process.kill()
-            self._process.wait()
+def _how(ended: Ended) -> str:
+    assert ended.status is not None
+    status = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
+    return f"{status}: {ended.lines[-1].strip() if ended.lines else ''}"
 
 
 def _python_path() -> str:
@@ -169,20 +130,6 @@ def _python_path() -> str:
     inherited = os.environ.get("PYTHONPATH")
     root = str(_KERNELS_FOLDER.parent)
     return f"{root}{os.pathsep}{inherited}" if inherited else root
-
-
-def _pump(stream: IO[str], lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _send(stream: IO[str], text: str) -> None:
-    try:
-        stream.write(text)
-        stream.close()
-    except BrokenPipeError:
-        pass  # the child has died already; its exit status says so
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

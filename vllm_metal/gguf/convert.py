@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import split_state_dict_into_shards_factory
 from tqdm import tqdm
 
 from .config import generation_config, model_config
 from .families import family_of
-from .safetensors import SafetensorsFile
+from .safetensors import safetensors_file
 from .source import ConversionError, GGUFSource
 from .tokenizer import copy_tokenizer, write_tokenizer
 from .weights import DType, Weight, natural_dtype, plan_weights, quantization_config
@@ -88,7 +89,7 @@ def _full_disk_named(out: Path, plan: list[Weight]) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        size = sum(tensor.num_bytes for weight in plan for tensor in weight.stored)
+        size = sum(weight.num_bytes for weight in plan)
         raise ConversionError(
             f"{out}: the disk is full; the model needs {size / 1e9:.2f} GB there, so free some "
             "space or choose another folder"
@@ -118,41 +119,30 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 
 def _write_weights(plan: list[Weight], out: Path, max_shard_bytes: int) -> None:
-    shards = _shards(plan, max_shard_bytes)
+    weights = {weight.stored[0].name: weight for weight in plan}
+    split = split_state_dict_into_shards_factory(
+        weights,
+        get_storage_size=lambda weight: weight.num_bytes,  # a weight's scales are in its file
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     total = sum(weight.source.data.nbytes for weight in plan)
     place: dict[str, str] = {}
     # tqdm draws on stderr: shells read the path that `vllm-metal model` prints on stdout.
     with tqdm(total=total, desc="Converting", unit="B", unit_scale=True, leave=False) as bar:
-        for i, shard in enumerate(shards, start=1):
-            file = "model.safetensors"
-            if len(shards) > 1:
-                file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        for file, names in split.filename_to_tensors.items():
+            shard = [weights[name] for name in names]
             stored = [tensor for weight in shard for tensor in weight.stored]
             place |= {tensor.name: file for tensor in stored}
-            with SafetensorsFile(out / file, stored) as target:
+            with safetensors_file(out / file, stored) as write:
                 for weight in shard:
                     for row, parts, read in weight.rows():
                         for name, values in parts.items():
-                            target.write(name, row, values)
+                            write(name, row, values)
                         bar.update(read)
-    if len(shards) > 1:
-        size = sum(tensor.num_bytes for weight in plan for tensor in weight.stored)
-        index = {"metadata": {"total_size": size}, "weight_map": place}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": place}
         _write_json(out / "model.safetensors.index.json", index)
-
-
-def _shards(plan: list[Weight], max_bytes: int) -> list[list[Weight]]:
-    """`plan` in files of up to `max_bytes`; a weight and its scales are in the same file."""
-    shards: list[list[Weight]] = [[]]
-    size = 0
-    for weight in plan:
-        weight_bytes = sum(tensor.num_bytes for tensor in weight.stored)
-        if shards[-1] and size + weight_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(weight)
-        size += weight_bytes
-    return shards
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -62,20 +62,14 @@ SUPPORTED = (*FLOATS, *EXACT, *sorted(KQUANTS))
 """Every tensor type that can be converted, in the order in which errors list them."""
 
 
-@dataclass(frozen=True)
-class AffineRows:
-    """Rows of a matrix in MLX's affine form; `groups` is columns / GROUP_SIZE."""
+def repack(
+    data: npt.NDArray[np.uint8], kind: GGMLQuantizationType
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+    """Rows of blocks, uint8 of shape (rows, bytes of a row), as MLX affine groups.
 
-    words: npt.NDArray[np.uint32]
-    """(rows, columns * bits / 32): packed q."""
-    scales: npt.NDArray[np.float16]
-    """(rows, groups)"""
-    biases: npt.NDArray[np.float16]
-    """(rows, groups)"""
-
-
-def repack(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> AffineRows:
-    """Rows of blocks, uint8 of shape (rows, bytes of a row), as MLX affine groups."""
+    Returns:
+        Packed q, (rows, columns * bits / 32); scales and biases, (rows, columns / GROUP_SIZE).
+    """
     layout = EXACT[kind]
     block_bytes = GGML_QUANT_SIZES[kind][1]
     blocks = np.ascontiguousarray(data).reshape(data.shape[0], -1, block_bytes)
@@ -86,7 +80,7 @@ def repack(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> AffineRow
     else:
         biases = scales * np.float16(-(2 ** (layout.bits - 1)))
     packed = _pack(blocks[..., start:], layout.bits)
-    return AffineRows(packed.reshape(data.shape[0], -1).view(np.uint32), scales, biases)
+    return packed.reshape(data.shape[0], -1).view(np.uint32), scales, biases
 
 
 def _pack(body: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:

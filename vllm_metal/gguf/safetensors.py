@@ -5,12 +5,12 @@ Format: https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,45 +37,38 @@ class StoredTensor:
         return self.shape[0] * self.row_bytes
 
 
-class SafetensorsFile:
+Write = Callable[[str, int, npt.NDArray[Any]], None]
+"""Writes rows of a tensor: its name, the first row, and the rows."""
+
+
+@contextmanager
+def safetensors_file(path: Path, tensors: Sequence[StoredTensor]) -> Iterator[Write]:
     """A file whose header and size are written first, and whose rows then come in any order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        places[tensor.name] = (start, tensor.row_bytes)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins 8-byte aligned
+    data_start = 8 + len(text)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(data_start + end)
 
-    def __init__(self, path: Path, tensors: Sequence[StoredTensor]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-        self._at: dict[str, tuple[int, int]] = {}
-        end = 0
-        for tensor in tensors:
-            start, end = end, end + tensor.num_bytes
-            header[tensor.name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
-            self._at[tensor.name] = (start, tensor.row_bytes)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the data begins 8-byte aligned
-        self._data_start = 8 + len(text)
-        self._file: BinaryIO = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(self._data_start + end)
+        def write(name: str, row: int, values: npt.NDArray[Any]) -> None:
+            start, row_bytes = places[name]
+            if values.nbytes != len(values) * row_bytes:
+                raise ValueError(
+                    f"{name}: rows of {values.nbytes // len(values)} bytes, not {row_bytes}"
+                )
+            file.seek(data_start + start + row * row_bytes)
+            file.write(np.ascontiguousarray(values).data)
 
-    def write(self, name: str, row: int, values: npt.NDArray[Any]) -> None:
-        """Write `values` as the rows of tensor `name` from `row` on."""
-        start, row_bytes = self._at[name]
-        if values.nbytes != len(values) * row_bytes:
-            raise ValueError(
-                f"{name}: rows of {values.nbytes // len(values)} bytes, not {row_bytes}"
-            )
-        self._file.seek(self._data_start + start + row * row_bytes)
-        self._file.write(np.ascontiguousarray(values).data)
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
+        yield write

@@ -44,6 +44,11 @@ class Weight:
     order: npt.NDArray[np.intp] | None
     """Row of the GGUF tensor for each row written; None where they are the same."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is stored of it."""
+        return sum(tensor.num_bytes for tensor in self.stored)
+
     def rows(self) -> Iterator[tuple[int, Rows, int]]:
         """(first row, stored rows by full parameter name, GGUF bytes read), piece by piece.
 
@@ -171,12 +176,8 @@ def _storage(
 
 
 def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> Rows:
-    rows = repack(data, kind)
-    return {
-        "weight": rows.words,
-        "scales": _cast(rows.scales, dtype),
-        "biases": _cast(rows.biases, dtype),
-    }
+    words, scales, biases = repack(data, kind)
+    return {"weight": words, "scales": _cast(scales, dtype), "biases": _cast(biases, dtype)}
 
 
 def _quantise(values: npt.NDArray[np.float32], bits: int, dtype: DType) -> Rows:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -12,12 +12,13 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel
+from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
-from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, AttentionKind, LayerKVCache
+from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches import library_kernels
 from vllm_metal.settings import envs, extras
@@ -81,11 +82,15 @@ def kv_cache_type(
         kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)
         if wanted == "metal":  # nothing is to be chosen
-            cases = [_without(case, CHOICES) for case in cases]
+            cases = [
+                replace(case, kernels=tuple(k for k in case.kernels if k not in CHOICES))
+                for case in cases
+            ]
         logger.info("Checking the Metal kernels; what is found is kept for later starts")
         found = selfcheck.results(cases)
         chosen = _of_what_works(cases, found)
-        failed = selfcheck.describe_failures(_of_kernels(found))
+        of_kernels = [outcome for outcome in found if outcome.kernel not in CHOICES]
+        failed = selfcheck.describe_failures(of_kernels)
         if chosen is not None:
             if failed:
                 logger.warning(
@@ -191,11 +196,3 @@ def _described_choices(found: Sequence[Outcome]) -> Iterator[str]:
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours
             )
             yield f"{phase} ({case}) by {serves}; our kernels' time and MLX's for {times}"
-
-
-def _of_kernels(found: Sequence[Outcome]) -> list[Outcome]:
-    return [outcome for outcome in found if outcome.kernel not in CHOICES]
-
-
-def _without(case: Case, checks: Collection[str]) -> Case:
-    return replace(case, kernels=tuple(name for name in case.kernels if name not in checks))

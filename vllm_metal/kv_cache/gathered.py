@@ -10,11 +10,11 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention import buckets
 from vllm_metal.kv_cache.layer_cache import AttentionKind
 from vllm_metal.kv_cache.layer_state import StepLayout
 
-#: Kinds of rows: of requests with reference.DECODE_ROWS rows at most in a step, and with more.
+#: Kinds of rows: of requests with buckets.DECODE_ROWS rows at most in a step, and with more.
 Phase = Literal["decode", "prefill"]
 
 
@@ -22,7 +22,7 @@ Phase = Literal["decode", "prefill"]
 class GatheredPlan:
     """Which of a step's rows attend so, and how."""
 
-    attention: reference.BucketPlan
+    attention: buckets.BucketPlan
     rows: mx.array | None  # [G] int32, batch rows that attend so; None: all of the step's
     others: mx.array | None  # [T - G] int32, batch rows that the kernels serve; None: none
     order: mx.array | None  # [T] int32, place of each row behind the kernels', then these; None: t
@@ -43,7 +43,7 @@ def chosen(layout: StepLayout, phases: Collection[Phase]) -> np.ndarray:
 
     Masks are made on the host, so requests whose lengths only the device knows are left out.
     """
-    prefills = np.diff(layout.query_start_loc_np) > reference.DECODE_ROWS
+    prefills = np.diff(layout.query_start_loc_np) > buckets.DECODE_ROWS
     requests = (prefills & ("prefill" in phases)) | (~prefills & ("decode" in phases))
     if layout.behind is not None:
         requests &= layout.behind.most_np == 0
@@ -60,7 +60,7 @@ def plan(layout: StepLayout, requests: np.ndarray, window: int | None) -> Gather
     """
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     lens = np.diff(layout.query_start_loc_np)[requests]
-    attention = reference.plan(
+    attention = buckets.plan(
         np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
         layout.seq_lens_np[requests],
         layout.block_tables_np[requests],

@@ -14,7 +14,7 @@ import numpy as np
 from metal_kernels import kernel, kv_blocks, kv_states, kv_write, op_common, paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionPlan, Tiles, reference
+from metal_kernels.paged_attention import AttentionPlan, Tiles, buckets
 from metal_kernels.paged_attention import gathered as by_gathering
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
@@ -236,7 +236,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
 def _trial_of(phase: Phase, block_size: int) -> StepLayout:
     """One request of as few rows as make such a phase, in the first blocks of the pool."""
-    rows = 1 if phase == "decode" else reference.DECODE_ROWS + 1
+    rows = 1 if phase == "decode" else buckets.DECODE_ROWS + 1
     slots = np.arange(rows, dtype=np.int32)
     table = np.arange(-(-rows // block_size), dtype=np.int32)[None]
     starts, lens = np.array([0, rows], np.int32), np.array([rows], np.int32)

@@ -11,13 +11,11 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, Self
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceable
 from vllm_metal.mlx_patches.seam import Scoring
-
-#: Tokens of a block that the attention kernels are written for.
-BLOCK_SIZES = (16, 32)
 
 
 class KVShape(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind, RaggedLayout
+from metal_kernels.layout import PositionLag, RaggedLayout
 from metal_kernels.pace import Pace
 
 #: What a kind of layer makes of a step's layout, for its storage.
@@ -28,14 +28,12 @@ _NO_STEP = "a paged cache was used outside a step"
 
 @dataclass(frozen=True)
 class StepLayout(RaggedLayout):
-    """A step's layout for one KV cache group: block tables, slots, and each request's index and
-    draft count."""
+    """A step's layout for one KV cache group: block tables, slots, and each request's drafts."""
 
-    req_indices_np: np.ndarray | None = None  # [R] int32; None: the requests are in no table
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.
-    behind: Behind | None = None
+    behind: PositionLag | None = None
     slot_mapping: mx.array | None = None  # [T] int32
 
     def split(self, parts: int) -> StepLayout:
@@ -47,13 +45,6 @@ class StepLayout(RaggedLayout):
         width = -(-int(self.seq_lens_np.max()) // block_size)
         tables_np = tables_np.reshape(len(tables_np), -1)[:, :width]
         return replace(self, block_tables_np=tables_np, block_size=block_size)
-
-    @property
-    def positions_np(self) -> np.ndarray:
-        """[T] int32, position of each row in its request."""
-        ends = self.query_start_loc_np[1:]
-        shifts = np.repeat(self.seq_lens_np - ends, np.diff(self.query_start_loc_np))
-        return np.arange(len(shifts), dtype=np.int32) + shifts.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -272,3 +263,8 @@ class Restorable(ABC):
             last_rows_np: [R] int32, of each request of that step the row of its last token that was
                 accepted.
         """
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """[n, ...] of parts one after another; a single one as it is."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

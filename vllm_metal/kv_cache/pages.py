@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.op_common import check_blocks
 from vllm_metal.kv_cache.layer_state import Fenced, LayerState
 
 #: Arrays of these dtypes come as integers: Python's memoryviews know no bfloat16.
@@ -37,6 +38,13 @@ class PagePart:
     #: What the bytes are numbers of, one after another, where they are not of `dtype`: bytes of
     #: each dtype. Bytes after the last are nothing.
     numbers: tuple[tuple[mx.Dtype, int], ...] = ()
+    #: The array's shape up to its blocks, of those that lie in the pool.
+    outer: tuple[int, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The array's shape behind its blocks, a block's parts first where it has several."""
+        return self.shape[len(self.outer) - 1 :]
 
     @property
     def spans(self) -> tuple[tuple[mx.Dtype, int], ...]:
@@ -73,17 +81,10 @@ class BlockPages:
         self._all_states = list(dict.fromkeys(layer_states.values()))
         storages = (dict.fromkeys(state.storage for state in states) for states in self._states)
         self._fenced = [[each for each in group if isinstance(each, Fenced)] for group in storages]
-        reads = [[_reads_of(state) for state in states] for states in self._states]
-        self._reads = [[read for of_state in group for read in of_state] for group in reads]
-        self._num_blocks = min(read.outer[-1] for group in self._reads for read in group)
         self._parts = [
-            tuple(
-                part
-                for state, of_state in zip(states, group, strict=True)
-                for part in _parts_of(state, of_state)
-            )
-            for states, group in zip(self._states, reads, strict=True)
+            tuple(part for state in states for part in _parts_of(state)) for states in self._states
         ]
+        self._num_blocks = min(part.outer[-1] for parts in self._parts for part in parts)
         self._page_bytes = [sum(part.nbytes for part in parts) for parts in self._parts]
 
     def parts(self, group: int) -> tuple[PagePart, ...]:
@@ -120,7 +121,7 @@ class BlockPages:
             anything that writes to the pool is evaluated, as is the rule for its other reads: MLX
             copies a pool that is written while a read of it is queued.
         """
-        self._check(blocks_np)
+        check_blocks("blocks_np", blocks_np, self._num_blocks)
         fenced = self._fenced[group]
         fences = [fence for storage in fenced for fence in storage.fences]
         copies = list(self._copies(group, blocks_np, fences))
@@ -145,7 +146,7 @@ class BlockPages:
         Returns:
             Evaluated arrays, that other threads may read while steps go on.
         """
-        self._check(blocks_np)
+        check_blocks("blocks_np", blocks_np, self._num_blocks)
         for state in self._states[group]:
             state.wait_for_device()
         copies = list(self._copies(group, blocks_np))
@@ -164,7 +165,7 @@ class BlockPages:
         Raises:
             ValueError: the rows are not the group's pages, or fewer; or a block is not the pool's.
         """
-        self._check(blocks_np)
+        check_blocks("blocks_np", blocks_np, self._num_blocks)
         count, parts, states = len(blocks_np), self._parts[group], self._states[group]
         if rows.dtype != np.uint8 or not rows.flags.c_contiguous:
             raise ValueError(f"rows: expected contiguous uint8, found {rows.dtype}")
@@ -181,17 +182,9 @@ class BlockPages:
         views = [array.view(part.carrier) for array, part in zip(arrays, parts, strict=True)]
         mx.eval(views)
         start = 0
-        for view, read, part in zip(views, self._reads[group], parts, strict=True):
-            _write(view, read, blocks_np, rows[:count, start : start + part.nbytes])
+        for view, part in zip(views, parts, strict=True):
+            _write(view, part, blocks_np, rows[:count, start : start + part.nbytes])
             start += part.nbytes
-
-    def _check(self, blocks_np: np.ndarray) -> None:
-        """Raises ValueError: MLX would read or write wherever an index leads."""
-        outside = blocks_np[(blocks_np < 0) | (blocks_np >= self._num_blocks)]
-        if outside.size:
-            raise ValueError(
-                f"blocks_np: block {outside[0]} is not one of the pool's {self._num_blocks}"
-            )
 
     def _copies(
         self, group: int, blocks_np: np.ndarray, fences: Sequence[mx.array] = ()
@@ -203,51 +196,25 @@ class BlockPages:
         """
         nothing = mx.stack(list(fences)).min() * 0 if fences else None
         rows: dict[tuple[int, ...], mx.array] = {}  # by an array's shape up to its blocks
-        for read in self._reads[group]:
-            if read.outer not in rows:
-                indices = mx.array(_rows(blocks_np, read.outer))
-                rows[read.outer] = indices if nothing is None else indices + nothing
+        for part in self._parts[group]:
+            if part.outer not in rows:
+                indices = mx.array(_rows(blocks_np, part.outer))
+                rows[part.outer] = indices if nothing is None else indices + nothing
         arrays = (array for state in self._states[group] for array in state.page_arrays)
-        for read, array in zip(self._reads[group], arrays, strict=True):
-            copy = mx.take(array.reshape(read.flat), rows[read.outer], 0)
-            yield copy if read.carrier is None else copy.view(read.carrier)
+        for part, array in zip(self._parts[group], arrays, strict=True):
+            flat = array.reshape(math.prod(part.outer), *part.inner)  # the outer axes as one
+            copy = mx.take(flat, rows[part.outer], 0)
+            yield copy if part.carrier == part.dtype else copy.view(part.carrier)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """How blocks of one array are read, found out once: a step's export reads every array."""
-
-    dtype: mx.Dtype  # its own
-    outer: tuple[int, ...]  # its shape up to its blocks
-    inner: tuple[int, ...]  # its shape from there on, a block's parts first where it has several
-
-    @property
-    def flat(self) -> tuple[int, ...]:
-        """Its shape, the outer axes as one."""
-        return math.prod(self.outer), *self.inner
-
-    @property
-    def carrier(self) -> mx.Dtype | None:
-        """Dtype that copies get; None: the array's own."""
-        return _CARRIERS.get(self.dtype)
-
-
-def _reads_of(state: LayerState) -> list[_Read]:
-    """Returns how blocks of each of the state's arrays are read."""
-    found, axis, split = [], state.storage.block_axis, state.storage.split
-    for array in state.page_arrays:
-        lead, num_parts, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
-        if split > 1:
-            inner = (split, *inner)
-        found.append(_Read(array.dtype, (*lead, num_parts // split), inner))
-    return found
-
-
-def _parts_of(state: LayerState, reads: Sequence[_Read]) -> Iterator[PagePart]:
-    """Yields the state's parts of a page."""
-    for read, numbers in zip(reads, state.page_numbers, strict=True):
-        shape = (*read.outer[:-1], *read.inner)
-        yield PagePart(shape, read.dtype, math.prod(shape) * read.dtype.size, numbers)
+def _parts_of(state: LayerState) -> Iterator[PagePart]:
+    """Yields the state's parts of a page, found out once: a step's export reads every array."""
+    axis, split = state.storage.block_axis, state.storage.split
+    for array, numbers in zip(state.page_arrays, state.page_numbers, strict=True):
+        lead, num_rows, inner = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
+        shape = (*lead, split, *inner) if split > 1 else (*lead, *inner)
+        nbytes = math.prod(shape) * array.dtype.size
+        yield PagePart(shape, array.dtype, nbytes, numbers, (*lead, num_rows // split))
 
 
 def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
@@ -257,7 +224,7 @@ def _rows(blocks_np: np.ndarray, outer: tuple[int, ...]) -> np.ndarray:
     return (blocks_np.reshape(-1, *[1] * len(lead)) + starts).astype(np.uint32)
 
 
-def _write(array: mx.array, read: _Read, blocks_np: np.ndarray, columns: np.ndarray) -> None:
+def _write(array: mx.array, part: PagePart, blocks_np: np.ndarray, columns: np.ndarray) -> None:
     """Writes parts of pages into the blocks of an array, in place, by the host.
 
     The device reads the same memory, and has nothing queued that does. MLX's scatter takes element
@@ -266,11 +233,11 @@ def _write(array: mx.array, read: _Read, blocks_np: np.ndarray, columns: np.ndar
 
     Args:
         array: of a dtype that numpy has.
-        read: how its blocks are read.
+        part: its share of a page.
         columns: [n, bytes of the part] uint8.
     """
-    pool_np = np.asarray(array).reshape(*read.outer, *read.inner)
-    pool_np = np.moveaxis(pool_np, len(read.outer) - 1, 0)
+    pool_np = np.asarray(array).reshape(*part.outer, *part.inner)
+    pool_np = np.moveaxis(pool_np, len(part.outer) - 1, 0)
     parts_np = columns.view(pool_np.dtype).reshape(-1, *pool_np.shape[1:])
     for block, part_np in zip(blocks_np.tolist(), parts_np, strict=True):
         pool_np[block] = part_np  # block by block numpy moves runs of memory, not elements

@@ -20,6 +20,7 @@ from vllm_metal.kv_cache.layer_state import (
     Pending,
     Restorable,
     Traceable,
+    joined,
 )
 from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan, Run
 
@@ -141,7 +142,7 @@ class RecurrentState(LayerState, Traceable, Restorable):
             )
         blocks_np = np.concatenate(blocks)
         if len(blocks_np):
-            parts = [_joined(parts) for parts in zip(*states, strict=True)]
+            parts = [joined(parts) for parts in zip(*states, strict=True)]
             self._storage.write_states(blocks_np, self._form.to_bits(parts, self._element_bytes))
 
     def move(self, source: int, target: int) -> mx.array:
@@ -219,16 +220,12 @@ class RecurrentState(LayerState, Traceable, Restorable):
                 states = [
                     _put(part, run.requests, new) for part, new in zip(states, after, strict=True)
                 ]
-        kept = [_joined(parts) for parts in zip(*ended, strict=True)]
+        kept = [joined(parts) for parts in zip(*ended, strict=True)]
         self._pending.append(Pending(plan, kept))
-        joined = [_joined(parts) for parts in zip(*results, strict=True)]
+        whole = [joined(parts) for parts in zip(*results, strict=True)]
         # With the results, or what states are cut from would be held until the next step begins.
-        joined = mx.depends(joined, kept)
-        return joined if plan.places is None else [result[plan.places] for result in joined]
-
-
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+        whole = mx.depends(whole, kept)
+        return whole if plan.places is None else [result[plan.places] for result in whole]
 
 
 def _ending(run: Run, part: mx.array) -> mx.array:

@@ -16,10 +16,10 @@ from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import reference
+from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Places
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
-from vllm_metal.kv_cache.layer_state import Pending, StepLayout
+from vllm_metal.kv_cache.layer_state import Pending, StepLayout, joined
 from vllm_metal.mlx_patches.seam import Scoring
 
 
@@ -28,7 +28,7 @@ class ScatterPlan:
     """A step of one group and kind of layer."""
 
     slot_mapping: mx.array  # [T] int32
-    attention: reference.BucketPlan
+    attention: buckets.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
@@ -61,7 +61,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> ScatterPlan:
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        attention = reference.plan(
+        attention = buckets.plan(
             layout.query_start_loc_np,
             layout.seq_lens_np,
             layout.block_tables_np,
@@ -84,9 +84,9 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             return
         written, self._pending = self._pending, ()
         slots = [each.plan.places for each in written]
-        places = tuple(_joined(parts) for parts in zip(*slots, strict=True))
+        places = tuple(joined(parts) for parts in zip(*slots, strict=True))
         for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
-            array[places] = _joined(parts).flatten(0, 1)
+            array[places] = joined(parts).flatten(0, 1)
 
     def wait_for_device(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
@@ -151,7 +151,3 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         if self.dtype not in CODE_DTYPES:
             return encoded[0]
         return decode(*encoded).astype(self._row_dtype)
-
-
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_metal.kv_cache.layer_cache import BLOCK_SIZES, LayerKVCache
+from metal_kernels.layout import BLOCK_SIZES
+from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 

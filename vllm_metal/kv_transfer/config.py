@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of K/V that leave the pool, and what they change of vLLM.
 
-vLLM's way is `--kv-transfer-config` with the connector `MetalKVConnector`. A prefix cache on disk
-has a short one, too: `--additional-config '{"prefix_cache_dir": ...}'`. Both end as vLLM's, every
-value read and absolute, which goes to the engine's process and is read there.
+vLLM's way is `--kv-transfer-config` with the connector `MetalKVConnector`. Some stores have a short
+one, too: `--additional-config '{"prefix_cache_dir": ...}'`. Both end as vLLM's, every value read
+and absolute, which goes to the engine's process and is read there. What a single store's settings
+are stands in its own folder; `registry.py` lists them.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.logger import init_logger
-
-from vllm_metal.kv_transfer import peer_config
-from vllm_metal.kv_transfer.disk import layout
-from vllm_metal.kv_transfer.disk.limits import DEFAULT_DAILY_WRITE_BYTES, default_max_bytes
-from vllm_metal.kv_transfer.peer_config import PeerConfig
+from vllm_metal.kv_transfer.registry import STORES
+from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import salts, secret_file, values
-from vllm_metal.settings.additional_config import OPTION, PREFIX_CACHE_KEYS, AdditionalConfig
+from vllm_metal.settings.additional_config import OPTION, AdditionalConfig
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
-
-logger = init_logger(__name__)
+    from vllm.config import VllmConfig
 
 CONNECTOR = "MetalKVConnector"
 CONNECTOR_MODULE = "vllm_metal.kv_transfer.connector"
@@ -57,149 +51,117 @@ def _tokens(value: Any) -> int:
     return value
 
 
-_READERS: Mapping[str, values.Reader] = {
-    "path": values.path,
-    "bytes": values.size,
-    "daily_writes": values.daily_size,
+_READERS: dict[str, values.Reader] = {
     "salt_key": values.path,
     "offload_prompt_only": values.flag,
     "blocks_per_chunk": _one,
     "block_size": _tokens,
     "spec_name": _text(SPEC),
-    "listen": peer_config.address,
-    "peers": peer_config.addresses,
-    "secret": values.path,
-    "outbox_bytes": values.size,
 }
-#: Keys that need "path".
-_OF_DISK = ("bytes", "daily_writes", "salt_key")
-
-
-@dataclass(frozen=True)
-class PrefixCacheConfig:
-    """What of --kv-transfer-config is about the cache on disk."""
-
-    directory: Path  # absolute
-    max_bytes: int  # of all that the folder holds
-    daily_write_bytes: int | None  # in a calendar day; None: no limit
-    salt_key: Path | None  # file of the secret of derived salts; None: salted requests are not kept
+for _store in STORES:
+    _READERS |= _store.readers
 
 
 @dataclass(frozen=True)
 class TransferConfig:
     """What the connector reads of --kv-transfer-config."""
 
-    disk: PrefixCacheConfig | None
-    peers: PeerConfig | None
+    engine_id: str  # of this run of the engine
+    stores: Mapping[str, StoreConfig]  # by name, in the order that they are read in
+    salt_key: Path | None  # file of the secret of derived salts; None: salted texts are not kept
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> TransferConfig | None:
-        """Of a configuration that `settle_kv_transfer` has seen; None: no connector is on."""
+        """Reads a configuration that `complete_kv_transfer` has seen; None: no connector is on."""
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector is None:
             return None
+        assert transfer.engine_id is not None  # vLLM makes one up
         given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
-        disk = None
-        if "path" in given:
-            daily = given["daily_writes"]
-            disk = PrefixCacheConfig(
-                directory=given["path"],
-                max_bytes=given["bytes"],
-                daily_write_bytes=None if daily == values.UNLIMITED else daily,
-                salt_key=given.get("salt_key"),
-            )
-        return TransferConfig(disk, PeerConfig.of(given))
+        return TransferConfig(transfer.engine_id, _stores(given), given.get("salt_key"))
+
+    def read_salt_key(self) -> bytes | None:
+        """Reads the secret of derived salts; see `salts.namespace`.
+
+        Raises:
+            ValueError: its file cannot be used.
+        """
+        if self.salt_key is None:
+            return None
+        return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
-def settle_kv_transfer(vllm_config: VllmConfig) -> None:
+def _stores(given: Mapping[str, Any]) -> dict[str, StoreConfig]:
+    return {kind.name: kind.of(given) for kind in STORES if kind.is_asked_for(given)}
+
+
+def complete_kv_transfer(vllm_config: VllmConfig) -> None:
     """Makes vLLM's configuration whole: the connector, and the hashes that it needs.
 
-    vLLM checks a configuration again in the engine's process; a settled one stays as it is.
+    vLLM checks a configuration again in the engine's process; a complete one stays as it is.
 
     Raises:
-        ValueError: the settings contradict each other or cannot be honoured, the folder cannot be
-            made, or the file of the salts' key cannot be used. The message names the setting.
+        ValueError: the settings contradict each other or cannot be honoured. The message names the
+            setting.
     """
-    short, given = AdditionalConfig.of(vllm_config), vllm_config.additional_config
+    _take_short_way(vllm_config)
     transfer = vllm_config.kv_transfer_config
-    if short.prefix_cache_dir is not None:
-        if transfer is not None:
-            raise ValueError(
-                f"{OPTION} 'prefix_cache_dir' and --kv-transfer-config both set up a cache: leave "
-                "one of them out"
-            )
-        vllm_config.kv_transfer_config = transfer = _of_short_way(short)
-        assert isinstance(given, dict)  # else it could not have had the key
-        # Only one way is left for the engine's process, which settles again.
-        vllm_config.additional_config = {
-            key: value for key, value in given.items() if key not in PREFIX_CACHE_KEYS
-        }
     if transfer is None:
         return
     transfer.kv_connector_module_path = CONNECTOR_MODULE
-    extra = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
+    given = values.read(transfer.kv_connector_extra_config, _READERS, EXTRA)
     assert transfer.kv_role is not None  # vLLM asks for it
-    peer_config.check(transfer.kv_role, extra, EXTRA)
-    _check_disk(extra)
-    _check_cache(vllm_config, extra)
-    if "path" in extra:
-        _prepare(extra["path"])
-    if "salt_key" in extra:
-        secret_file.read(extra["salt_key"], salts.SALT_KEY)
-    transfer.kv_connector_extra_config = _settled(extra)
+    _check_cache(vllm_config, given)
+    _check_stores(transfer.kv_role, given)
+    complete = {"spec_name": SPEC, "offload_prompt_only": given.get("offload_prompt_only", False)}
+    if "salt_key" in given:
+        secret_file.read(given["salt_key"], salts.SALT_KEY)
+        complete["salt_key"] = str(given["salt_key"])
+    for config in _stores(given).values():
+        complete |= config.as_json()
+    transfer.kv_connector_extra_config = complete
     vllm_config.cache_config.prefix_caching_hash_algo = HASH_ALGORITHM
 
 
-def _of_short_way(short: AdditionalConfig) -> KVTransferConfig:
+def _take_short_way(vllm_config: VllmConfig) -> None:
+    """Writes keys of --additional-config as vLLM's way has them.
+
+    Only that is left for the engine's process, which does this again.
+    """
     from vllm.config import KVTransferConfig
 
-    extra = {
-        "path": short.prefix_cache_dir,
-        "bytes": short.prefix_cache_bytes,
-        "daily_writes": short.prefix_cache_daily_writes,
-        "salt_key": short.prefix_cache_salt_key,
-    }
-    return KVTransferConfig(
+    short, given = AdditionalConfig.of(vllm_config), vllm_config.additional_config
+    keys = {key: other for kind in STORES for key, other in kind.short.items()}
+    extra = {other: getattr(short, key) for key, other in keys.items()}
+    extra = {key: value for key, value in extra.items() if value is not None}
+    if not extra:
+        return
+    assert isinstance(given, dict)  # else it could not have had a key
+    if vllm_config.kv_transfer_config is not None:
+        raise ValueError(
+            f"{OPTION} {next(key for key in keys if key in given)!r} and --kv-transfer-config both "
+            "set up a cache: leave one of them out"
+        )
+    vllm_config.kv_transfer_config = KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={k: v for k, v in extra.items() if v is not None},
+        kv_connector_extra_config=extra,
     )
+    vllm_config.additional_config = {k: value for k, value in given.items() if k not in keys}
 
 
-def _settled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as JSON has it, with every default."""
-    settled: dict[str, Any] = {
-        "spec_name": SPEC,
-        "offload_prompt_only": given.get("offload_prompt_only", False),
-    }
-    if "path" in given:
-        max_bytes = given.get("bytes")
-        if max_bytes is None:  # of a full disk the default is 0, which is no size
-            max_bytes = max(default_max_bytes(given["path"]), 1)
-        settled |= {
-            "path": str(given["path"]),
-            "bytes": max_bytes,
-            "daily_writes": given.get("daily_writes", DEFAULT_DAILY_WRITE_BYTES),
-        }
-    if "salt_key" in given:
-        settled["salt_key"] = str(given["salt_key"])
-    peers = PeerConfig.of(given)
-    return settled if peers is None else settled | peers.settled()
-
-
-def _check_disk(given: Mapping[str, Any]) -> None:
-    """Raises where there is nowhere to keep K/V, or a key of a disk without one."""
-    if "path" in given:
-        return
-    if not {"listen", "peers"} & given.keys():
-        raise ValueError(
-            f"{EXTRA} lacks 'path', the folder of a cache on disk, or 'listen' and 'peers', the "
-            "addresses of engines that hand each other K/V"
-        )
-    if alone := [key for key in _OF_DISK if key in given]:
-        raise ValueError(f"{EXTRA} {alone[0]!r} needs 'path', the folder of the cache on disk")
+def _check_stores(role: str, given: Mapping[str, Any]) -> None:
+    """Raises where a store cannot be as it is asked for, or there is none."""
+    for kind in STORES:
+        others = [other for other in STORES if other is not kind]
+        instead = None
+        if not any(other.is_asked_for(given) for other in others):
+            instead = " or ".join(other.asked_by for other in others)
+        kind.check(given, role, EXTRA, instead)
+    if not any(kind.is_asked_for(given) for kind in STORES):
+        raise ValueError(f"{EXTRA} lacks {', or '.join(kind.asked_by for kind in STORES)}")
 
 
 def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
@@ -222,44 +184,4 @@ def _check_cache(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{EXTRA} 'block_size' {tokens} must be the cache's, {cache.block_size}, as each block "
             "is kept by itself: leave it out, or set --block-size"
-        )
-
-
-def _prepare(directory: Path) -> None:
-    """Makes the folder, for its owner alone; warns where nothing can be written to it.
-
-    Raises:
-        ValueError: it cannot be made or read, is a file, or holds other things than a cache.
-    """
-    setting = f"the folder of the prefix cache (prefix_cache_dir, or 'path' of {EXTRA})"
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise ValueError(f"{setting}: {directory} is a file; name a folder")
-        layout.make_folder(directory, directory)
-        ours = layout.may_be_cache(directory)
-    except OSError as error:
-        raise ValueError(
-            f"{setting}: {error.filename or directory} cannot be used ({error.strerror or error}); "
-            "name a folder that you may read and write"
-        ) from error
-    if not ours:
-        raise ValueError(
-            f"{setting}: {directory} holds other things; name an empty folder, or a new one"
-        )
-    if directory.stat().st_mode & 0o022:
-        logger.warning(
-            "%s can be written to by other users, who could plant blocks there that change "
-            "answers: run `chmod go-w %s`",
-            directory,
-            directory,
-        )
-    try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        logger.warning(
-            "%s cannot be written to (%s): the prefix cache serves what is there, and keeps "
-            "nothing new",
-            directory,
-            error.strerror or error,
         )

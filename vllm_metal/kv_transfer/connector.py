@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector that vLLM's scheduler holds; the worker's side is worker/transfer_hooks.py."""
+"""The connector that vLLM's scheduler holds; the worker's side is `transfer_hooks.py`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -13,10 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from vllm_metal.kv_transfer.config import SPEC
+from vllm_metal.kv_transfer.config import SPEC, TransferConfig
 from vllm_metal.kv_transfer.manager import PageManager
-from vllm_metal.kv_transfer.messages import Discard, TransferMetadata
-from vllm_metal.kv_transfer.page_store import PageStore
+from vllm_metal.kv_transfer.messages import TransferHandshake, TransferMetadata, TransferNews
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 #: Seconds that a request which starts again waits for its blocks to be written; then it computes.
 LONGEST_WAIT = 1.0
 
-OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.spec", SPEC)
+OffloadingSpecFactory.register_spec(SPEC, "vllm_metal.kv_transfer.manager", SPEC)
 
 
 class MetalKVConnector(OffloadingConnector):
-    """vLLM's offloading scheduler over a store of pages, one page for each block of a group.
+    """vLLM's offloading scheduler over stores of pages, one page for each block of a group.
 
     vLLM decides which blocks are stored and loaded, and follows each job. This class adds whose
     pages a request may see, and what failures take back.
@@ -49,9 +49,9 @@ class MetalKVConnector(OffloadingConnector):
         if role is not KVConnectorRole.SCHEDULER:
             raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")
         super().__init__(vllm_config, role, kv_cache_config)
+        self._config = TransferConfig.of(vllm_config)
         self._void: set[str] = set()
         self._cancelled: set[str] = set()
-        self._discards: list[Discard] = []
         self._clock = time.monotonic
         self._waiting_since: dict[str, float] = {}  # by request id, for writes of its own
 
@@ -64,9 +64,14 @@ class MetalKVConnector(OffloadingConnector):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        (store,) = metadata.values()
-        assert isinstance(store, PageStore)
-        self._manager.open(store)
+        (handshake,) = metadata.values()
+        config = self._config
+        assert config is not None and isinstance(handshake, TransferHandshake)
+        views = {
+            name: store.view(config.engine_id, handshake.content, handshake.stores[name])
+            for name, store in config.stores.items()
+        }
+        self._manager.open(views, config.read_salt_key())
 
     def on_new_request(self, request: Request) -> None:
         self._manager.note_salt(request.request_id, request.cache_salt)
@@ -80,15 +85,14 @@ class MetalKVConnector(OffloadingConnector):
         status = self.scheduler._req_status[request.request_id]
         for group in status.group_states:
             group.next_stored_chunk_idx = 0
-        if not self._manager.hear_peers(
-            lambda: self._usable_keys(request, num_computed_tokens), status.req_context
-        ):
+        keys = partial(self._usable_keys, request, num_computed_tokens)
+        if not self._manager.stores_have_answered(keys, status.req_context):
             return None, False
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found[0] is not None or not status.transfer_jobs:
             self._waiting_since.pop(request.request_id, None)
             return found
-        # Blocks of its run before are still being written. A disk that hangs must not hang it.
+        # Blocks of its run before are still being written. A store that hangs must not hang it.
         now = self._clock()
         since = self._waiting_since.setdefault(request.request_id, now)
         return (0, False) if now - since > LONGEST_WAIT else found
@@ -126,16 +130,18 @@ class MetalKVConnector(OffloadingConnector):
         for new in scheduler_output.scheduled_new_reqs:
             self.blocks_given_up(new.req_id)
         jobs: Any = super().build_connector_meta(self._without_loading(scheduler_output))
-        self._manager.stores_prepared()
+        discards, uses = self._manager.take_messages()
         metadata = TransferMetadata(
             jobs.load_jobs,
             jobs.store_jobs,
             jobs.jobs_to_flush,
             frozenset(self._void),
             frozenset(self._cancelled),
-            self._discards,
+            discards,
+            uses,
+            self._manager.asks_content,
         )
-        self._void, self._cancelled, self._discards = set(), set(), []
+        self._void, self._cancelled = set(), set()
         return metadata
 
     def _without_loading(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -151,6 +157,8 @@ class MetalKVConnector(OffloadingConnector):
         return replace(scheduler_output, preempted_req_ids=preempted - loading)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(news := connector_output.kv_connector_worker_meta, TransferNews):
+            self._manager.hear(news)
         for req_id in connector_output.failed_recving or ():
             if (status := self.scheduler._req_status.get(req_id)) is not None:
                 self._manager.load_failed(status.req_context)
@@ -161,38 +169,19 @@ class MetalKVConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._waiting_since.pop(request.request_id, None)
         keeps, _ = super().request_finished_all_groups(request, block_ids)
-        if (status := self.scheduler._req_status.get(request.request_id)) is not None:
-            keys = [key for group in status.group_states for key in group.offload_keys]
-            self._manager.request_ends(keys)
-        return keeps, self._params_of(request)
-
-    def _params_of(self, request: Request) -> dict[str, Any] | None:
-        """What a proxy hands to the engine that decodes; None: none asked, or nobody listens.
-
-        The names are those of vLLM's NIXL connector, which vLLM's proxies know. The other engine
-        finds the pages by their hashes; this only says whom to ask first.
-        """
-        if not request.kv_transfer_params or (where := self._manager.address) is None:
-            return None
-        engine_id, address = where
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": engine_id,
-            "remote_block_ids": [],
-            "remote_request_id": request.request_id,
-            "remote_host": address.host,
-            "remote_port": address.port,
-            "tp_size": 1,
-        }
+        if not request.kv_transfer_params:
+            return keeps, None
+        return keeps, self._manager.params_for_others(request.request_id)
 
     def reset_cache(self) -> bool:
-        """Leaves the disk alone: vLLM resets all caches when an engine goes to sleep, too.
+        """Leaves the stores alone: vLLM resets all caches when an engine goes to sleep, too.
 
-        What is there stays right. It is found by the hash of the text, in a folder named after all
-        that K/V depend on. Jobs go on and are reported; vLLM's own reset forgets them, and may not
-        be called twice while one of them goes on.
+        What is there stays right. It is found by the hash of the text, among pages of all that K/V
+        depend on; the worker is asked what that is, for an engine may wake up with other weights.
+        Jobs go on and are reported; vLLM's own reset forgets them, and may not be called twice
+        while one of them goes on.
         """
+        self._manager.asks_content = True
         return True
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:
@@ -211,7 +200,5 @@ class MetalKVConnector(OffloadingConnector):
         for request in requests:
             self._void.add(request.request_id)
             hashes = request.block_hashes
-            keys: list[bytes] = [make_offload_key(h, group) for group in groups for h in hashes]
-            namespace = self._manager.namespace_of(request.cache_salt)
-            self._discards.append(Discard(namespace, frozenset(keys)))
-            self._manager.distrust(self._discards[-1])
+            keys = [make_offload_key(each, group) for group in groups for each in hashes]
+            self._manager.discard(request.cache_salt, keys)

@@ -47,7 +47,7 @@ class Fingerprint:
         weights: Mapping[str, str],
         pool: str,
     ) -> Fingerprint:
-        """Of an engine.
+        """Returns the fingerprint of an engine.
 
         Args:
             vllm_config: after the platform's check.
@@ -107,6 +107,14 @@ class Fingerprint:
             for name in names
             for change in _change(str(name), other.get(name), ours.get(name), this)
         ]
+
+
+@dataclass(frozen=True)
+class PoolContent:
+    """What the pages of a pool are."""
+
+    fingerprint: Fingerprint
+    page_bytes: tuple[int, ...]  # of a page, by KV cache group
 
 
 def _without_names(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +223,7 @@ def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, An
 
 
 def _pool_dtype(cache_dtype: str, model_dtype: str) -> str:
-    """Of the pool's elements by one name: a model's own dtype may be given as "auto", too."""
+    """Returns one name for the dtype of the pool: a model's own may be given as "auto", too."""
     name = formats.canonical(cache_dtype)
     return model_dtype if name == "auto" else name
 

@@ -19,13 +19,13 @@ from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.page_store import PageStore, Source
+    from vllm_metal.kv_transfer.page_store import PageStore, Shelves
 
 logger = init_logger(__name__)
 
 #: Pages are read in pieces of so many bytes, one at least.
 PIECE_BYTES = 8 << 20
-#: Threads that read. Two keep a disk busy while one checks what it has read.
+#: Threads that read. Two keep a device busy while one checks what it has read.
 NUM_READERS = 2
 
 
@@ -44,7 +44,8 @@ class FinishedLoad:
 class _Job:
     job_id: int
     req_id: str
-    source: Source
+    keys: PageKeys
+    shelves: Shelves  # of when it came: pages of other weights must not come in its place
     started: float
     pages_left: int
     num_bytes: int = 0
@@ -125,7 +126,7 @@ class Loads:
         self._staging_bytes = staging_bytes
         self._clock = clock
         self._readers = ThreadPoolExecutor(NUM_READERS, "kv-load")
-        self._jobs: dict[str, _Job] = {}  # by request id, of those that have not ended
+        self._of_requests: dict[str, _Job] = {}  # by request id, of those that have not ended
         self._waiting: deque[tuple[_Job, int, bytes, int]] = deque()  # group, key, block
         self._read: SimpleQueue[tuple[_Piece, bool]] = SimpleQueue()
         self._ready: deque[_Piece] = deque()
@@ -136,6 +137,31 @@ class Loads:
         """There is a pool, and these are its blocks."""
         self._pages = pages
         self._staging = _Staging(pages, self._staging_bytes)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has not ended."""
+        return bool(self._of_requests)
+
+    @property
+    def req_ids(self) -> Collection[str]:
+        """Requests that wait for pages."""
+        return self._of_requests.keys()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether, besides, no thread reads, and no page waits to be put into the pool."""
+        return not (self._of_requests or self._num_reading or self._ready)
+
+    @property
+    def num_ready(self) -> int:
+        """Pieces that were read and are not in the pool yet."""
+        return len(self._ready)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory of pages that are not in the pool yet."""
+        return self._staging.num_bytes
 
     def lose_pool(self) -> None:
         """Ends all loads: their blocks are gone. What threads still read goes nowhere."""
@@ -153,8 +179,9 @@ class Loads:
             blocks: of the pool, in the order of the keys.
         """
         pages = list(zip(keys.keys, blocks, strict=True))
-        job = _Job(job_id, req_id, self._store.source(keys.place), self._clock(), len(pages))
-        self._jobs[req_id] = job
+        shelves = self._store.shelf(keys.namespace)
+        job = _Job(job_id, req_id, keys, shelves, self._clock(), len(pages))
+        self._of_requests[req_id] = job
         if not pages:
             self._end(job)
         for key, block in pages:
@@ -165,7 +192,7 @@ class Loads:
 
         They have not failed: the scheduler has taken the blocks away, or is about to.
         """
-        jobs = self._jobs.values()
+        jobs = self._of_requests.values()
         for job in [job for job in jobs if req_ids is None or job.req_id in req_ids]:
             self._stop(job, failed=False)
 
@@ -176,7 +203,7 @@ class Loads:
             self._end(job)
 
     def _end(self, job: _Job) -> None:
-        del self._jobs[job.req_id]
+        del self._of_requests[job.req_id]
         seconds = self._clock() - job.started
         self._ended.append(FinishedLoad(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
 
@@ -211,7 +238,8 @@ class Loads:
         """Fills a piece; runs in a reader's thread, and never raises."""
         try:
             rows, job = list(piece.rows[: len(piece.keys)]), piece.job
-            good = job.source.read(piece.keys, rows, lambda: not job.stopped)
+            hints = job.keys.hints
+            good = job.shelves.read(piece.keys, rows, hints, lambda: not job.stopped)
         except Exception:
             logger.exception("Blocks that were to enter the KV pool could not be read")
             good = False
@@ -252,7 +280,7 @@ class Loads:
                 if job.pages_left == 0:
                     self._end(job)
             piece.let_go()
-        if not self._jobs and not self._num_reading:
+        if not self._of_requests and not self._num_reading:
             self._staging.clear()
 
     def finished(self) -> list[FinishedLoad]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
     LookupResult,
     OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -19,102 +21,118 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_metal.kv_transfer.messages import Discard, PageKeys, RequestPlace
-from vllm_metal.kv_transfer.metrics import transfer_stats
-from vllm_metal.kv_transfer.peers import NOTHING, Asked
+from vllm_metal.kv_transfer.messages import Discard, PageKeys, TransferNews, Use
+from vllm_metal.kv_transfer.store import Lookup, View
 from vllm_metal.settings import salts
 
-if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.page_store import PageStore
-    from vllm_metal.kv_transfer.peer.address import Address
-
-#: A request whose loads failed so often computes. Each failure took a bad file off the disk, or the
-#: machine cannot open files now.
+#: A request whose loads failed so often computes. Each failure took a bad page out of its store, or
+#: the machine cannot open files now.
 MAX_FAILED_LOADS = 3
-_NOT_KEPT = RequestPlace(None, 0.0)
+
+
+@dataclass
+class _Request:
+    """What is known of a request; one that was not announced is kept nowhere."""
+
+    namespace: str | None = None  # whose pages are its own, see `salts.namespace`
+    used_at: float = 0.0  # seconds since the epoch: when it came
+    lookups: dict[str, Lookup] = field(default_factory=dict)  # by store, of those that were asked
+    failed_loads: int = 0
 
 
 class PageManager(OffloadingManager):
-    """Answers vLLM's offloading scheduler from a page store.
+    """Answers vLLM's offloading scheduler from views of the worker's stores.
 
-    A page that is on its way there is a miss: its request computes it again rather than wait.
+    A page that is on its way to a store is a miss: its request computes it again rather than wait.
     """
 
-    def __init__(self, salt_key: bytes | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """
         Args:
-            salt_key: see `salts.namespace`.
             clock: seconds since the epoch.
         """
-        self._salt_key = salt_key
         self._clock = clock
-        self._store: PageStore | None = None  # until the worker has said where it is
+        self._salt_key: bytes | None = None
+        self._views: Mapping[str, View] = {}  # by store, until the worker has said what is there
         self._salts: dict[str, str | None] = {}  # by request id, of requests about to be announced
         self._writing: set[OffloadKey] = set()
-        self._ending: list[Sequence[OffloadKey]] = []  # pages that peers wait for
-        self._discards: list[Discard] = []  # of which pages may still be there
+        #: Whether the worker must say what its pages are before stores are asked for any.
+        self.asks_content = False
+        self._discards: dict[int, Discard] = {}  # by number; the pages may still be there
+        self._num_discards = 0
+        self._untold_discards: list[Discard] = []
+        self._untold_uses: list[Use] = []
 
-    def open(self, store: PageStore) -> None:
-        """The worker's store; nothing is found before."""
-        self._store = store
+    def open(self, views: Mapping[str, View], salt_key: bytes | None) -> None:
+        """The worker has stores; nothing is found before.
+
+        Args:
+            views: of them, by name, in the order that they are read in.
+            salt_key: see `salts.namespace`.
+        """
+        self._views = views
+        self._salt_key = salt_key
 
     @property
-    def address(self) -> tuple[str, Address] | None:
-        """This engine's id, and where peers ask it for pages; None: nobody may."""
-        peering = None if self._store is None else self._store.peering
-        if peering is None or peering.address is None:
-            return None
-        return peering.engine_id, peering.address
+    def is_idle(self) -> bool:
+        """Whether no page is on its way to a store, and no request is about to be announced."""
+        return not self._writing and not self._salts
 
     def note_salt(self, req_id: str, salt: str | None) -> None:
         """Called before `on_new_request`, which is not told of a request's cache_salt."""
         self._salts[req_id] = salt
 
-    def namespace_of(self, salt: str | None) -> str | None:
-        """See `salts.namespace`."""
-        return salts.namespace(self._salt_key, salt)
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.req_id in self._salts:
-            namespace = self.namespace_of(self._salts.pop(req_context.req_id))
-            req_context.set_state(RequestPlace(namespace, self._clock()))
+            salt = self._salts.pop(req_context.req_id)
+            namespace = salts.namespace(self._salt_key, salt)
+            req_context.set_state(_Request(namespace, self._clock()))
         return RequestOffloadingContext()
 
-    def hear_peers(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> bool:
-        """Whether peers have said what they have of a request; asks them first.
+    def stores_have_answered(
+        self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext
+    ) -> bool:
+        """Whether all stores have said what they have of a request; asks them first.
 
         Args:
             keys: gives those of the pages that it could use.
             req_context: the request's.
         """
-        peering = None if self._store is None else self._store.peering
-        if peering is None or peering.peers is None:
-            return True
-        place = _place(req_context)
-        if place.asked is None:
-            asked = peering.peers.ask(keys(), _engine_id(req_context.kv_transfer_params))
-            req_context.set_state(replace(place, asked=asked))
-            return asked.done
-        return place.asked.done
+        request = _of(req_context)
+        if self.asks_content and self._views:
+            return False
+        for name, view in self._views.items():
+            if name not in request.lookups:
+                params = req_context.kv_transfer_params
+                request.lookups[name] = view.look_up(request.namespace, keys, params)
+        return all(lookup.done for lookup in request.lookups.values())
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        place = _place(req_context)
-        if self._store is None or key in self._writing:
+        request = _of(req_context)
+        if key in self._writing or request.failed_loads >= MAX_FAILED_LOADS:
             return LookupResult.MISS
-        if place.failed_loads >= MAX_FAILED_LOADS or self._is_distrusted(place.namespace, key):
+        discards = self._discards.values()
+        if any(request.namespace == each.namespace and key in each.keys for each in discards):
             return LookupResult.MISS
-        folder = self._store.shelf(place.namespace).folder
-        found = (folder is not None and folder.contains(key)) or _at_peer(key, place)
+        found = any(lookup.contains(key) for lookup in request.lookups.values())
         return LookupResult.HIT if found else LookupResult.MISS
 
-    def load_failed(self, req_context: ReqContext) -> None:
-        """A request's load failed. After some it computes all, or it might never begin.
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        for name, lookup in _of(req_context).lookups.items():
+            if lookup.contains(key):
+                return self._views[name].source
+        return CacheHitSource.EXTERNAL_UNSPECIFIED
 
-        Peers are not asked again: what they failed to hand over would be waited for once more.
-        """
-        self._release(req_context, NOTHING)
-        place = _place(req_context)
-        req_context.set_state(replace(place, failed_loads=place.failed_loads + 1))
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PageKeys:
+        wanted = list(keys)
+        found = {name: each.hint(wanted) for name, each in _of(req_context).lookups.items()}
+        hints = {name: hint for name, hint in found.items() if hint is not None}
+        return _page_keys(keys, req_context, hints)
+
+    def load_failed(self, req_context: ReqContext) -> None:
+        """A request's load failed. After some it computes all, or it might never begin."""
+        self._release(req_context, failed=True)
+        _of(req_context).failed_loads += 1
 
     def loads_nothing(self, req_context: ReqContext) -> None:
         """A request begins without pages from outside."""
@@ -126,102 +144,97 @@ class PageManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._release(req_context)
 
-    def _release(self, req_context: ReqContext, then: Asked | None = None) -> None:
-        """Peers need not keep the pages that a request asked for; once.
-
-        Args:
-            then: what counts as their answer from now on; None: they are asked again if the
-                request starts again.
-        """
-        place = _place(req_context)
-        if place.asked is None or place.asked is NOTHING:
-            return
-        assert self._store is not None and self._store.peering is not None
-        assert self._store.peering.peers is not None
-        self._store.peering.peers.release(place.asked)
-        req_context.set_state(replace(place, asked=then))
-
-    def distrust(self, discard: Discard) -> None:
-        """Pages are not to be found any more, from now on and before they are gone."""
-        self._discards.append(discard)
-        if self._store is not None and self._store.outbox is not None:
-            self._store.outbox.discard(discard.keys)
-
-    def _is_distrusted(self, namespace: str | None, key: OffloadKey) -> bool:
-        if not self._discards:
-            return False
-        self._discards = [discard for discard in self._discards if not discard.done.is_set()]
-        return any(namespace == each.namespace and key in each.keys for each in self._discards)
-
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        place = _place(req_context)
-        folder = None if self._store is None else self._store.shelf(place.namespace).folder
-        on_disk = folder is not None and folder.contains(key)
-        return CacheHitSource.P2P if not on_disk and _at_peer(key, place) else CacheHitSource.DISK
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PageKeys:
-        return _page_keys(keys, req_context)
+    def _release(self, req_context: ReqContext, failed: bool = False) -> None:
+        """Stores need not keep what they found for a request."""
+        request = _of(req_context)
+        released = {name: each.release(failed) for name, each in request.lookups.items()}
+        request.lookups = {name: each for name, each in released.items() if each is not None}
 
     def touch_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Marks a request's pages as used, from the first block on, wherever they were found."""
-        place = _place(req_context)
-        if self._store is not None:
-            self._store.touch(place.namespace, list(keys), place.used_at)
+        request = _of(req_context)
+        if found := list[bytes](keys):
+            self._untold_uses.append(Use(request.namespace, found, request.used_at))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
-        wanted: list[OffloadKey] = []
-        if self._store is not None and self._store.takes_pages():
-            shelf = self._store.shelf(_place(req_context).namespace)
-            wanted = [key for key in keys if key not in self._writing and shelf.lacks(key)]
-            self._writing.update(wanted)
-            if shelf.outbox is not None:
-                shelf.outbox.announce(wanted)
-        return PrepareStoreOutput(wanted, _page_keys(wanted, req_context), [])
+        namespace = _of(req_context).namespace
+        wanted = [
+            key
+            for key in keys
+            if key not in self._writing
+            and any(view.wants(namespace, key) for view in self._views.values())
+        ]
+        self._writing.update(wanted)
+        return PrepareStoreOutput(wanted, _page_keys(wanted, req_context, {}), [])
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         self._writing.difference_update(keys)
-        if self._store is not None and self._store.outbox is not None:
-            self._store.outbox.settle(keys)
 
-    def request_ends(self, keys: Sequence[OffloadKey]) -> None:
-        """A request's last pages are about to be stored: peers that ask for them now wait.
+    def discard(self, salt: str | None, keys: Iterable[bytes]) -> None:
+        """Has the worker remove pages, which are not to be found from now on.
 
-        vLLM hands out the request's answer before the step that stores its last pages.
+        Args:
+            salt: of the request that they are of.
+            keys: theirs.
         """
-        if self._store is not None and (outbox := self._store.outbox) is not None:
-            outbox.announce(keys)
-            self._ending.append(keys)
+        namespace = salts.namespace(self._salt_key, salt)
+        discard = Discard(self._num_discards, namespace, frozenset(keys))
+        self._num_discards += 1
+        self._discards[discard.number] = discard
+        self._untold_discards.append(discard)
 
-    def stores_prepared(self) -> None:
-        """Of requests that ended, pages are announced by `prepare_store` now, or never will be."""
-        for keys in self._ending:
-            if self._store is not None and (outbox := self._store.outbox) is not None:
-                outbox.settle(keys)
-        self._ending.clear()
+    def take_messages(self) -> tuple[list[Discard], list[Use]]:
+        """What the worker has to hear since the last call."""
+        told = self._untold_discards, self._untold_uses
+        self._untold_discards, self._untold_uses = [], []
+        return told
 
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        changes = None if self._store is None else self._store.take_changes()
-        return None if changes is None else transfer_stats(changes)
+    def hear(self, news: TransferNews) -> None:
+        """Takes what the worker tells."""
+        if news.content is not None:
+            self.asks_content = False
+            for view in self._views.values():
+                view.use(news.content)
+        for name, told in news.stores.items():
+            self._views[name].hear(told)
+        for number in news.discarded:
+            del self._discards[number]
+
+    def params_for_others(self, req_id: str) -> dict[str, Any] | None:
+        """What a proxy hands to an engine that goes on with a request; None: nothing."""
+        found = (view.params_for_others(req_id) for view in self._views.values())
+        return next((params for params in found if params is not None), None)
+
+    def shutdown(self) -> None:
+        for view in self._views.values():
+            view.close()
 
 
-def _place(req_context: ReqContext) -> RequestPlace:
-    return req_context.get_state(RequestPlace) or _NOT_KEPT
+def _of(req_context: ReqContext) -> _Request:
+    found = req_context.get_state(_Request)
+    if found is None:
+        found = _Request()
+        req_context.set_state(found)
+    return found
 
 
-def _at_peer(key: OffloadKey, place: RequestPlace) -> bool:
-    return place.asked is not None and place.asked.peer_of(key) is not None
-
-
-def _engine_id(params: Mapping[str, Any] | None) -> str | None:
-    """The engine that a proxy had compute the prompt."""
-    engine_id = (params or {}).get("remote_engine_id")
-    return engine_id if isinstance(engine_id, str) else None
-
-
-def _page_keys(keys: Collection[OffloadKey], req_context: ReqContext) -> PageKeys:
+def _page_keys(
+    keys: Collection[OffloadKey], req_context: ReqContext, hints: Mapping[str, Any]
+) -> PageKeys:
     ends = [req_context.get_offload_key_position(key) or 0 for key in keys]
-    return PageKeys(list(keys), ends, _place(req_context))
+    request = _of(req_context)
+    return PageKeys(list(keys), ends, request.namespace, request.used_at, hints)
+
+
+class MetalOffloadingSpec(OffloadingSpec):
+    """What vLLM's offloading connector makes its scheduler's side from."""
+
+    def get_manager(self) -> OffloadingManager:
+        return PageManager()
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        raise NotImplementedError("MetalWorker moves blocks itself, by TransferHooks")

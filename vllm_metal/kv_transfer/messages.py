@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side of the connector and the worker's tell each other."""
+"""What the scheduler's side of the connector and the worker's tell each other, all of it picklable.
+
+Down, with each step: `TransferMetadata`. Up, with its result: `TransferNews`; and once, at the
+start: `TransferHandshake`. Stores' own words go along in them, by the store's name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from threading import Event
+from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from vllm_metal.kv_transfer.peers import Asked
-
-
-@dataclass(frozen=True)
-class RequestPlace:
-    """Where a request's pages are kept."""
-
-    namespace: str | None  # a folder on disk; None: they are not kept there
-    used_at: float  # seconds since the epoch: when the request came
-    asked: Asked | None = None  # what peers have of it; None: they were not asked
-    failed_loads: int = 0
+if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
 
 
 @dataclass
@@ -30,16 +28,27 @@ class PageKeys(LoadStoreSpec):
 
     keys: list[bytes]  # block hash and KV cache group, see vLLM's make_offload_key
     ends: list[int]  # how many tokens of the text a page completes
-    place: RequestPlace
+    namespace: str | None  # whose they are, see `salts.namespace`
+    used_at: float  # seconds since the epoch: when the request came
+    hints: Mapping[str, Any] = field(default_factory=dict)  # of a load, by store
+
+
+@dataclass(frozen=True)
+class Use:
+    """Pages of a text, from its first block on, that a request begins with."""
+
+    namespace: str | None
+    keys: list[bytes]
+    at: float  # seconds since the epoch
 
 
 @dataclass(frozen=True)
 class Discard:
     """Pages of a request that failed: nobody may be served from them."""
 
-    namespace: str | None  # see RequestPlace
+    number: int  # told back when they are gone
+    namespace: str | None
     keys: frozenset[bytes]
-    done: Event = field(default_factory=Event)  # set when they are gone
 
 
 @dataclass
@@ -51,3 +60,23 @@ class TransferMetadata(OffloadingConnectorMetadata):
     #: Requests whose loads are to end: their blocks belong to others from this step on.
     cancelled_loads: frozenset[str] = frozenset()
     discards: list[Discard] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    #: Whether the scheduler's side must know what pages are: other weights may have been loaded.
+    asks_content: bool = False
+
+
+@dataclass
+class TransferNews(OffloadingWorkerMetadata):
+    """Jobs that ended since the step before, and what else the scheduler's side must know."""
+
+    content: PoolContent | None = None  # what pages are now; None: not asked, and as before
+    discarded: list[int] = field(default_factory=list)  # numbers of discards that are done
+    stores: dict[str, Any] = field(default_factory=dict)  # news by store
+
+
+@dataclass
+class TransferHandshake(KVConnectorHandshakeMetadata):
+    """What the scheduler's side makes its views of the stores from, beside the settings."""
+
+    content: PoolContent
+    stores: dict[str, Any]  # handshakes by store

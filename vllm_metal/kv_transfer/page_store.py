@@ -1,232 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the model that is loaded, shared by the scheduler's side and the worker's."""
+"""PageStore: the worker's stores as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from threading import Lock
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer.disk.written import Written
-from vllm_metal.kv_transfer.fingerprint import Fingerprint
-from vllm_metal.kv_transfer.peers import NOTHING, Asked
+from vllm_metal.kv_transfer.messages import Discard, TransferHandshake, TransferNews, Use
+from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.metrics.metric import Metric
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-    from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
-    from vllm_metal.kv_transfer.disk.stats import DiskStats
-    from vllm_metal.kv_transfer.messages import Discard, RequestPlace
-    from vllm_metal.kv_transfer.peer.client import Peer
-    from vllm_metal.kv_transfer.peer.outbox import Outbox
-    from vllm_metal.kv_transfer.peering import Peering, PeeringStats
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.vllm_patches.step_result import Figures
 
-logger = init_logger(__name__)
+#: Whose figures TransferStats are, beside those of each store.
+TRANSFERS = "transfers"
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """Where pages of one fingerprint and namespace go: a folder, the outbox of peers, or both."""
+class TransferStats:
+    """What became of pages on their way to the stores."""
 
-    folder: BlockFolder | None
-    outbox: Outbox | None
-    generation: int = 0  # of the outbox: once it was cleared, pages of before do not go there
-
-    def lacks(self, key: bytes) -> bool:
-        """Whether a page is missing somewhere."""
-        return (self.folder is not None and not self.folder.contains(key)) or (
-            self.outbox is not None and not self.outbox.contains(key)
-        )
-
-    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
-        """Keeps a page wherever it is missing; blocking, and never raises.
-
-        Args:
-            row: [bytes of the page] uint8.
-            used_at, depth: see `BlockFolder.write`.
-
-        Returns:
-            Whether it was kept anywhere that it was not.
-        """
-        kept = self.outbox is not None and self.outbox.put(key, row.data, used_at, self.generation)
-        if self.folder is not None:
-            kept |= self.folder.write(key, row.data, used_at, depth) is Written.STORED
-        return kept
+    #: The metric's name is older than stores other than the disk.
+    num_dropped: int = Metric(
+        "total",
+        "vllm:prefix_cache_disk_dropped",
+        "Pages not written, for the disk was slower than prefill.",
+    ).field()
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the pages of a request come from: a folder, and peers that were asked."""
+class Shelves:
+    """A namespace's pages in all stores, of the weights of when they were taken.
 
-    folder: BlockFolder | None
-    asked: Asked
-
-    def read(
-        self, keys: Sequence[bytes], rows: Sequence[np.ndarray], wanted: Callable[[], bool]
-    ) -> bool:
-        """Fills all rows; blocking, and never raises.
-
-        Args:
-            keys: of pages.
-            rows: [bytes of the page] uint8 each; undefined after False.
-            wanted: asked now and then; reading ends where it is false.
-        """
-        remote: dict[Peer, list[int]] = {}
-        for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
-            if not wanted():
-                return False
-            if self.folder is not None and self.folder.read(key, row.data):
-                continue
-            if (peer := self.asked.peer_of(key)) is None:
-                return False
-            remote.setdefault(peer, []).append(index)
-        return all(
-            peer.fetch([keys[i] for i in indices], [rows[i].data for i in indices], wanted)
-            for peer, indices in remote.items()
-        )
-
-
-@dataclass(frozen=True)
-class Changes:
-    """Figures, and what was added to the counters since they were last taken."""
-
-    disk: DiskStats | None  # None: there is none
-    disk_before: DiskStats | None
-    peers: PeeringStats | None  # None: there are none
-    peers_before: PeeringStats | None
-    num_dropped: int  # pages that were not written because writing is slower than computing
-
-
-class PageStore(KVConnectorHandshakeMetadata):
-    """The pages of one fingerprint: on disk, for peers that ask, and of peers that are asked.
-
-    The worker makes it, and hands it to the scheduler's side by vLLM's handshake: both run in one
-    process. Lookups come from the scheduler's thread. What waits for the disk runs in `writer`, one
-    thread, so that it is done in the order it was asked for.
+    Stores are read in the order of the registry. They are written in the other one: whoever waits
+    for pages stands last there.
     """
 
-    def __init__(
-        self, fingerprint: Fingerprint, disk: DiskCache | None, peering: Peering | None = None
-    ) -> None:
+    of: Mapping[str, Shelf]  # by store
+
+    def wants(self, key: bytes) -> bool:
+        """See `Shelf.wants`."""
+        return any(shelf.wants(key) for shelf in self.of.values())
+
+    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
+        """Keeps a page wherever it is missing; see `Shelf.write`."""
+        shelves = reversed(list(self.of.values()))
+        return any([shelf.write(key, row, used_at, depth) for shelf in shelves])
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hints: Mapping[str, Any],
+        wanted: Callable[[], bool],
+    ) -> bool:
+        """Fills all rows; blocking.
+
+        Args:
+            keys, rows, wanted: see `Shelf.read`.
+            hints: by store.
+        """
+        left = list(range(len(keys)))
+        for name, shelf in self.of.items():
+            if not left or not wanted():
+                break
+            places = [keys[index] for index in left], [rows[index] for index in left]
+            filled = shelf.read(*places, hints.get(name), wanted)
+            left = [index for place, index in enumerate(left) if place not in filled]
+        return not left
+
+
+class PageStore:
+    """The pages outside the pool, in any number of stores; methods are the engine's thread's.
+
+    What may wait runs in `writer`, one thread, so that it is done in the order it was asked for.
+    """
+
+    def __init__(self, stores: Mapping[str, Store]) -> None:
         """
         Args:
-            fingerprint: of what K/V in the pool depend on.
-            disk: None: pages are not kept on one.
-            peering: None: there are no peers.
+            stores: by name, in the order that they are read in.
         """
-        self._disk = disk
-        self._peering = peering
+        self.stores = stores
         self.writer = ThreadPoolExecutor(1, "kv-store")
-        self._lock = Lock()
-        self._before: Changes | None = None
-        self._num_dropped = self._counted = 0
-        self.switch(fingerprint)
+        self.content: PoolContent | None = None  # until there is a pool
+        self._shelves: dict[str | None, Shelves] = {}
+        self._discarded: SimpleQueue[int] = SimpleQueue()
+        self._figures: dict[str, Any] = {}  # last told, by store
+        self._num_dropped = 0
 
-    def switch(self, fingerprint: Fingerprint) -> None:
-        """From now on pages are those of another fingerprint: other weights were loaded."""
-        others = {} if self._disk is None else self._disk.manifests()
-        if fingerprint.digest not in others and (reason := fingerprint.why_unused(others.values())):
-            logger.info("%s", reason)
-        self._fingerprint = fingerprint
-        self._shelves: dict[str | None, Shelf] = {}
+    def use(self, content: PoolContent) -> bool:
+        """There is a pool; whether its pages are others than before."""
+        if content == self.content:
+            return False
+        self.content = content
+        for store in self.stores.values():
+            store.use(content)
+        self._shelves = {}
+        return True
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint that pages are kept under."""
-        return self._fingerprint
-
-    def use_pages(self, page_bytes: Sequence[int]) -> None:
-        """There is a pool: bytes of a page, by KV cache group."""
-        if self._peering is not None:
-            self._peering.use(self._fingerprint, page_bytes)
-            self._shelves = {}
-
-    @property
-    def peering(self) -> Peering | None:
-        """What this engine has to do with others; None: nothing."""
-        return self._peering
-
-    @property
-    def outbox(self) -> Outbox | None:
-        """Pages for peers that ask; None: nobody may."""
-        return None if self._peering is None else self._peering.outbox
-
-    def shelf(self, namespace: str | None) -> Shelf:
-        """Where pages of a namespace go from now on; None: they are not kept on disk."""
+    def shelf(self, namespace: str | None) -> Shelves:
+        """Where pages of a namespace go from now on, and come from."""
         if namespace not in self._shelves:
-            folder = None
-            if self._disk is not None and namespace is not None:
-                digest, facts = self._fingerprint.digest, self._fingerprint.facts
-                folder = self._disk.blocks(digest, facts, namespace)
-            generation = 0 if self.outbox is None else self.outbox.generation
-            self._shelves[namespace] = Shelf(folder, self.outbox, generation)
+            found = {name: store.shelf(namespace) for name, store in self.stores.items()}
+            shelves = {name: shelf for name, shelf in found.items() if shelf is not None}
+            self._shelves[namespace] = Shelves(shelves)
         return self._shelves[namespace]
 
-    def source(self, place: RequestPlace) -> Source:
-        """Where the pages of a request come from."""
-        return Source(self.shelf(place.namespace).folder, place.asked or NOTHING)
-
-    def takes_pages(self) -> bool:
-        """Whether a page that is missing would be kept now."""
-        takes = self._disk is not None and self._disk.takes_blocks()
-        return takes or self.outbox is not None
-
-    def touch(self, namespace: str | None, keys: Sequence[bytes], used_at: float) -> None:
-        """Marks the pages of a text, from its first block on, as used; returns at once."""
-        shelf = self.shelf(namespace)
-        if shelf.folder is not None:
-            self.writer.submit(shelf.folder.touch, keys, used_at)
-        if shelf.outbox is not None:
-            self.writer.submit(shelf.outbox.touch, keys, used_at)
+    def touch(self, use: Use) -> None:
+        """Marks pages as used; returns at once."""
+        for shelf in self.shelf(use.namespace).of.values():
+            self.writer.submit(shelf.touch, use.keys, use.at)
 
     def discard(self, discard: Discard) -> None:
         """Removes pages once all that was handed to the writer before is written."""
-        shelf = self.shelf(discard.namespace)
+        shelves = self.shelf(discard.namespace).of.values()
+        for shelf in shelves:
+            shelf.withdraw(discard.keys)
 
         def remove() -> None:
-            if shelf.folder is not None:
-                shelf.folder.discard(discard.keys)
-            if shelf.outbox is not None:
-                shelf.outbox.discard(discard.keys)
-            discard.done.set()
+            for shelf in shelves:
+                shelf.discard(discard.keys)
+            self._discarded.put(discard.number)
 
         self.writer.submit(remove)
 
-    def count_dropped(self, num_pages: int) -> None:
-        """Pages that will not be written."""
-        with self._lock:
-            self._num_dropped += num_pages
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """See `Store.expect`."""
+        for store in self.stores.values():
+            store.expect(keys)
 
-    def take_changes(self) -> Changes | None:
-        """The figures, and those of the call before; None where this process has done nothing."""
-        with self._lock:
-            # First: threads go on counting meanwhile.
-            counted = 0 if self._disk is None else self._disk.num_counted()
-            peers = None if self._peering is None else self._peering.stats()
-            before = self._before
-            quiet = counted == self._counted and not self._num_dropped
-            if before is not None and quiet and peers == before.peers:
-                return None
-            changes = Changes(
-                None if self._disk is None else self._disk.stats(),
-                None if before is None else before.disk,
-                peers,
-                None if before is None else before.peers,
-                self._num_dropped,
-            )
-            self._before = replace(changes, disk_before=None, peers_before=None)
-            self._counted, self._num_dropped = counted, 0
-        return changes
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        """See `Store.expect_no_more`."""
+        for store in self.stores.values():
+            store.expect_no_more(keys)
+
+    def count_dropped(self, num_pages: int) -> None:
+        """Counts pages that will not be written."""
+        self._num_dropped += num_pages
+
+    def handshake(self) -> TransferHandshake:
+        """What the scheduler's side must know at its start."""
+        assert self.content is not None  # there is a pool
+        stores = {name: store.handshake for name, store in self.stores.items()}
+        return TransferHandshake(self.content, stores)
+
+    def tell(self, news: TransferNews) -> None:
+        """Adds what the scheduler's side must hear since the last call."""
+        while not self._discarded.empty():
+            news.discarded.append(self._discarded.get())
+        # After those: what a discard removed is among a store's news.
+        told = {name: store.news() for name, store in self.stores.items()}
+        news.stores |= {name: each for name, each in told.items() if each is not None}
+
+    def figures(self) -> Figures:
+        """Figures that are others than at the last call, by store and of all."""
+        now = {name: store.figures() for name, store in self.stores.items()}
+        now[TRANSFERS] = TransferStats(self._num_dropped)
+        new = {
+            name: each
+            for name, each in now.items()
+            if each is not None and each != self._figures.get(name)
+        }
+        self._figures |= new
+        return {name: asdict(each) for name, each in new.items()}
 
     def close(self) -> None:
         """Ends the threads; what the writer has not begun is not written."""
-        if self._peering is not None:
-            self._peering.close()
         self.writer.shutdown(wait=True, cancel_futures=True)
-        if self._disk is not None:
-            self._disk.close()
+        for store in self.stores.values():
+            store.close()

@@ -21,7 +21,7 @@ from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_ro
 from vllm_metal.kv_transfer.messages import PageKeys
 
 if TYPE_CHECKING:
-    from vllm_metal.kv_transfer.page_store import PageStore, Shelf
+    from vllm_metal.kv_transfer.page_store import PageStore, Shelves
 
 logger = init_logger(__name__)
 
@@ -47,7 +47,7 @@ class Finished:
 class _Job:
     job_id: int
     req_id: str
-    shelf: Shelf
+    shelves: Shelves  # of when it came: pages of these weights must not go where the next ones' do
     used_at: float
     pages_left: int
     started: float
@@ -91,9 +91,9 @@ class Stores:
     Copies are written once it is known that this step, and with it all before, was computed: what a
     step leaves that fails must not be found later. The thread gets memory, not MLX's arrays, so it
     cannot be the one that MLX tells of an error.
-    Copies that are not on disk yet take `staging_bytes` at most, and the rows that are made of them
+    Copies that are not written yet take `staging_bytes` at most, and the rows that are made of them
     ROWS_BYTES, or a page, more. A block whose memory is wanted for another request before there is
-    room for its copy is dropped. No step ever waits for the disk.
+    room for its copy is dropped. No step ever waits for a store.
     """
 
     def __init__(
@@ -135,6 +135,11 @@ class Stores:
         """Whether a job has not ended."""
         return bool(self._due or self._lots or self._staged_bytes)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Memory of copies that are not written yet."""
+        return self._staged_bytes
+
     def add(self, job_id: int, req_id: str, keys: PageKeys, blocks: Iterable[int]) -> None:
         """Takes a job; its blocks are complete once the step at hand is.
 
@@ -144,13 +149,13 @@ class Stores:
             keys: where they go.
             blocks: of the pool, in the order of the keys.
         """
-        pages = list(zip(keys.keys, keys.ends, blocks, strict=True))
+        shelves = self._store.shelf(keys.namespace)
+        found = zip(keys.keys, keys.ends, blocks, strict=True)
+        pages = [(key, end, block) for key, end, block in found if shelves.wants(key)]
         if not pages:
             self.refuse(job_id)
             return
-        # The shelf of now: blocks of other weights must not go where those of the next do.
-        shelf, used_at = self._store.shelf(keys.place.namespace), keys.place.used_at
-        job = _Job(job_id, req_id, shelf, used_at, len(pages), self._clock())
+        job = _Job(job_id, req_id, shelves, keys.used_at, len(pages), self._clock())
         for key, end, block in pages:
             group = get_offload_group_idx(OffloadKey(key))
             size = self._pages.page_bytes(group)
@@ -174,7 +179,7 @@ class Stores:
         return _ends(islice(self._due, self._num_fitting() if self._worthwhile() else 0))
 
     def all_due_ends(self, job_ids: Collection[int] | None = None) -> dict[str, int]:
-        """The same of all due pages, or those of some jobs: call it before `copy_now`."""
+        """What `due_ends` says of all due pages, or some jobs': call it before `copy_now`."""
         due = self._due
         return _ends(page for page in due if job_ids is None or page.job.job_id in job_ids)
 
@@ -249,7 +254,7 @@ class Stores:
     def _num_fitting(self) -> int:
         """How many due pages there is room for, oldest first; one where nothing is staged.
 
-        A disk that is slow leaves thousands due, so no step looks at more than it takes.
+        A store that is slow leaves thousands due, so no step looks at more than it takes.
         """
         number, room = 0, self._staging_bytes - self._staged_bytes
         for page in self._due:
@@ -301,7 +306,7 @@ class Stores:
                 logger.warning_once("A block with numbers that are not finite is not kept")
                 continue
             depth = page.end // self._block_size
-            if page.job.shelf.write(page.key, row, page.job.used_at, depth):
+            if page.job.shelves.write(page.key, row, page.job.used_at, depth):
                 sizes[-1] = page.size
         return sizes
 
@@ -332,7 +337,7 @@ class Stores:
         return len(dropped)
 
     def drop_requests(self, req_ids: Collection[str]) -> None:
-        """Gives up pages of some requests that are not on their way to the disk."""
+        """Gives up pages of some requests that no thread is writing."""
         if req_ids:
             self._give_up(lambda page: page.job.req_id in req_ids)
 

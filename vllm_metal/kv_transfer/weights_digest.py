@@ -88,7 +88,7 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
 
 
 def _target_files(config: VllmConfig) -> list[Path]:
-    """Those that mlx-lm reads, but for config.json, whose facts the fingerprint has."""
+    """Lists the files that mlx-lm reads, but for config.json: the fingerprint has its facts."""
     folder = loader.model_folder(config.model_config, config)
     weights = folder.glob("model*.safetensors")
     return sorted([*weights, *_beside_weights(config.model_config, folder)])

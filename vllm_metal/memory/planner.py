@@ -27,7 +27,7 @@ from vllm_metal.device import mlx_device
 from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
 from vllm_metal.memory.profile import num_drafts
-from vllm_metal.memory.workload import Beside, Peaks, Workload
+from vllm_metal.memory.workload import LargestCalls, Peaks, Workload
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
 
@@ -71,7 +71,7 @@ SOURCES: dict[Device, str] = {
 }
 
 
-class Memory:
+class MemoryPlanner:
     """A process's share of a device, from before its model is loaded until it is gone."""
 
     def __init__(self, kind: Device) -> None:
@@ -122,10 +122,10 @@ class Memory:
         waiting = self._kind == "metal"
         peaks = Peaks(peak_of(workload.forward, waiting))
         if (requests := workload.requests) is not None:
-            _, most = workload.beside.drafted
+            _, most = workload.calls.drafted
             without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
             peaks = replace(peaks, requests=without, drafts=drafting)
-        measured = at_work(measured, settings, request, workload.beside, peaks)
+        measured = at_work(measured, settings, request, workload.calls, peaks)
         found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
         length = budget.longest(measured, settings, request)
@@ -209,28 +209,28 @@ def cache_limit(kind: Device, total: int) -> int:
 
 
 def at_work(
-    measured: Measured, settings: Settings, request: Request, beside: Beside, peaks: Peaks
+    measured: Measured, settings: Settings, request: Request, calls: LargestCalls, peaks: Peaks
 ) -> Measured:
     """`measured` at rest, and what steps take.
 
     Args:
         measured: a device with the networks on it, at rest.
         settings, request: of the engine.
-        beside: is run and measured here.
+        calls: are run and measured here.
         peaks: of the largest forward passes.
     """
-    at_once = min(rows_at_once(beside.vocab_size), beside.most_sampled)
+    at_once = min(rows_at_once(calls.vocab_size), calls.most_sampled)
     rows = min(SAMPLED_ROWS, at_once)
-    sampling = peak_of(lambda: beside.sampling(rows))
+    sampling = peak_of(lambda: calls.sampling(rows))
     measured = replace(
         measured,
         forward=_rounded(peaks.forward),
         sampling=_rounded(-(-sampling * at_once // rows)),
-        logits=beside.most_sampled * beside.vocab_size * beside.logit_bytes,
-        counts=settings.max_num_seqs * beside.vocab_size * COUNT_BYTES,
-        states=beside.step_states(peaks, settings.max_num_batched_tokens),
+        logits=calls.most_sampled * calls.vocab_size * calls.logit_bytes,
+        counts=settings.max_num_seqs * calls.vocab_size * COUNT_BYTES,
+        states=calls.step_states(peaks, settings.max_num_batched_tokens),
     )
-    if (attention := beside.attention) is None:
+    if (attention := calls.attention) is None:
         return measured
     # Of contexts that the pool has room for at all; where there is none, all is lost anyway.
     context = max(budget.longest(measured, settings, request), 1)
@@ -244,7 +244,7 @@ def peak_of(run: Callable[[], None], waiting: bool = True) -> int:
         run: to be measured.
         waiting: whether MLX waits for each operation. It may be hundreds of them ahead of the
             device, with the memory of all their outputs, and waits only where its limit is
-            reached (`Memory._hold_to`). So the least it can do with is what counts.
+            reached (`MemoryPlanner._hold_to`). So the least it can do with is what counts.
     """
     mx.synchronize()
     before = mx.get_active_memory()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Beside:
+class LargestCalls:
     """The largest attention and sampling calls of a step, run once to measure their memory."""
 
     attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
@@ -37,10 +37,10 @@ class Beside:
         layers: Sequence[StatefulLayer],
         kv_cache_type: type[LayerKVCache],
         vocab_size: int,
-    ) -> Beside:
+    ) -> LargestCalls:
         """What an engine with these settings and layers is asked for."""
         gathers = any(layer.gathers(kv_cache_type) for layer in layers)
-        return Beside(
+        return LargestCalls(
             partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
             partial(profile_sampling, config, vocab_size),
             vocab_size,
@@ -78,7 +78,7 @@ class Workload:
     """The largest things a device is asked for, run to be measured."""
 
     forward: Callable[[], None]
-    beside: Beside
+    calls: LargestCalls
     #: What runs the requests of `profile.drafted` with so many drafts, once their pool is there;
     #: None: no layer keeps states.
     requests: Callable[[int], Callable[[], None]] | None = None

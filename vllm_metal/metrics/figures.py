@@ -1,52 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepFigures: what a step adds to an engine's figures, and which metric shows each of them."""
+"""StepFigures: what a step adds to an engine's figures, and how /metrics and the log show them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields
 
-from vllm_metal.metrics.metric import metric
+from vllm_metal.metrics.metric import Metric
 
 #: Upper bounds in seconds: from a small model's step to a step at which streams stall.
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_GIB = 2**30
 _BUSY = "Device time of steps, by what its rows were for: prompts (prefill), answers (decode)."
+#: Whose figures these are, among all that a step's results bring.
+STEP = "step"
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step that was handed to the device, and the engine after it; None: not known."""
+    """One step that was handed to the device, and the engine after it; None: not known.
 
-    host_seconds: float = metric(
+    The step's meter measures those without a default. A figure that is measured elsewhere has the
+    default None: whoever builds a part of the step, a layer's plan say, calls `measure`; what is
+    known with the step's results alone goes into their `figures`.
+    """
+
+    host_seconds: float = Metric(
         "histogram",
         "vllm:metal_step_host_seconds",
         "Time that a step took the engine's host, before the device had all of it.",
         buckets=_BUCKETS,
-    )
+    ).field()
     #: The most it may have taken; None: no token told when the step was over.
-    device_seconds: float | None = metric(
+    device_seconds: float | None = Metric(
         "histogram",
         "vllm:metal_step_device_seconds",
         "Time from a step's hand-over, or the end of the step before, until its tokens came.",
         buckets=_BUCKETS,
-    )
+    ).field()
     #: The two parts of `device_seconds`.
-    prefill_seconds: float | None = metric(
+    prefill_seconds: float | None = Metric(
         "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "prefill")
-    )
-    decode_seconds: float | None = metric(
+    ).field()
+    decode_seconds: float | None = Metric(
         "counter", "vllm:metal_device_seconds", _BUSY, label=("kind", "decode")
-    )
-    device_memory_bytes: int = metric(
+    ).field()
+    device_memory_bytes: int = Metric(
         "gauge",
         "vllm:metal_device_memory_bytes",
         "Device memory that MLX holds: live arrays, and freed buffers it keeps to use again.",
-    )
+    ).field()
     #: None: nobody set a limit.
-    memory_budget_bytes: int | None = metric(
+    memory_budget_bytes: int | None = Metric(
         "gauge", "vllm:metal_memory_budget_bytes", "Device memory that MLX is held to."
-    )
-    failed_steps: int = metric(
+    ).field()
+    failed_steps: int = Metric(
         "total",
         "vllm:metal_failed_steps",
         "Steps that failed: their requests ended with an error, and all others started again.",
-    )
+    ).field()
+
+
+class _Measured(threading.local):
+    """What was measured of the step that is being built; one thread builds one step at a time."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+
+
+_measured = _Measured()
+
+
+def measure(field: str, value: float = 1) -> None:
+    """Adds to a figure of the step that is being built, by its field of StepFigures."""
+    _measured.figures[field] = _measured.figures.get(field, 0) + value
+
+
+def take_measured() -> dict[str, float]:
+    """All that was measured since the last call: the runner's, as a step begins and as it ends."""
+    found, _measured.figures = _measured.figures, {}
+    return found
+
+
+class StepsInWords:
+    """The steps since the last line of the log, as that line shows them."""
+
+    def __init__(self) -> None:
+        self._newest: StepFigures | None = None
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts = Counter[str]()
+
+    def add(self, figures: StepFigures) -> None:
+        """Takes in a step."""
+        self._newest = figures
+        for each in fields(figures):
+            if (value := getattr(figures, each.name)) is not None:
+                self._sums[each.name] += value
+                self._counts[each.name] += 1
+
+    def words(self) -> list[str]:
+        """Parts of the line; none where there was no step."""
+        if self._newest is None:
+            return []
+        memory = f"Device memory: {self._newest.device_memory_bytes / _GIB:.2f}"
+        if (budget := self._newest.memory_budget_bytes) is not None:
+            memory += f" of {budget / _GIB:.2f}"
+        times = [
+            f"Mean {of} time of a step: {1e3 * self._mean(name):.1f} ms"
+            for of, name in (("host", "host_seconds"), ("device", "device_seconds"))
+            if self._counts[name]
+        ]
+        return [f"{memory} GiB", *times, f"Failed steps: {self._newest.failed_steps}"]
+
+    def _mean(self, name: str) -> float:
+        return self._sums[name] / self._counts[name]

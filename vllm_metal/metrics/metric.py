@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ _KEY = "metric"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of an engine."""
+    """One metric of an engine; fields whose metrics differ in `label` alone are series of one."""
 
     kind: Kind
     name: str  # as Prometheus has it, without the `_total` of counters
@@ -25,22 +26,18 @@ class Metric:
     label: tuple[str, str] | None = None  # name and value; beside the model's and the engine's
     buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
 
+    def field(self, default: Any = MISSING) -> Any:
+        """A field of a dataclass of figures, shown by this metric. None leaves it as it was."""
+        return dataclass_field(default=default, metadata={_KEY: self})
 
-def metric(
-    kind: Kind,
-    name: str,
-    help: str,
-    *,
-    label: tuple[str, str] | None = None,
-    buckets: tuple[float, ...] = (),
-) -> Any:
-    """A field of a dataclass of figures, and the metric that shows it. None leaves it as it was."""
-    return field(metadata={_KEY: Metric(kind, name, help, label, buckets)})
-
-
-def metrics_of(figures: type) -> dict[str, Metric]:
-    """The metrics of a dataclass of figures, by field."""
-    return {each.name: each.metadata[_KEY] for each in fields(figures) if _KEY in each.metadata}
+    def registered(self, labels: Sequence[str]) -> Gauge | Counter | Histogram:
+        """Makes it in Prometheus' registry, with labels before its own."""
+        names = (*labels, *(self.label or ())[:1])
+        if self.kind == "gauge":
+            return Gauge(self.name, self.help, names, multiprocess_mode="mostrecent")
+        if self.kind == "histogram":
+            return Histogram(self.name, self.help, names, buckets=self.buckets)
+        return Counter(self.name, self.help, names)
 
 
 class Shown:
@@ -50,37 +47,29 @@ class Shown:
         """Registers them.
 
         Args:
-            figures: a dataclass whose fields are made with `metric`.
+            figures: a dataclass whose fields are made with `Metric.field`.
             labels: names that all of them have.
         """
-        self._fields = metrics_of(figures)
-        self._by_name: dict[str, Any] = {}
-        for each in self._fields.values():
-            if each.name not in self._by_name:
-                names = (*labels, *(each.label or ())[:1])
-                self._by_name[each.name] = _registered(each, names)
+        every = ((each.name, each.metadata.get(_KEY)) for each in fields(figures))
+        self._fields: dict[str, Metric] = {name: metric for name, metric in every if metric}
+        by_name = {metric.name: metric for metric in self._fields.values()}
+        self._by_name: dict[str, Any] = {
+            name: metric.registered(labels) for name, metric in by_name.items()
+        }
 
-    def of(self, *labels: str) -> Callable[[object], None]:
-        """Has all of them begin for the values of `labels`; returns what takes in figures."""
+    def of(self, *labels: str) -> Callable[[Mapping[str, Any]], None]:
+        """Has all begin for the values of `labels`; returns what takes in figures, by field."""
         takers = []
-        for name, each in self._fields.items():
-            series = self._by_name[each.name].labels(*labels, *(each.label or ())[1:])
-            takers.append((name, _taker(each.kind, series)))
+        for name, metric in self._fields.items():
+            series = self._by_name[metric.name].labels(*labels, *(metric.label or ())[1:])
+            takers.append((name, _taker(metric.kind, series)))
 
-        def take(figures: object) -> None:
+        def take(figures: Mapping[str, Any]) -> None:
             for name, taker in takers:
-                if (value := getattr(figures, name)) is not None:
+                if (value := figures[name]) is not None:
                     taker(value)
 
         return take
-
-
-def _registered(metric: Metric, labels: Sequence[str]) -> Gauge | Counter | Histogram:
-    if metric.kind == "gauge":
-        return Gauge(metric.name, metric.help, labels, multiprocess_mode="mostrecent")
-    if metric.kind == "histogram":
-        return Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
-    return Counter(metric.name, metric.help, labels)
 
 
 def _taker(kind: Kind, series: Any) -> Callable[[float], None]:

@@ -1,43 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows the figures of steps: in /metrics, and in one line of the log beside vLLM's."""
+"""Shows figures that steps bring: in /metrics, and in one line of the log beside vLLM's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import CachingMetrics
 
-from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures, StepsInWords
 from vllm_metal.metrics.metric import Shown
 from vllm_metal.vllm_patches import step_result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 logger = init_logger(__name__)
 
-_GIB = 2**30
-
 
 class MetalStatLogger(AggregateStatLoggerBase):
     """Gets each step's statistics in the server's process, and its figures with them."""
 
-    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+    def __init__(
+        self,
+        others: Callable[[VllmConfig], Mapping[str, type]],
+        vllm_config: VllmConfig,
+        engine_indexes: list[int],
+    ) -> None:
         """Registers the metrics; vLLM's own must be there, for it drops all others of its prefix.
 
         Args:
+            others: of a configuration, the dataclasses of figures that come beside a step's, by
+                whose they are.
             vllm_config: of the engines.
             engine_indexes: by which vLLM tells them apart.
         """
-        model_name = vllm_config.model_config.served_model_name
-        shown = Shown(StepFigures, ("model_name", "engine"))
+        model_name = str(vllm_config.model_config.served_model_name)
+        kinds = {STEP: StepFigures, **others(vllm_config)}
+        shown = {whose: Shown(kind, ("model_name", "engine")) for whose, kind in kinds.items()}
         self._engines = {
-            index: _Engine(index, shown.of(str(model_name), str(index))) for index in engine_indexes
+            index: _Engine(
+                index, {whose: each.of(model_name, str(index)) for whose, each in shown.items()}
+            )
+            for index in engine_indexes
         }
 
     def record(
@@ -63,16 +72,14 @@ class MetalStatLogger(AggregateStatLoggerBase):
 class _Engine:
     """One engine's metrics, and what has come since its last line in the log."""
 
-    def __init__(self, index: int, show: Callable[[StepFigures], None]) -> None:
+    def __init__(self, index: int, show: Mapping[str, Callable[[Mapping[str, Any]], None]]) -> None:
         self._index = index
         self._show = show
         self._prefix_cache = CachingMetrics()  # of as many requests as in vLLM's own line
-        self._newest: StepFigures | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._host_seconds: list[float] = []
-        self._device_seconds: list[float] = []
+        self._steps = StepsInWords()
         self._num_drafted = self._num_accepted = 0
 
     def record(self, stats: SchedulerStats) -> None:
@@ -80,35 +87,18 @@ class _Engine:
         if (drafts := stats.spec_decoding_stats) is not None:
             self._num_drafted += drafts.num_draft_tokens
             self._num_accepted += drafts.num_accepted_tokens
-        if (sent := step_result.take_figures(stats)) is None:
-            return
-        self._newest = figures = StepFigures(**sent)
-        self._show(figures)
-        self._host_seconds.append(figures.host_seconds)
-        if figures.device_seconds is not None:
-            self._device_seconds.append(figures.device_seconds)
+        sent = step_result.take_figures(stats)
+        for whose, values in sent.items():
+            self._show[whose](values)
+        if STEP in sent:
+            self._steps.add(StepFigures(**sent[STEP]))
 
     def log(self) -> None:
-        if not self._host_seconds or self._newest is None:
+        if not (parts := self._steps.words()):
             return
-        parts = [_memory_of(self._newest), _step_time("host", self._host_seconds)]
-        if self._device_seconds:
-            parts.append(_step_time("device", self._device_seconds))
-        parts.append(f"Failed steps: {self._newest.failed_steps}")
         if not self._prefix_cache.empty:
             parts.append(f"Prefix cache hit rate: {self._prefix_cache.hit_rate:.1%}")
         if self._num_drafted:
             parts.append(f"Draft acceptance rate: {self._num_accepted / self._num_drafted:.1%}")
         logger.info("Engine %03d: %s", self._index, ", ".join(parts))
         self._reset()
-
-
-def _memory_of(figures: StepFigures) -> str:
-    held = f"Device memory: {figures.device_memory_bytes / _GIB:.2f}"
-    if figures.memory_budget_bytes is None:
-        return f"{held} GiB"
-    return f"{held} of {figures.memory_budget_bytes / _GIB:.2f} GiB"
-
-
-def _step_time(of: str, seconds: list[float]) -> str:
-    return f"Mean {of} time of a step: {1e3 * sum(seconds) / len(seconds):.1f} ms"

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import mlx_device
-from vllm_metal.metrics.figures import StepFigures
+from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_rows import StepRows
-from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.vllm_patches.step_result import StepResult, has_results
 
 
 class StepMeter:
@@ -39,7 +39,7 @@ class StepMeter:
         return _MeasuredOutput(self, output, step, rows)
 
     def figures(self, step: StepTimes, rows: StepRows, result: StepResult) -> StepFigures:
-        """The figures of a step whose results have come just now.
+        """The figures of a step whose results have come just now, with those measured elsewhere.
 
         Its device time is divided by rows: a row of a prompt and one of an answer that are computed
         together cost the same.
@@ -49,7 +49,7 @@ class StepMeter:
             self._clock.drop()
             self._rows = StepRows()
         prefill_seconds = decode_seconds = None
-        device_seconds = self._clock.end(step, any(result.sampled_token_ids))
+        device_seconds = self._clock.end(step, has_results(result))
         if device_seconds is not None:
             prefill_seconds = device_seconds * self._rows.prefill_share
             decode_seconds = device_seconds - prefill_seconds
@@ -62,6 +62,7 @@ class StepMeter:
             device_memory_bytes=mlx_device.memory_held(),
             memory_budget_bytes=self._budget,
             failed_steps=self._num_failures(),
+            **result.figures.get(STEP, {}),
         )
 
 
@@ -76,5 +77,6 @@ class _MeasuredOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         result = self._output.get_output()
         assert isinstance(result, StepResult)
-        result.figures = asdict(self._meter.figures(self._step, self._rows, result))
+        figures = self._meter.figures(self._step, self._rows, result)
+        result.figures = {**result.figures, STEP: asdict(figures)}
         return result

@@ -13,14 +13,13 @@ Reads a call and prints its outcome, as JSON.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -93,9 +92,6 @@ class Call:
     #: For each argument, the shape and the dtype of an array, else the value.
     arguments: tuple[tuple[tuple[int, ...], str] | Any, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Call:
         return Call(fields["name"], _as_tuples(fields["arguments"]))
@@ -108,9 +104,6 @@ class Verdict:
     call: Call
     ok: bool
     detail: str = ""  # what is wrong
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Verdict:
@@ -169,7 +162,7 @@ def replace_wrong(
         verdict = known.get(call)
         if verdict is None:
             verdict = _checked_apart(call, command, time_limit)
-            record.add(_KIND, verdict.to_json())
+            record.add(_KIND, asdict(verdict))
         if not verdict.ok:
             use_operations(_BY_NAME[call.name])
             failed.append(verdict)
@@ -248,7 +241,7 @@ def _checked_apart(call: Call, command: Sequence[str], time_limit: float) -> Ver
     try:
         ended = subprocess.run(
             command,
-            input=json.dumps(call.to_json()),
+            input=json.dumps(asdict(call)),
             capture_output=True,
             text=True,
             timeout=time_limit,
@@ -291,4 +284,4 @@ def _as_tuples(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(check(Call.from_json(json.load(sys.stdin))).to_json()))
+    print(json.dumps(asdict(check(Call.from_json(json.load(sys.stdin))))))

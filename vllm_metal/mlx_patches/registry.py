@@ -15,33 +15,23 @@ from typing import Any
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
 from vllm_metal.mlx_patches import seam
-from vllm_metal.mlx_patches.families.activations import gelu, gemma
-from vllm_metal.mlx_patches.families.arrays import (
-    converted,
-    dense_of_kimi,
-    norms_of_olmo,
-    renamed,
-    without_transformer,
+from vllm_metal.mlx_patches.families import (
+    activations,
+    arrays,
+    experts,
+    falcon_h1,
+    layer_kinds,
+    llama4,
+    nanochat,
+    norms,
+    plamo,
+    positions,
+    recurrent_gemma,
+    shared_kv,
+    states,
+    text_models,
+    windows,
 )
-from vllm_metal.mlx_patches.families.experts import (
-    ernie4_5_moe,
-    grouped,
-    in_full_precision,
-    jamba,
-    with_weights,
-)
-from vllm_metal.mlx_patches.families.falcon_h1 import falcon_h1
-from vllm_metal.mlx_patches.families.layer_kinds import cohere2, qwen3_5, qwen3_next
-from vllm_metal.mlx_patches.families.llama4 import llama4, llama4_text
-from vllm_metal.mlx_patches.families.nanochat import nanochat
-from vllm_metal.mlx_patches.families.norms import epsilon, of_latents
-from vllm_metal.mlx_patches.families.plamo import plamo, plamo2, plamo3
-from vllm_metal.mlx_patches.families.positions import gpt_bigcode, rope_utils, spread_ropes
-from vllm_metal.mlx_patches.families.recurrent_gemma import recurrent_gemma
-from vllm_metal.mlx_patches.families.shared_kv import afm7, iquestloopcoder
-from vllm_metal.mlx_patches.families.states import baichuan_m1, longcat_flash_ngram
-from vllm_metal.mlx_patches.families.text_models import gemma3n, stacked
-from vllm_metal.mlx_patches.families.windows import gemma2, gemma3_text, mistral, of_all_layers
 
 #: The releases of mlx-lm whose modules the families' patches were written by.
 RELEASES = ("mlx-lm 0.32",)
@@ -60,62 +50,62 @@ Patches = Mapping[str, tuple[Callable[[ModuleType], None], ...]]
 #: What modules of mlx_lm.models lack to compute what transformers' classes do. Applied in this
 #: order, once, when mlx-lm has imported the module.
 PATCHES: Patches = {
-    "cohere2": (cohere2,),
-    "ernie4_5_moe": (ernie4_5_moe,),
-    "falcon_h1": (falcon_h1,),
-    "gemma": (gemma,),
-    "gemma2": (gemma2,),
-    "gemma3_text": (gemma3_text,),
-    "gemma3n": (gemma3n,),
-    "gpt2": (renamed(without_transformer),),
+    "cohere2": (layer_kinds.cohere2,),
+    "ernie4_5_moe": (experts.ernie4_5_moe,),
+    "falcon_h1": (falcon_h1.falcon_h1,),
+    "gemma": (activations.gemma,),
+    "gemma2": (windows.gemma2,),
+    "gemma3_text": (layer_kinds.gemma3_text,),
+    "gemma3n": (text_models.gemma3n,),
+    "gpt2": (arrays.renamed(arrays.without_transformer),),
     "gpt_bigcode": (
-        gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
-        gpt_bigcode,
+        activations.gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+        positions.gpt_bigcode,
     ),
-    "gpt_neox": (gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h"),),
-    "gpt_oss": (converted(in_full_precision),),
-    "jamba": (jamba,),
-    "llama": (mistral,),
-    "llama4_text": (llama4_text,),
-    "longcat_flash": (converted(with_weights), of_latents("LongcatFlashMLA")),
-    "mamba2": (epsilon("layer_norm_epsilon"),),
-    "nanochat": (nanochat,),
-    "olmo_hybrid": (renamed(norms_of_olmo),),
-    "phi3": (of_all_layers("Phi3Model"),),
-    "qwen3_5": (qwen3_5,),
-    "qwen3_5_moe": (converted(stacked),),
-    "qwen3_next": (qwen3_next,),
-    "recurrent_gemma": (epsilon("rms_norm_eps"), recurrent_gemma),
+    "gpt_neox": (activations.gelu("hidden_act", "gelu", "dense_h_to_4h", "dense_4h_to_h"),),
+    "gpt_oss": (arrays.converted(experts.in_full_precision),),
+    "jamba": (experts.jamba,),
+    "llama": (windows.mistral,),
+    "llama4_text": (llama4.llama4_text,),
+    "longcat_flash": (arrays.converted(experts.with_weights), norms.of_latents("LongcatFlashMLA")),
+    "mamba2": (norms.epsilon("layer_norm_epsilon"),),
+    "nanochat": (nanochat.nanochat,),
+    "olmo_hybrid": (arrays.renamed(arrays.norms_of_olmo),),
+    "phi3": (windows.of_all_layers("Phi3Model"),),
+    "qwen3_5": (layer_kinds.qwen3_5,),
+    "qwen3_5_moe": (arrays.converted(text_models.stacked),),
+    "qwen3_next": (layer_kinds.qwen3_next,),
+    "recurrent_gemma": (norms.epsilon("rms_norm_eps"), recurrent_gemma.recurrent_gemma),
     "starcoder2": (
-        of_all_layers("Starcoder2Model"),
-        gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj"),
+        windows.of_all_layers("Starcoder2Model"),
+        activations.gelu("hidden_act", "gelu_pytorch_tanh", "c_fc", "c_proj"),
     ),
-    "rope_utils": (rope_utils,),
-    "deepseek_v3": (grouped(),),
-    "dots1": (grouped(),),
-    "exaone_moe": (grouped(),),
-    "glm4_moe": (grouped(),),
-    "mimo_v2_flash": (grouped(),),
-    "nemotron_h": (grouped(),),
-    "glm4_moe_lite": (grouped(), of_latents("Glm4MoeLiteAttention")),
+    "rope_utils": (positions.rope_utils,),
+    "deepseek_v3": (experts.grouped(),),
+    "dots1": (experts.grouped(),),
+    "exaone_moe": (experts.grouped(),),
+    "glm4_moe": (experts.grouped(),),
+    "mimo_v2_flash": (experts.grouped(),),
+    "nemotron_h": (experts.grouped(),),
+    "glm4_moe_lite": (experts.grouped(), norms.of_latents("Glm4MoeLiteAttention")),
     "kimi_linear": (
-        grouped("_group_expert_select"),
-        of_latents("KimiMLAAttention"),
-        renamed(dense_of_kimi),
+        experts.grouped("_group_expert_select"),
+        norms.of_latents("KimiMLAAttention"),
+        arrays.renamed(arrays.dense_of_kimi),
     ),
 }
 #: Modules that the paged path could not serve as they are. They compute with rows of many texts
 #: what they compute with one text: the reference is mlx-lm's own forward, for transformers has no
 #: classes of these families.
 PAGED: Patches = {
-    "afm7": (afm7,),
-    "baichuan_m1": (baichuan_m1,),
-    "iquestloopcoder": (iquestloopcoder,),
-    "llama4": (llama4,),
-    "longcat_flash_ngram": (longcat_flash_ngram,),
-    "plamo": (plamo,),
-    "plamo2": (plamo2,),
-    "plamo3": (plamo3,),
+    "afm7": (shared_kv.afm7,),
+    "baichuan_m1": (states.baichuan_m1,),
+    "iquestloopcoder": (shared_kv.iquestloopcoder,),
+    "llama4": (llama4.llama4,),
+    "longcat_flash_ngram": (states.longcat_flash_ngram,),
+    "plamo": (plamo.plamo,),
+    "plamo2": (plamo.plamo2,),
+    "plamo3": (plamo.plamo3,),
 }
 
 
@@ -177,5 +167,5 @@ def install() -> None:
         for patch in patches:
             patch(module)
         setattr(module, _MARK, True)
-    spread_ropes()
+    positions.spread_ropes()
     seam.install()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_metal.models import fixed_values
+from vllm_metal.models.inert_keys import names
 from vllm_metal.models.rope_parameters import (
     OF_THEIR_OWN,
     Config,
@@ -17,13 +18,8 @@ from vllm_metal.models.rope_parameters import (
 )
 from vllm_metal.models.weight_files import ModelLoadError
 
-
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
 #: Modules that take all of `rope_parameters` by themselves.
-READ_ROPE = _names(
+READ_ROPE = names(
     "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
     "muse_spark qwen3 qwen3_5 spark2_5"
 )
@@ -51,7 +47,7 @@ _TYPES: Mapping[str, frozenset[str]] = {
 _SCALED = frozenset(("deepseek_v2", "minicpm3"))
 #: Modules that read no scaling, or read it and do not compute it, and whose rope can be replaced by
 #: one that is scaled; see `patches.plain_ropes`.
-UNSCALED = _names(
+UNSCALED = names(
     "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium llama4_text mixtral "
     "qwen2_moe qwen3_moe solar_open starcoder2"
 )
@@ -62,7 +58,7 @@ _GELU_TANH = frozenset(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_pyth
 #: Activations that modules compute which do not read their name.
 _ACTIVATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(
-        _names(
+        names(
             "afm7 afmoe baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear "
             "bailing_moe_v3 cohere cohere2 dbrx deepseek_v2 deepseek_v3 deepseek_v32 dots1 "
             "ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 glm glm4 glm4_moe "

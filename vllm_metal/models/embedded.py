@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 
+from metal_kernels.cache import cache_dir
 from vllm_metal.device import blas
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import pip_install
@@ -76,7 +77,7 @@ def gemma3_270m_path() -> Path:
 
 def _cached(name: str, build: Callable[[Path], None]) -> Path:
     """`name` in the cache; if it is missing, one process builds it and others wait for it."""
-    models = envs.cache_dir() / "models"
+    models = cache_dir() / "models"
     out = models / f"{name}-v{_CONVERTED}"
     if out.is_dir():
         return out

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def _names(words: str) -> frozenset[str]:
+def names(words: str) -> frozenset[str]:
+    """Words as a set."""
     return frozenset(words.split())
 
 
@@ -20,7 +21,7 @@ _OF_TOKENS = ("_token_id", "_token_ids", "_token_index", "_token_idx")
 
 #: By reason.
 GROUPS: Mapping[str, frozenset[str]] = {
-    "names and versions": _names(
+    "names and versions": names(
         "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
         "_commit_hash _flash_attn_2_enabled _name_or_path architectures attn_implementation "
         "auto_map custom_pipelines experts_implementation finetuning_task language license "
@@ -28,72 +29,72 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "tokenizer_class tokenizer_type transformers.js_config transformers_version "
         "is_llama_config unsloth_fixed unsloth_version"
     ),
-    "dtypes, which vLLM chooses": _names(
+    "dtypes, which vLLM chooses": names(
         "bf16 dtype fp16 fp32 fp32_residual_connection mamba_ssm_cache_dtype mamba_ssm_dtype "
         "residual_in_fp32 torch_dtype use_bfloat16 use_fp16"
     ),
-    "packed weights, which mlx-lm reads for itself": _names(
+    "packed weights, which mlx-lm reads for itself": names(
         "compression_config hf_quant_config is_quantized pre_quantization_dtype quantization "
         "quantization_config"
     ),
-    "outputs that a server does not return": _names(
+    "outputs that a server does not return": names(
         "calc_logits_for_entire_prompt is_decoder keys_to_ignore_at_inference "
         "keep_mlp_outputs num_logits_to_keep output_attentions output_hidden_states "
         "output_past output_router_logits return_dict torchscript use_cache use_return_dict"
     ),
-    "heads of other tasks": _names(
+    "heads of other tasks": names(
         "classifier_bias classifier_dropout id2label label2id num_labels problem_type "
         "summary_activation summary_first_dropout summary_proj_to_labels summary_type "
         "summary_use_proj"
     ),
-    "defaults of generation, which vLLM reads in generation_config.json": _names(
+    "defaults of generation, which vLLM reads in generation_config.json": names(
         "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
         "encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length "
         "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
         "output_scores prefix remove_invalid_values repetition_penalty return_dict_in_generate "
         "suppress_tokens temperature top_k top_p typical_p"
     ),
-    "dropouts and noise of training": _names(
+    "dropouts and noise of training": names(
         "attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop dropout "
         "dropout_rate emb_dropout emb_pdrop embd_pdrop embed_dropout embedding_dropout "
         "ffn_dropout hidden_dropout hidden_dropout_prob input_jitter_noise moe_input_jitter_eps "
         "moe_jitter_eps resid_dropout resid_pdrop residual_dropout router_dropout "
         "router_jitter_noise"
     ),
-    "first weights of training": _names(
+    "first weights of training": names(
         "emb_init_std final_w_init_variance_scale init_device init_method init_method_std "
         "init_std initializer_factor initializer_range linear_a_log_max linear_a_log_min "
         "linear_dt_init_floor linear_dt_max linear_dt_min rescale_prenorm_residual "
         "time_step_init_scheme use_init_std w_init_variance_scale"
     ),
-    "losses of training": _names(
+    "losses of training": names(
         "aux_loss_alpha aux_loss_coef load_balance_coeff moe_aux_loss_coef "
         "moe_router_bias_update_speed moe_z_loss_coef mtp_loss_scaling_factor router_aux_loss "
         "router_aux_loss_coef router_bias_update_rate router_z_loss_coef seq_aux z_loss "
         "z_loss_coefficient"
     ),
-    "how training or another engine goes about it": _names(
+    "how training or another engine goes about it": names(
         "chunk_size_feed_forward ep_size gradient_checkpointing moe_token_dispatcher_type "
         "pretraining_tp pruned_heads reorder_and_upcast_attn scale_attention_softmax_in_fp32 "
         "attention_softmax_in_fp32 tf_legacy_loss tp_size use_associative_scan use_flash_attention "
         "use_flash_attn use_mamba_kernels use_mambapy use_cache_kernel use_cache_quantization "
         "cache_implementation use_fused_mlp use_fused_rmsnorm use_grouped_mm"
     ),
-    "the longest text, which vLLM reads": _names(
+    "the longest text, which vLLM reads": names(
         "max_model_len max_position_embeddings max_seq_len max_seq_length max_sequence_length "
         "model_max_length n_positions seq_len seq_length"
     ),
-    "layers that draft, which are read apart": _names(
+    "layers that draft, which are read apart": names(
         "mtp_layer_types mtp_layers_block_type mtp_mlp_layer_types mtp_num_hidden_layers "
         "mtp_num_layers mtp_transformer_layers mtp_use_dedicated_embeddings num_mtp_layers "
         "num_mtp_modules num_nextn_predict_layers use_mtp"
     ),
-    "widths of the padding of token tables": _names("pad_vocab_size_multiple pad_token"),
+    "widths of the padding of token tables": names("pad_vocab_size_multiple pad_token"),
 }
 GENERAL: frozenset[str] = frozenset().union(*GROUPS.values())
 
 #: Parts of a multimodal folder that the text model is served without.
-BESIDE_TEXT: frozenset[str] = _names(
+BESIDE_TEXT: frozenset[str] = names(
     "audio_config audio_ms_per_token audio_soft_tokens_per_image ignore_index image_grid_pinpoints "
     "image_seq_length mm_tokens_per_image multimodal_projector_bias patch_size "
     "projection_hidden_size projection_layer_norm_eps projector_config projector_hidden_act "
@@ -102,25 +103,25 @@ BESIDE_TEXT: frozenset[str] = _names(
     "vision_feature_select_strategy vision_soft_tokens_per_image vocab_size"
 )
 
-_OF_STEPS = _names("time_step_floor time_step_max time_step_min time_step_scale")
+_OF_STEPS = names("time_step_floor time_step_max time_step_min time_step_scale")
 #: By module of mlx-lm, which computes the same without them.
 OF_MODULE: Mapping[str, frozenset[str]] = {
     # attn_config has kv_n_heads, which both transformers' class and the module read.
-    "dbrx": _names("num_key_value_heads"),
-    "falcon_h1": _names("mlp_expansion_factor"),  # intermediate_size counts
-    "gemma3_text": _names("tie_word_embeddings"),  # it looks whether there is a head
-    "granitemoehybrid": _names("mamba_chunk_size"),  # how a sum is taken apart
-    "gpt_oss": _names("initial_context_length"),  # the rope has the same
-    "lfm2": _names(
+    "dbrx": names("num_key_value_heads"),
+    "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size counts
+    "gemma3_text": names("tie_word_embeddings"),  # it looks whether there is a head
+    "granitemoehybrid": names("mamba_chunk_size"),  # how a sum is taken apart
+    "gpt_oss": names("initial_context_length"),  # the rope has the same
+    "lfm2": names(
         "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
     ),  # of the first weights
     "mamba": _OF_STEPS,  # of the first weights
-    "mamba2": _OF_STEPS | _names("chunk_size"),
-    "minimax": _names("shared_moe_mode"),  # no experts are shared
-    "mistral4": _names("topk_method"),  # transformers' class does not read it
+    "mamba2": _OF_STEPS | names("chunk_size"),
+    "minimax": names("shared_moe_mode"),  # no experts are shared
+    "mistral4": names("topk_method"),  # transformers' class does not read it
     "nemotron_h": _OF_STEPS  # the width follows from the heads
-    | _names("chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"),
-    "recurrent_gemma": _names("tie_word_embeddings"),  # as gemma3_text
+    | names("chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"),
+    "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text
 }
 
 

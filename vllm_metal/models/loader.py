@@ -39,29 +39,20 @@ _FLOATING = (mx.float16, mx.bfloat16, mx.float32)
 _LONGEST_REASON = 400  # characters of another package's message
 
 
-def load(config: VllmConfig) -> nn.Module:
+def load(config: VllmConfig, model_config: ModelConfig | None = None) -> nn.Module:
     """The model of `config`, its floating-point weights cast to the configured dtype.
 
     Quantised weights stay packed; their scales and biases are cast.
+
+    Args:
+        config: vLLM's.
+        model_config: of another model in the target's dtype, which drafts; None: the target's own.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not know the
             model's family.
     """
-    return _load(config.model_config, config)
-
-
-def load_draft(config: VllmConfig) -> nn.Module:
-    """The draft model of `config.speculative_config`, in the target's dtype.
-
-    Raises:
-        ModelLoadError: see `load`.
-    """
-    assert config.speculative_config is not None
-    return _load(config.speculative_config.draft_model_config, config)
-
-
-def _load(model_config: ModelConfig, config: VllmConfig) -> nn.Module:
+    model_config = model_config or config.model_config
     path = model_folder(model_config, config)
     overrides = _overrides(model_config, path)
     model = lazy_model(path, mlx_dtype(config), model_config.trust_remote_code, overrides)
@@ -253,23 +244,19 @@ def model_folder(
     Raises:
         ModelLoadError: there is no such folder, and the hub has no such model.
     """
-    download_dir = config.load_config.download_dir
-    return _folder(model_config.model, model_config.revision, download_dir, patterns)
-
-
-def _folder(
-    model: str, revision: str | None, download_dir: str | None, patterns: tuple[str, ...]
-) -> Path:
-    path = Path(model)
-    if path.is_dir():
-        return path
+    model = model_config.model
+    if Path(model).is_dir():
+        return Path(model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns)
+                model,
+                revision=model_config.revision,
+                cache_dir=config.load_config.download_dir,
+                allow_patterns=list(patterns),
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
@@ -292,20 +279,14 @@ def _materialise(model: nn.Module, path: Path) -> None:
         raise ModelLoadError(f"weights in {path} are truncated or unreadable: {error}") from error
 
 
-def torch_dtype(config: VllmConfig) -> torch.dtype:
-    """The dtype that vLLM chose for weights and activations."""
-    dtype = config.model_config.dtype
-    assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
-    return dtype
-
-
 def mlx_dtype(config: VllmConfig) -> mx.Dtype:
     """The dtype that vLLM chose, as MLX's.
 
     Raises:
         ModelLoadError: no MLX model can have it.
     """
-    dtype = torch_dtype(config)
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM resolves "auto" and names before workers start
     if dtype not in MLX_DTYPES:
         raise ModelLoadError(f"--dtype {dtype} is not supported: choose one of {[*MLX_DTYPES]}")
     return MLX_DTYPES[dtype]

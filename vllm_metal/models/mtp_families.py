@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,10 +67,22 @@ def _mimo_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | 
     return mimo.TransformerBlock(args), None
 
 
-def _glm4_moe_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
-    from mlx_lm.models import glm4_moe
+def _one_more(module: str, name: str) -> BlockBuilder:
+    """Builds one more of the target's layers, which has attention, whatever the others have.
 
-    return glm4_moe.DecoderLayer(args, args.num_hidden_layers), None
+    Args:
+        module: of mlx_lm.models.
+        name: of its class of a layer.
+    """
+
+    def build(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+        layer = getattr(import_module(f"mlx_lm.models.{module}"), name)
+        index = args.num_hidden_layers
+        if (kinds := getattr(args, "layer_types", None)) is not None:
+            args = dataclasses.replace(args, layer_types=[*kinds, "full_attention"])
+        return layer(args, index), None
+
+    return build
 
 
 def _exaone_moe_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
@@ -80,36 +93,6 @@ def _exaone_moe_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, 
     # Always dense, always with rotary positions, which mlx-lm gives to windowed layers only.
     args = dataclasses.replace(args, layer_types=["sliding_attention"], is_moe_layer=[False])
     return exaone_moe.DecoderLayer(args, 0), None if kind == "full_attention" else window
-
-
-def _glm4_moe_lite_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
-    from mlx_lm.models import glm4_moe_lite
-
-    return glm4_moe_lite.Glm4MoeLiteDecoderLayer(args, args.num_hidden_layers), None
-
-
-def _deepseek_v3_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
-    from mlx_lm.models import deepseek_v3
-
-    return deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers), None
-
-
-def _qwen3_next_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
-    from mlx_lm.models import qwen3_next
-
-    return qwen3_next.Qwen3NextDecoderLayer(*_one_more_with_attention(args)), None
-
-
-def _qwen3_5_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
-    from mlx_lm.models import qwen3_5
-
-    return qwen3_5.DecoderLayer(*_one_more_with_attention(args)), None
-
-
-def _one_more_with_attention(args: Any) -> tuple[Any, int]:
-    """The target's arguments with one more layer, which has no recurrence; and its number."""
-    layers = args.layer_types
-    return dataclasses.replace(args, layer_types=[*layers, "full_attention"]), len(layers)
 
 
 #: Names of families whose MTP layer is one more of the target's layers.
@@ -137,7 +120,7 @@ def _qwen3_5(title: str, model_type: str) -> MTPFamily:
         (model_type, f"{model_type}_text"),
         "mtp.",
         _APART,
-        _qwen3_5_block,
+        _one_more("qwen3_5", "DecoderLayer"),
         masks_first=False,
         norms_from_zero=True,
     )
@@ -164,7 +147,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         ("glm4_moe",),
         "model.layers.{}.",
         _ONE_MORE_LAYER,
-        _glm4_moe_block,
+        _one_more("glm4_moe", "DecoderLayer"),
         feeds_normed=False,
     ),
     "Glm4MoeLiteMTPModel": MTPFamily(
@@ -172,7 +155,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         ("glm4_moe_lite",),
         "model.layers.{}.",
         _ONE_MORE_LAYER,
-        _glm4_moe_lite_block,
+        _one_more("glm4_moe_lite", "Glm4MoeLiteDecoderLayer"),
         feeds_normed=False,
     ),
     "DeepSeekMTPModel": MTPFamily(
@@ -180,7 +163,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         ("deepseek_v3",),
         "model.layers.{}.",
         _ONE_MORE_LAYER,
-        _deepseek_v3_block,
+        _one_more("deepseek_v3", "DeepseekV3DecoderLayer"),
     ),
     "ExaoneMoeMTP": MTPFamily(
         "K-EXAONE",
@@ -195,7 +178,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         ("qwen3_next",),
         "mtp.",
         _APART,
-        _qwen3_next_block,
+        _one_more("qwen3_next", "Qwen3NextDecoderLayer"),
         masks_first=False,
         norms_from_zero=True,
     ),

@@ -8,13 +8,12 @@ the target's own: it stacks experts, splits the projections of MLA, decodes fp8,
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.mlx_patches.families.text_models import stacked
 from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTPFamily
 
@@ -66,13 +65,13 @@ def mtp_weights(
 
 
 def _read_as_a_layer(
-    model: nn.Module, arrays: Mapping[str, mx.array], norms_from_zero: bool
+    model: nn.Module, arrays: dict[str, mx.array], norms_from_zero: bool
 ) -> dict[str, mx.array]:
     """What the family's `sanitize` makes of the arrays, by the same names."""
     sanitize = getattr(model, "sanitize", None)
     place = _place(model)
     if sanitize is None:
-        return _stacked(arrays)
+        return stacked(model, arrays)
     given = {f"{place}{name.removeprefix(_BLOCK)}": array for name, array in arrays.items()}
     ends = [name for name in arrays if not name.startswith(_BLOCK)]
     found = {
@@ -84,8 +83,8 @@ def _read_as_a_layer(
     moved = found.get(layer_norm) is not given.get(f"{place}{layer_norm}")
     if norms_from_zero and moved:
         found |= {name: found[name] + 1.0 for name in _NORMS if name in found}
-    return _stacked(
-        {name if name in ends else f"{_BLOCK}{name}": array for name, array in found.items()}
+    return stacked(
+        model, {name if name in ends else f"{_BLOCK}{name}": array for name, array in found.items()}
     )
 
 
@@ -93,19 +92,3 @@ def _place(model: nn.Module) -> str:
     """Before the names of the arrays of the model's first layer."""
     first = model.layers[0]
     return next(f"{name}." for name, module in model.named_modules() if module is first)
-
-
-def _stacked(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Stacks per-expert arrays that the family's sanitize left apart."""
-    found: dict[str, mx.array] = {}
-    experts: dict[str, dict[int, mx.array]] = {}
-    for name, array in arrays.items():
-        if expert := re.fullmatch(r"(.*\.mlp)\.experts\.(\d+)\.(.*)", name):
-            module, index, part = expert.groups()
-            experts.setdefault(f"{module}.switch_mlp.{part}", {})[int(index)] = array
-        else:
-            found[name] = array
-    return found | {
-        name: mx.stack([of_expert[index] for index in sorted(of_expert)])
-        for name, of_expert in experts.items()
-    }

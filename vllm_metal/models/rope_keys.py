@@ -6,35 +6,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_metal.models.inert_keys import names
 from vllm_metal.models.rope_parameters import Config, by_layer_type
-
-
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
 
 KEYS = ("rope_parameters", "rope_scaling")
 #: Judged with the keys of the same names, or of images alone.
-_EVERY = _names(
+_EVERY = names(
     "rope_type type rope_theta partial_rotary_factor mrope_section mrope_interleaved "
     "mrope_sections finetuned"
 )
-_YARN = _names(
+_YARN = names(
     "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
     "attention_factor truncate"
 )
 #: By type, what is read; see `patches.ropes` for `attention_factor` and `truncate`.
 _OF_TYPE: Mapping[str, frozenset[str]] = {
-    "linear": _names("factor"),
+    "linear": names("factor"),
     # Computed from max_position_embeddings.
-    "dynamic": _names("factor original_max_position_embeddings"),
-    "llama3": _names("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
+    "dynamic": names("factor original_max_position_embeddings"),
+    "llama3": names("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
     "yarn": _YARN,
     "deepseek_yarn": _YARN,
     "telechat3-yarn": _YARN,
-    "longrope": _names("short_factor long_factor original_max_position_embeddings"),
-    "su": _names("short_factor long_factor original_max_position_embeddings"),
-    "proportional": _names("factor"),
+    "longrope": names("short_factor long_factor original_max_position_embeddings"),
+    "su": names("short_factor long_factor original_max_position_embeddings"),
+    "proportional": names("factor"),
 }
 #: A rope that is not scaled has none of the others; transformers passes over them.
 _PLAIN = frozenset().union(*_OF_TYPE.values())
@@ -42,7 +38,7 @@ _PLAIN = frozenset().union(*_OF_TYPE.values())
 _OF_MODULE: Mapping[tuple[str, str], frozenset[str]] = {
     ("deepseek_v2", "yarn"): _YARN - {"attention_factor", "truncate"},
     **{
-        (module, "dynamic"): _names("alpha factor beta_fast beta_slow mscale mscale_all_dim")
+        (module, "dynamic"): names("alpha factor beta_fast beta_slow mscale mscale_all_dim")
         for module in ("hunyuan", "hunyuan_v1_dense")
     },
     **{
@@ -55,10 +51,10 @@ _OF_MODULE: Mapping[tuple[str, str], frozenset[str]] = {
     ("phimoe", "su"): _OF_TYPE["longrope"] | {"short_mscale", "long_mscale"},
 }
 #: Modules that read the trained length beside the rope's parameters.
-_BESIDE = _names("phi3 phimoe")
+_BESIDE = names("phi3 phimoe")
 _TRAINED = "original_max_position_embeddings"
 #: Modules that rotate plainly, whatever `rope_parameters` say.
-_ONLY_PLAIN = _names("muse_glimmer muse_spark spark2_5")
+_ONLY_PLAIN = names("muse_glimmer muse_spark spark2_5")
 
 
 def unread(config: Config, module: str, key: str) -> dict[tuple[str, ...], Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_metal.device import blas
@@ -20,9 +21,10 @@ import torch  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 
+from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.kv_transfer.config import settle_kv_transfer  # noqa: E402
+from vllm_metal.kv_transfer.config import complete_kv_transfer  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
@@ -51,7 +53,6 @@ logger = init_logger(__name__)
 logs.show_our_messages()
 
 WORKER = "vllm_metal.worker.worker.MetalWorker"
-BLOCK_SIZES = (16, 32)  # what the attention kernels are written for
 #: Default of --max-num-batched-tokens by device. vLLM's own, up to 16384 by memory size alone, are
 #: made for data-centre GPUs: on a Mac such a step would hold every other stream up for seconds.
 #: 2048 is mlx-lm's prefill step; the CPU device reaches its full speed at a quarter of that.
@@ -65,7 +66,6 @@ class MetalPlatform(Platform):
     _enum = PlatformEnum.OOT
     device_name = "metal"
     device_type = "cpu"  # where vLLM's own torch tensors live; the model's arrays are MLX's
-    dispatch_key = "CPU"
     dist_backend = "gloo"
     mlx_device: envs.Device = _DEVICE
 
@@ -141,6 +141,7 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
+        from vllm_metal.kv_transfer.transfers import figures_of
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
@@ -159,7 +160,7 @@ class MetalPlatform(Platform):
         streaming_sessions.refuse_in_sessions()
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
-        engine_outputs.add_stat_logger(MetalStatLogger)
+        engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
             from vllm_metal.vllm_patches import first_mistake, http_protocol, server_end
 
@@ -195,7 +196,7 @@ class MetalPlatform(Platform):
             raise ValueError(
                 f"--block-size {cache.block_size} is not supported: choose one of {BLOCK_SIZES}"
             )
-        settle_kv_transfer(vllm_config)
+        complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
         cls._change_schedulers()
 

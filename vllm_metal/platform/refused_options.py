@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import attrgetter
@@ -160,14 +159,11 @@ def refused_options(config: VllmConfig) -> dict[str, bool]:
 @cache
 def _with_defaults() -> list[tuple[RefusedOption, Any]]:
     """The rows, each with the default that `EngineArgs` has for it."""
-    return list(_defaults())
-
-
-def _defaults() -> Iterator[tuple[RefusedOption, Any]]:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name: field for field in fields(EngineArgs)}
-    for row in REFUSED_OPTIONS:
-        field = known[row.field]
-        made = field.default_factory
-        yield row, field.default if made is MISSING else made()
+    rows = [(row, known[row.field]) for row in REFUSED_OPTIONS]
+    return [
+        (row, field.default if field.default_factory is MISSING else field.default_factory())
+        for row, field in rows
+    ]

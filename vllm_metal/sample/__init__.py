@@ -5,7 +5,7 @@ from vllm_metal.sample.custom import CustomProcessors
 from vllm_metal.sample.draft_spans import DraftSpans, num_accepted
 from vllm_metal.sample.logit_chunks import rows_at_once
 from vllm_metal.sample.logprobs import Logprobs
-from vllm_metal.sample.prompt_logprobs import prompt_logprob_chunks, prompt_logprobs
+from vllm_metal.sample.prompt_logprobs import prompt_logprob_chunks
 from vllm_metal.sample.sampler import GrammarMask, Sampler, SamplerOutput
 from vllm_metal.sample.validate import validate
 
@@ -18,7 +18,6 @@ __all__ = [
     "SamplerOutput",
     "num_accepted",
     "prompt_logprob_chunks",
-    "prompt_logprobs",
     "rows_at_once",
     "validate",
 ]

@@ -97,12 +97,16 @@ class CompactBatch:
         self._index_of[req_idx] = index
 
 
-class CustomProcessors:
+class CustomProcessors(SamplingStage):
     """The processors named by --logits-processors or installed as `vllm.logits_processors` plugins.
 
     vLLM's builtin ones (min_p, logit_bias, min_tokens) are not among them: stages of ours serve
     those parameters. A processor gets one row for every request in the sampler, also for those that
     do not sample in this step; the logits of such a row are zeros, and its result is discarded.
+
+    As a stage it runs those that may change the most likely token. Every request is handed to all
+    processors here, and this stage runs in every step, so that all processors learn of every change
+    to the batch. `KeepingProcessors` runs the others.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -122,28 +126,24 @@ class CustomProcessors:
         return any(True for _ in self._processors.all)
 
     @property
-    def change_argmax(self) -> bool:
-        """Whether some processors may change the most likely token."""
-        return bool(self._processors.non_argmax_invariant)
-
-    @property
-    def keep_argmax(self) -> bool:
-        """Whether some processors never change the most likely token."""
-        return bool(self._processors.argmax_invariant)
+    def keeping(self) -> list[LogitsProcessor]:
+        """Processors that never change the most likely token."""
+        return self._processors.argmax_invariant
 
     def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
-    ) -> None:
+    ) -> bool:
         """Keeps `output` by reference: its owner appends to it, and processors read it."""
         self._outputs[req_idx] = output
         self._batch.add_request(req_idx, params, prompt, output)
+        return True
 
     def remove_request(self, req_idx: int) -> None:
         self._outputs.pop(req_idx, None)
         self._batch.remove_request(req_idx)
 
-    def begin_step(self, step: Step) -> None:
-        """Tells the processors which requests came and went.
+    def apply(self, logits: mx.array, step: Step) -> mx.array:
+        """Tells the processors which requests came and went, then runs those of this stage.
 
         Raises RuntimeError if a request's output list lacks tokens, and ValueError if there are
         drafts to verify, which processors have no way to see.
@@ -164,15 +164,12 @@ class CustomProcessors:
                     f"of {expected}; append the previous step's tokens before sampling"
                 )
         self._batch.notify(self._processors)
+        return self.run(self._processors.non_argmax_invariant, logits, step)
 
-    def apply_changing_argmax(self, logits: mx.array, step: Step) -> mx.array:
-        return self._apply(self._processors.non_argmax_invariant, logits, step)
-
-    def apply_keeping_argmax(self, logits: mx.array, step: Step) -> mx.array:
-        return self._apply(self._processors.argmax_invariant, logits, step)
-
-    def _apply(self, processors: list[LogitsProcessor], logits: mx.array, step: Step) -> mx.array:
+    def run(self, processors: list[LogitsProcessor], logits: mx.array, step: Step) -> mx.array:
         """float32 [N, V] -> float32 [N, V], through a float32 torch tensor [B, V]."""
+        if not processors:
+            return logits
         indices = torch.from_numpy(self._batch.indices(step.req_indices))
         batch = torch.zeros((len(self._batch), logits.shape[1]), dtype=torch.float32)
         batch[indices] = torch.from_numpy(np.array(logits))
@@ -181,34 +178,8 @@ class CustomProcessors:
         return mx.array(batch[indices].to(torch.float32).numpy())
 
 
-class ChangingProcessors(SamplingStage):
-    """Runs the custom processors that may change the most likely token.
-
-    Every request is handed to all processors here, and this stage runs in every step, so that all
-    processors learn of every change to the batch.
-    """
-
-    def __init__(self, custom: CustomProcessors) -> None:
-        self._custom = custom
-
-    def add_request(
-        self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
-    ) -> bool:
-        self._custom.add_request(req_idx, params, prompt, output)
-        return True
-
-    def remove_request(self, req_idx: int) -> None:
-        self._custom.remove_request(req_idx)
-
-    def apply(self, logits: mx.array, step: Step) -> mx.array:
-        self._custom.begin_step(step)
-        if not self._custom.change_argmax:
-            return logits
-        return self._custom.apply_changing_argmax(logits, step)
-
-
 class KeepingProcessors(SamplingStage):
-    """Runs the custom processors that keep the most likely token. `ChangingProcessors`, which runs
+    """Runs the custom processors that keep the most likely token. `CustomProcessors`, which runs
     before, tells them of the requests."""
 
     keeps_argmax = True
@@ -219,10 +190,10 @@ class KeepingProcessors(SamplingStage):
     def add_request(
         self, req_idx: int, params: SamplingParams, prompt: Sequence[int], output: list[int]
     ) -> bool:
-        return self._custom.keep_argmax
+        return bool(self._custom.keeping)
 
     def remove_request(self, req_idx: int) -> None:
         """Keeps nothing of a request."""
 
     def apply(self, logits: mx.array, step: Step) -> mx.array:
-        return self._custom.apply_keeping_argmax(logits, step)
+        return self._custom.run(self._custom.keeping, logits, step)

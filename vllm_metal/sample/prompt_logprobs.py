@@ -9,24 +9,6 @@ import numpy as np
 from vllm_metal.sample.logprobs import Logprobs, gather_logprobs
 
 
-def prompt_logprobs(
-    logits: mx.array,
-    target_ids: mx.array | np.ndarray,
-    num_logprobs: int,
-    *,
-    normalise: bool = True,
-) -> Logprobs:
-    """Logprobs of prompt tokens, which no stage of the sampler changes: raw is processed here.
-
-    logits: any float [n, V], the rows that predict the targets. target_ids: int [n].
-    num_logprobs: as in SamplingParams.prompt_logprobs, -1 for the whole vocabulary.
-    normalise: report log-probabilities rather than logits, as `logprobs_mode` says.
-    """
-    vocab_size = logits.shape[1]
-    width = vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
-    return gather_logprobs(logits, mx.array(target_ids), width, normalise=normalise)
-
-
 def prompt_logprob_chunks(
     hidden_states: mx.array,
     target_ids_np: np.ndarray,
@@ -39,6 +21,7 @@ def prompt_logprob_chunks(
 ) -> list[Logprobs]:
     """Logprobs of one request's prompt tokens, in chunks of `rows_at_once` rows; nothing waits.
 
+    No stage of the sampler changes them: raw ones are processed ones here.
     The device computes one chunk wholly before it computes logits of the next: the logits of a
     whole prompt can take more memory than the model.
 
@@ -47,7 +30,7 @@ def prompt_logprob_chunks(
     compute_logits: hidden states [m, 1, H] -> logits, any float [m, V].
     after: arrays that the device computes before the first chunk's logits. To go on with another
     request, pass the last chunk's `arrays()`.
-    normalise: see `prompt_logprobs`.
+    normalise: report log-probabilities rather than logits, as `logprobs_mode` says.
     """
     chunks: list[Logprobs] = []
     done = list(after)
@@ -55,7 +38,9 @@ def prompt_logprob_chunks(
         rows = slice(start, start + rows_at_once)
         hidden = hidden_states[rows]
         logits = compute_logits(mx.depends(hidden, done) if done else hidden)
-        found = prompt_logprobs(logits, target_ids_np[rows], num_logprobs, normalise=normalise)
-        chunks.append(found)
+        most = logits.shape[1]
+        width = most if num_logprobs < 0 else min(num_logprobs, most)
+        targets = mx.array(target_ids_np[rows])
+        chunks.append(gather_logprobs(logits, targets, width, normalise=normalise))
         done = list(chunks[-1].arrays())
     return chunks

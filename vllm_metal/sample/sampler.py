@@ -14,10 +14,10 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.config.model import LogprobsMode
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.sample.bad_words import BadWords
 from vllm_metal.sample.constraints import AllowedTokens, LogitBias, MinTokens
-from vllm_metal.sample.custom import ChangingProcessors, CustomProcessors, KeepingProcessors
+from vllm_metal.sample.custom import CustomProcessors, KeepingProcessors
 from vllm_metal.sample.distribution import MinP, Temperature, TopKTopP
 from vllm_metal.sample.draft_spans import DraftSpans, num_accepted
 from vllm_metal.sample.logit_chunks import logit_chunks, rows_at_once
@@ -40,7 +40,7 @@ def stages(
         BadWords(vocab_size, max_num_reqs),
         MinTokens(vocab_size, max_num_reqs),
         LogitBias(vocab_size),
-        ChangingProcessors(custom) if custom else None,
+        custom or None,
         Penalties(vocab_size, max_num_reqs),
         Temperature(max_num_reqs),
         MinP(max_num_reqs),
@@ -193,7 +193,7 @@ class Sampler:
         num_output_tokens: np.ndarray,
         grammar: GrammarMask | None = None,
         draft_spans: DraftSpans | None = None,
-        behind: Behind | None = None,
+        behind: PositionLag | None = None,
     ) -> SamplerOutput:
         """Samples the next token of each row and records what is output in the requests' device
         state.

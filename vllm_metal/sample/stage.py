@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from vllm import SamplingParams
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.sample.draft_spans import DraftSpans
 
 GREEDY_EPSILON = 1e-5
@@ -101,7 +101,7 @@ class Step:
     draft_spans: DraftSpans | None
     used_np: np.ndarray
     bit_of: Mapping[RequestParameters, int]
-    behind: Behind | None = None
+    behind: PositionLag | None = None
 
     @cached_property
     def _used_by_any(self) -> int:
@@ -146,7 +146,7 @@ class RequestBits:
         req_indices: np.ndarray,
         num_output_tokens: np.ndarray,
         draft_spans: DraftSpans | None,
-        behind: Behind | None = None,
+        behind: PositionLag | None = None,
     ) -> Step:
         used = self._used[req_indices]
         return Step(req_indices, num_output_tokens, draft_spans, used, self._bit_of, behind)

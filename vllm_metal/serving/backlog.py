@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from vllm_metal.serving.asgi import Message, Send
+from starlette.types import Message, Send
 
 
 class Backlog:

@@ -12,10 +12,11 @@ import json
 import re
 from typing import Any, NoReturn
 
-from vllm_metal.serving.asgi import Disconnected, Receive, Refusal
-from vllm_metal.serving.config import BodyLimits
+from starlette.requests import Request
+from starlette.types import Receive
 
-__all__ = ["Disconnected", "parse", "read", "until_gone", "write"]
+from vllm_metal.serving.config import BodyLimits
+from vllm_metal.serving.refusal import Refusal
 
 #: A string of JSON; one without an end goes to the end of the text, so that no part is read twice.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -31,7 +32,7 @@ async def read(receive: Receive, limits: BodyLimits, length: int | None) -> byte
 
     Raises:
         Refusal: it is longer, or takes longer.
-        Disconnected: the client went away before the end.
+        ClientDisconnect: the client went away before the end.
     """
     if length is not None and length > limits.max_body_bytes:
         raise _too_long(limits)
@@ -44,17 +45,12 @@ async def read(receive: Receive, limits: BodyLimits, length: int | None) -> byte
 
 
 async def _read(receive: Receive, limits: BodyLimits) -> bytes:
-    parts: list[bytes] = []
-    total, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Disconnected
-        parts.append(message.get("body", b""))
-        total += len(parts[-1])
+    parts, total = [], 0
+    async for part in Request({"type": "http"}, receive).stream():
+        parts.append(part)
+        total += len(part)
         if total > limits.max_body_bytes:
             raise _too_long(limits)
-        more = message.get("more_body", False)
     return b"".join(parts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,13 +148,10 @@ def read(path: Path) -> ServingConfig:
     folder = path.expanduser().absolute().parent
     readers: dict[str, values.Reader] = {
         "timeout_s": _seconds,
+        **dict.fromkeys((limit.name for limit in fields(BodyLimits)), values.count),
         "max_body_bytes": values.size,
         "max_body_s": _seconds,
         "max_body_depth": partial(values.count, most=_DEEPEST),
-        "max_body_values": values.count,
-        "max_body_names": values.count,
-        "max_body_items": values.count,
-        "max_body_choices": values.count,
         "tenants": lambda section: _tenants(section, folder, f"{where} [tenants]"),
         "response_cache": lambda section: _response_cache(section, path, f"{where}"),
     }

@@ -9,33 +9,17 @@ say that the client's own limit was reached, and an error would throw the text a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 Sleep = Callable[[float], Awaitable[None]]
 #: A request can be on its way to the engine when its time is up, so it is asked again so often.
 _AGAIN_S = 0.25
 #: What an aborted request may take to send its end, before it is cut off.
 GRACE_S = 5.0
-
-
-class _OutputProcessor(Protocol):
-    #: The engine's own ids by those that the front end gave.
-    @property
-    def external_req_ids(self) -> Mapping[str, list[str]]: ...
-
-    #: By the engine's own ids.
-    @property
-    def request_states(self) -> Mapping[str, Any]: ...
-
-
-class Engine(Protocol):
-    """What is asked of vLLM's engine client."""
-
-    @property
-    def output_processor(self) -> _OutputProcessor: ...
-
-    async def abort(self, request_id: list[str]) -> None: ...
 
 
 class Deadline:
@@ -68,7 +52,7 @@ class Deadline:
         """Whether the request was aborted before the engine had a token of its answer."""
         return self._aborted and not self._had_tokens
 
-    def start(self, request_id: str, engine: Engine, on_expiry: Callable[[], None]) -> None:
+    def start(self, request_id: str, engine: AsyncLLM, on_expiry: Callable[[], None]) -> None:
         """Begins to count.
 
         Args:
@@ -91,7 +75,7 @@ class Deadline:
             self._task.cancel()
 
     async def _watch(
-        self, limit_s: float, request_id: str, engine: Engine, on_expiry: Callable[[], None]
+        self, limit_s: float, request_id: str, engine: AsyncLLM, on_expiry: Callable[[], None]
     ) -> None:
         await self._sleep(limit_s)
         if self._goes_on and not _ids(engine, request_id):
@@ -109,14 +93,14 @@ class Deadline:
         self.cut.set_result(None)
 
 
-def _ids(engine: Engine, request_id: str) -> list[str]:
+def _ids(engine: AsyncLLM, request_id: str) -> list[str]:
     """All that the engine has of a request: choices, prompts and turns have ids of their own."""
     return [name for name in engine.output_processor.external_req_ids if request_id in name]
 
 
-def _have_tokens(engine: Engine, names: Iterable[str]) -> bool:
+def _have_tokens(engine: AsyncLLM, names: Iterable[str]) -> bool:
     """Whether one of these requests has a token of its answer."""
-    processor = engine.output_processor
+    processor = engine.output_processor  # it has the engine's own ids by those of the front end
     inner = [one for name in names for one in processor.external_req_ids[name]]
     states = [processor.request_states[one] for one in inner if one in processor.request_states]
     return any(state.detokenizer.num_output_tokens() > 0 for state in states if state.detokenizer)

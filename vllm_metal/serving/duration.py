@@ -8,32 +8,24 @@ better it looks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from vllm_metal.serving.asgi import Message, Receive, Send
-from vllm_metal.serving.metrics import Figures, Metric, Outcome
+from starlette.types import Message, Receive, Send
+
+from vllm_metal.serving.metrics import Figures, Outcome
 
 
 class Duration:
     """Watches one request; it changes no message."""
 
-    def __init__(
-        self,
-        figures: Figures,
-        receive: Receive,
-        send: Send,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, figures: Figures, receive: Receive, send: Send) -> None:
         """Begins to count: the request's body is there.
 
         Args:
             figures: that count.
-            receive: of the client.
-            send: of the client.
-            now: the clock, in seconds.
+            receive, send: of the client.
         """
-        self._figures, self._receive, self._send, self._now = figures, receive, send, now
-        self._began = now()
+        self._figures, self._receive, self._send = figures, receive, send
+        self._began = time.perf_counter()
         self._status: int | None = None
         self._kept = self._complete = self._left = False
 
@@ -60,7 +52,7 @@ class Duration:
             background: the engine goes on after the answer.
         """
         outcome = self._outcome(timed_out, background)
-        self._figures.series(Metric.DURATIONS, outcome=outcome).observe(self._now() - self._began)
+        self._figures.durations.labels(outcome).observe(time.perf_counter() - self._began)
 
     def _outcome(self, timed_out: bool, background: bool) -> Outcome:
         if timed_out:

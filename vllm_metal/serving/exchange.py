@@ -6,15 +6,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from vllm_metal.serving import asgi, cut_short
-from vllm_metal.serving.asgi import App, Message, Receive, Refusal, Scope, Send, hang_up
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_metal.serving import cut_short
 from vllm_metal.serving.backlog import Backlog
 from vllm_metal.serving.deadline import Deadline
+from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
+from vllm_metal.vllm_patches.http_protocol import HANG_UP
 
 _TOO_LATE = Refusal(504, "The request took longer than this server allows (timeout_s).")
-_CUT_EVENT = b"data: " + _TOO_LATE.body() + b"\n\n"
+_CUT_EVENT = b"data: " + bytes(_TOO_LATE.response().body) + b"\n\n"
 _END_S = 1.0  # that a client which was cut off may take to read why
 
 
@@ -27,7 +31,7 @@ class Exchange:
         deadline: Deadline,
         *,
         style: Style,
-        x_cache: bytes | None = None,
+        x_cache: str | None = None,
         record_bytes: int = 0,
         on_too_long: Callable[[], None] | None = None,
     ) -> None:
@@ -57,7 +61,7 @@ class Exchange:
         self._backlog: Backlog | None = None
         self._send_on: Send
 
-    async def run(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Asks, and returns when vLLM has answered or the client has gone.
 
         Args:
@@ -72,16 +76,16 @@ class Exchange:
             self._send_on = self._backlog.put
         await self._until_cut(app(scope, lambda: self._receive(receive), self._send))
         if self._let_go and not self._complete:
-            await self._until_cut(self._end_early())
+            await self._until_cut(self._end_early(receive))
 
     async def deliver(self) -> None:
         """Waits until the client has all of the answer, or it has taken too long over it."""
         if self._backlog is not None:
             await self._until_cut(self._backlog.empty())
 
-    async def _end_early(self) -> None:
+    async def _end_early(self, receive: Receive) -> None:
         if self._status is None or self._held is not None:
-            await asgi.answer(self._send_on, _TOO_LATE)
+            await _TOO_LATE.response()(self._scope, receive, self._send_on)
         else:
             event = _CUT_EVENT if self._form == "stream" else b""
             await self._send_on({"type": "http.response.body", "body": event})
@@ -99,7 +103,8 @@ class Exchange:
             if sending.done():
                 sending.result()
             else:
-                hang_up(self._scope)
+                if (extension := self._scope.get("extensions", {}).get(HANG_UP)) is not None:
+                    extension["call"]()  # the connection ends, whether or not the client reads
                 await asyncio.sleep(0)  # in which the server learns that the connection has ended
         finally:
             sending.cancel()
@@ -147,12 +152,12 @@ class Exchange:
 
     def _started(self, message: Message) -> Message:
         self._status = message["status"]
-        headers = list(message.get("headers", ()))
-        if any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers):
+        headers = MutableHeaders(raw=list(message.get("headers", ())))
+        if headers.get("content-type", "").startswith("text/event-stream"):
             self._form = "stream"
         if self._x_cache is not None:
-            headers.append((b"x-cache", self._x_cache))
-        return {**message, "headers": headers}
+            headers["x-cache"] = self._x_cache
+        return {**message, "headers": headers.raw}
 
     async def _pass_on(self, message: Message) -> None:
         if self._held is not None and self._came_to_nothing():
@@ -186,7 +191,5 @@ class Exchange:
         """A part of a response as it has to be after its time was up."""
         written = cut_short.incomplete(part)
         if self._held is not None and len(written) != len(part):
-            length = (b"content-length", b"%d" % len(written))
-            kept = [pair for pair in self._held["headers"] if pair[0] != b"content-length"]
-            self._held = {**self._held, "headers": [*kept, length]}
+            MutableHeaders(raw=self._held["headers"])["content-length"] = str(len(written))
         return written

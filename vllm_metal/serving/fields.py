@@ -12,18 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
+from vllm.entrypoints.generate.base.protocol import StreamOptions
 
 from vllm_metal.serving.routes import Style
 
 #: vLLM takes this seed for none (vllm/sampling_params.py).
 _NO_SEED = -1
-
-
-class StreamOptions(BaseModel):
-    """As vLLM's class of the name has it."""
-
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
 
 
 class Body(BaseModel):

@@ -10,16 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
-from vllm_metal.serving import asgi, body, headers, metrics, response_ids, routes
-from vllm_metal.serving.asgi import App, Disconnected, Message, Receive, Refusal, Scope, Send
+from vllm_metal.serving import body, headers, metrics, response_ids, routes
 from vllm_metal.serving.config import ServingConfig, required
 from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.generation import ClientRequest, Generation, Shared
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import NOBODY, Figures, Metric
+from vllm_metal.serving.metrics import NOBODY, Figures
+from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
 from vllm_metal.serving.response_cache.stores import open_store, secret_of
@@ -48,7 +50,7 @@ class Tenants:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         config: ServingConfig | None = None,
         figures: Figures | None = None,
         sleep: Sleep = asyncio.sleep,
@@ -78,7 +80,7 @@ class Tenants:
             self._shared.secret = config.tenants.read_secret()
             self._shared.meter = Meter(self.figures, self._shared.secret)
             # There before the first: a rate sees nothing of a series' first value.
-            self.figures.series(Metric.REQUESTS, tenant=NOBODY, status="401")
+            self.figures.requests.labels(NOBODY, "401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             secret = self._shared.secret or secret_of(config.response_cache)
@@ -158,7 +160,7 @@ class Tenants:
             refused = error
         self._count(NOBODY, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
-            await asgi.answer(send, refused, "websocket.http")
+            await refused.response()(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -192,8 +194,8 @@ class Tenants:
             await self._serve(match, key, read, _inner(scope, root, match), receive, watched)
         except Refusal as refused:
             if not started:
-                await asgi.answer(watched if self.keys else send, refused)
-        except Disconnected:
+                await refused.response()(scope, receive, watched if self.keys else send)
+        except ClientDisconnect:
             return
 
     async def _bring_figures_up_to_date(self, match: Match | None) -> None:
@@ -262,7 +264,7 @@ class Tenants:
             raise Refusal(500, f"{_SECOND_KEY}.")
 
     def _count(self, tenant: str, status: int) -> None:
-        self.figures.series(Metric.REQUESTS, tenant=tenant, status=str(status)).inc()
+        self.figures.requests.labels(tenant, str(status)).inc()
 
 
 def _key_of(read: Headers, keys: KeyFile) -> Key:

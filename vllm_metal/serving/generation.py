@@ -9,14 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from vllm_metal.serving import body, fields, headers, response_ids
-from vllm_metal.serving.asgi import App, Receive, Refusal, Scope, Send
 from vllm_metal.serving.config import ServingConfig
 from vllm_metal.serving.deadline import Deadline, Sleep
 from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import Figures, Metric
+from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache import complete, key
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.entry import Entry, Form
@@ -31,17 +35,14 @@ _MAX_SALT, _NOT_IN_SALTS = 128, frozenset("@/\\\0")
 #: They name K/V of other engines, which are not kept apart by tenant.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 _SHORT = 1 << 15  # bytes of an answer that are parsed in less time than another thread takes
-_MEDIA: dict[Form, bytes] = {
-    "whole": b"application/json",
-    "stream": b"text/event-stream; charset=utf-8",
-}
+_MEDIA: dict[Form, str] = {"whole": "application/json", "stream": "text/event-stream"}
 
 
 @dataclass
 class Shared:
     """What all requests of a server share."""
 
-    app: App  # vLLM's
+    app: ASGIApp  # vLLM's
     config: ServingConfig
     figures: Figures
     sleep: Sleep
@@ -106,7 +107,7 @@ class Generation:
         engine = self._scope["app"].state.engine_client
         watched = Duration(self._shared.figures, receive, send)
         receive, send = watched.receive, watched.send
-        self._deadline.start(self._id, engine, self._shared.figures.series(Metric.TIMEOUTS).inc)
+        self._deadline.start(self._id, engine, self._shared.figures.timeouts.inc)
         try:
             found = await self._key()
             if found is None:
@@ -161,7 +162,7 @@ class Generation:
         assert cache is not None
         while (waiting := cache.twins.join(found)) is not None:
             try:
-                await self._replay(await self._wait(waiting, receive), send)
+                await self._replay(await self._wait(waiting, receive), receive, send)
             except Abandoned:
                 continue
             except NotKept:
@@ -181,7 +182,7 @@ class Generation:
         if kept is None:
             await exchange.deliver()
         else:
-            await self._replay(kept, send)
+            await self._replay(kept, receive, send)
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """A twin's answer.
@@ -189,7 +190,7 @@ class Generation:
         Raises:
             Abandoned, NotKept: as the future.
             Refusal: the time is up.
-            Disconnected: the client has gone.
+            ClientDisconnect: the client has gone.
         """
         gone = asyncio.ensure_future(body.until_gone(receive))
         late = self._deadline.expired
@@ -202,22 +203,12 @@ class Generation:
             raise Refusal(504, "The request took longer than this server allows (timeout_s).")
         if waiting.done():
             return waiting.result()
-        raise body.Disconnected
+        raise ClientDisconnect
 
-    async def _replay(self, entry: Entry, send: Send) -> None:
+    async def _replay(self, entry: Entry, receive: Receive, send: Send) -> None:
         """Sends a kept answer."""
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [
-                    (b"content-type", _MEDIA[entry.form]),
-                    (b"content-length", b"%d" % len(entry.content)),
-                    (b"x-cache", b"HIT"),
-                ],
-            }
-        )
-        await send({"type": "http.response.body", "body": entry.content})
+        answer = Response(entry.content, headers={"x-cache": "HIT"}, media_type=_MEDIA[entry.form])
+        await answer(self._scope, receive, send)
         assert self._shared.cache is not None
         self._shared.cache.count("hit")
 
@@ -240,7 +231,7 @@ class Generation:
             self._body,
             self._deadline,
             style=self._request.style,
-            x_cache=None if result is None else result.upper().encode(),
+            x_cache=None if result is None else result.upper(),
             record_bytes=config.max_answer_bytes if config and lead else 0,
             on_too_long=(lambda: lead.end(NotKept())) if lead else None,
         )

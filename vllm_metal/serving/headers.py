@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_metal.serving.asgi import Refusal, Scope
+from starlette.types import Scope
+
+from vllm_metal.serving.refusal import Refusal
 
 #: Names in lower case, and values, as ASGI has them.
 Pairs = Iterable[tuple[bytes, bytes]]

@@ -7,12 +7,11 @@ in the background.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_metal.serving.metrics import Figures, Metric
+from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.tenants_file import Key
 from vllm_metal.settings import salts
 
@@ -60,9 +59,11 @@ class Meter:
         """
         if key.identity not in self._introduced:
             self._introduced.add(key.identity)
-            tokens = functools.partial(self._figures.series, Metric.TOKENS, tenant=key.tenant)
             self._by_namespace[salts.namespace(self._secret, salt)] = _Account(
-                *(tokens(kind=kind) for kind in ("prompt", "cached", "completion"))
+                *(
+                    self._figures.tokens.labels(key.tenant, kind)
+                    for kind in ("prompt", "cached", "completion")
+                )
             )
 
     def begin(self, request_id: str, salt: str | None) -> None:

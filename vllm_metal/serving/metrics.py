@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What /metrics says of tenants, kept answers and time limits. No key and no prompt is in it.
 
-A new metric is a row of `Metric`; who knows its value counts by `figures.series(Metric.NAME)`.
+Who knows a metric's value counts by its attribute of `Figures`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -26,77 +23,52 @@ _BUCKETS = (
 )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A metric as Prometheus's client makes it.
-
-    known: values of the only label, whose series are there before the first request: a rate sees
-    nothing of a series' first value.
-    """
-
-    name: str
-    kind: type[Counter | Gauge | Histogram]
-    help: str
-    labels: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Metric(Enum):
-    """The metrics."""
-
-    REQUESTS = _Row(
-        "vllm:tenant_requests", Counter, "Requests by tenant and HTTP status.", ("tenant", "status")
-    )
-    TOKENS = _Row(
-        "vllm:tenant_tokens",
-        Counter,
-        "Tokens that the engine computed or found for a tenant: of prompts (cached ones among "
-        "them), found in the prefix cache, and of answers.",
-        ("tenant", "kind"),
-    )
-    KEPT_ANSWERS = _Row(
-        "vllm:response_cache_requests",
-        Counter,
-        "Requests by what the response cache did.",
-        ("result",),
-        known=("hit", "miss", "bypass"),
-    )
-    KEPT_BYTES = _Row(
-        "vllm:response_cache_bytes",
-        Gauge,
-        "Bytes of all kept answers.",
-        options={"multiprocess_mode": "mostrecent"},
-    )
-    TIMEOUTS = _Row("vllm:request_timeouts", Counter, "Requests that the time limit ended.")
-    DURATIONS = _Row(
-        "vllm:request_duration_seconds",
-        Histogram,
-        "From a request's last byte in to its answer's last byte out, by how it ended.",
-        ("outcome",),
-        known=get_args(Outcome),
-        options={"buckets": _BUCKETS},
-    )
-
-
 class Figures:
-    """The metrics, in a registry."""
+    """The metrics, in a registry; a new one is a line here."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Makes all of them in the registry."""
         self.registry = registry
-        self._families: dict[Metric, Any] = {}
-        for metric in Metric:
-            row = metric.value
-            family = row.kind(row.name, row.help, row.labels, registry=registry, **row.options)
-            self._families[metric] = family
-            for value in row.known:
-                family.labels(value)
-
-    def series(self, metric: Metric, **labels: str) -> Any:
-        """The series to count in: a Counter, a Gauge or a Histogram, as the metric's row says."""
-        family = self._families[metric]
-        return family.labels(**labels) if labels else family
+        self.requests = Counter(
+            "vllm:tenant_requests",
+            "Requests by tenant and HTTP status.",
+            ("tenant", "status"),
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "vllm:tenant_tokens",
+            "Tokens that the engine computed or found for a tenant: of prompts (cached ones among "
+            "them), found in the prefix cache, and of answers.",
+            ("tenant", "kind"),
+            registry=registry,
+        )
+        self.kept_answers = Counter(
+            "vllm:response_cache_requests",
+            "Requests by what the response cache did.",
+            ("result",),
+            registry=registry,
+        )
+        self.kept_bytes = Gauge(
+            "vllm:response_cache_bytes",
+            "Bytes of all kept answers.",
+            multiprocess_mode="mostrecent",
+            registry=registry,
+        )
+        self.timeouts = Counter(
+            "vllm:request_timeouts", "Requests that the time limit ended.", registry=registry
+        )
+        self.durations = Histogram(
+            "vllm:request_duration_seconds",
+            "From a request's last byte in to its answer's last byte out, by how it ended.",
+            ("outcome",),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        # There before the first request: a rate sees nothing of a series' first value.
+        for result in ("hit", "miss", "bypass"):
+            self.kept_answers.labels(result)
+        for outcome in get_args(Outcome):
+            self.durations.labels(outcome)
 
 
 @functools.cache

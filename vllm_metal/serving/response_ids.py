@@ -11,13 +11,16 @@ from __future__ import annotations
 import hmac
 import secrets
 
+from vllm_metal.settings import salts
+
 _DIGITS = 32  # hex digits of each half
 
 
 def make(secret: bytes, tenant: str) -> str:
     """An id for a new response of a tenant, whose identity is given."""
     nonce = secrets.token_hex(_DIGITS // 2)
-    return f"resp_{nonce}{_mac(secret, tenant, nonce)}"
+    mac = salts.mac(secret, "response", f"{tenant}\0{nonce}")
+    return f"resp_{nonce}{mac}"
 
 
 def belongs(secret: bytes, tenant: str, response_id: str) -> bool:
@@ -25,9 +28,5 @@ def belongs(secret: bytes, tenant: str, response_id: str) -> bool:
     prefix, _, digits = response_id.partition("_")
     if prefix != "resp" or len(digits) != 2 * _DIGITS or not digits.isascii():
         return False
-    return hmac.compare_digest(_mac(secret, tenant, digits[:_DIGITS]), digits[_DIGITS:])
-
-
-def _mac(secret: bytes, tenant: str, nonce: str) -> str:
-    message = f"vllm-metal response\0{tenant}\0{nonce}".encode()
-    return hmac.new(secret, message, "sha256").hexdigest()[:_DIGITS]
+    nonce, mac = digits[:_DIGITS], digits[_DIGITS:]
+    return hmac.compare_digest(salts.mac(secret, "response", f"{tenant}\0{nonce}"), mac)

@@ -7,19 +7,6 @@ import sys
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from metal_kernels.cache import cache_dir
-
-__all__ = [
-    "NAMES",
-    "Device",
-    "Kernels",
-    "allow_untested",
-    "cache_dir",
-    "kernels",
-    "requested_device",
-    "serving_config",
-]
-
 Device = Literal["metal", "cpu"]
 Kernels = Literal["auto", "metal", "interpret", "mlx"]
 NAMES = (

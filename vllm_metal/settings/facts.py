@@ -27,7 +27,12 @@ def sources() -> str:
 
     A version alone does not tell: one that is installed from a clone keeps its own.
     """
-    return of_files((path, root.parent) for root in roots() for path in _files(root))
+    return of_files(
+        (path, root.parent)
+        for root in roots()
+        for path in root.rglob("*")
+        if path.suffix in _SOURCES and path.is_file()
+    )
 
 
 def roots() -> list[Path]:
@@ -37,10 +42,6 @@ def roots() -> list[Path]:
         for package in PACKAGES
         for place in (getattr(find_spec(package), "submodule_search_locations", None) or ())
     ]
-
-
-def _files(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.suffix in _SOURCES and path.is_file()]
 
 
 def of_files(files: Iterable[tuple[Path, Path]]) -> str:

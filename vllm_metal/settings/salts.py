@@ -34,10 +34,10 @@ def derive(key: bytes, tenant: str, client_salt: str = "") -> str:
         tenant: whom the request is served for; any text.
         client_salt: the salt that the client sent; "" for none.
     """
-    tenant_id = _hmac(key, "tenant", tenant)
-    client_id = _hmac(key, "client", f"{tenant_id}-{client_salt}")
+    tenant_id = mac(key, "tenant", tenant)
+    client_id = mac(key, "client", f"{tenant_id}-{client_salt}")
     signed = f"vm1-{tenant_id}-{client_id}"
-    return f"{signed}-{_hmac(key, 'salt', signed)}"
+    return f"{signed}-{mac(key, 'salt', signed)}"
 
 
 def namespace(key: bytes | None, salt: str | None) -> str | None:
@@ -55,12 +55,12 @@ def namespace(key: bytes | None, salt: str | None) -> str | None:
     if key is None or not isinstance(salt, str):
         return None
     found = _DERIVED.fullmatch(salt)
-    if found is None or not hmac.compare_digest(_hmac(key, "salt", found[1]), found[3]):
+    if found is None or not hmac.compare_digest(mac(key, "salt", found[1]), found[3]):
         return None
     return f"tenant-{found[2]}"
 
 
-def _hmac(key: bytes, purpose: str, text: str) -> str:
-    """HMAC-SHA256, the first digits in hex; `purpose` keeps the uses of the one key apart."""
+def mac(key: bytes, purpose: str, text: str) -> str:
+    """An HMAC-SHA256 in hex, its first half; `purpose` keeps the uses of the one key apart."""
     message = f"vllm-metal {purpose}\0{text}".encode(errors="surrogatepass")
     return hmac.new(key, message, "sha256").hexdigest()[:_DIGITS]

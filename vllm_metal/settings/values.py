@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads JSON objects of settings: each key by its reader, mistakes named.
 
-Sizes and numbers are read as people write them: 24GB of memory, 50GB of a disk.
+Sizes and numbers are read as people write them: 24GB of memory, 50GB of a disk. A reader refuses
+what it does not understand by a ValueError, whose text goes on after the key's name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DISK = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for unit, factor in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
-#: Turns the value of a key into what the plugin uses; a ValueError goes on after the key's name.
+#: Turns the value of a key into what the plugin uses.
 Reader = Callable[[Any], Any]
 
 
@@ -58,22 +59,14 @@ def known(readers: Mapping[str, Reader]) -> str:
 
 
 def flag(value: Any) -> bool:
-    """A Boolean.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A Boolean."""
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, not {value!r}")
     return value
 
 
 def path(value: Any) -> Path:
-    """An absolute path; `~` stands for the user's home.
-
-    Raises:
-        ValueError: it is no text, empty, or names a user that does not exist.
-    """
+    """An absolute path, of a text that is not empty; `~` stands for the home of a user."""
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError(f"must be a path, not {value!r}")
     try:
@@ -88,9 +81,6 @@ def positive(value: Any, of: str) -> float:
     Args:
         value: to read.
         of: what it counts, and what else may be written; for the message.
-
-    Raises:
-        ValueError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of {of}, not {value!r}")
@@ -98,11 +88,7 @@ def positive(value: Any, of: str) -> float:
 
 
 def count(value: Any, most: int | None = None) -> int:
-    """A whole number above 0, and at most `most`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A whole number above 0, and at most `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"must be a whole number above 0, not {value!r}")
     if most is not None and value > most:
@@ -129,11 +115,7 @@ def parse_size(text: str, units: Mapping[str, int], example: str) -> int:
 
 
 def size(value: Any) -> int:
-    """Bytes of a disk: a whole number, or a text such as "50GB", "50 GiB" or "500MB".
-
-    Raises:
-        ValueError: it is neither, or less than 1.
-    """
+    """Bytes of a disk: a whole number, or a text such as "50GB", "50 GiB" or "500MB"."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if not isinstance(value, str):
@@ -145,11 +127,7 @@ def size(value: Any) -> int:
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:
-    """Bytes of a disk, or "unlimited".
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Bytes of a disk, or "unlimited"."""
     if value == UNLIMITED:
         return UNLIMITED
     try:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import numpy as np
 
@@ -21,8 +20,12 @@ FIXED_ROWS = 32.0  # rows that cost as much as a step does without any, until it
 GUESS_WEIGHT = 64.0  # what that guess counts for, as a sum of squared differences in rows
 
 
-class DraftLengthPolicy(Protocol):
-    """Limits the drafts of each request, and learns from the outcome and time of steps."""
+class DraftLengths:
+    """Limits the drafts of each request: all have K at all times, whatever is observed."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._trials = self._hits = 0.0  # of all requests: drafts verified, drafts accepted
 
     def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
         """Most drafts for each of R requests that sample a token in the next step.
@@ -34,13 +37,14 @@ class DraftLengthPolicy(Protocol):
         Returns:
             [R] int32, from 0 to K.
         """
-        ...
+        return np.full(len(req_indices_np), self._num_drafts, np.int32)
 
     def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         """Records a step's outcome: of R requests, [R] drafts verified and [R] of them accepted."""
-        ...
+        self._hits += float(accepted_np.sum())
+        self._trials += float(_trials(drafted_np, accepted_np).sum())
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """Records how long a step took whose requests all decode.
@@ -49,44 +53,16 @@ class DraftLengthPolicy(Protocol):
             num_rows: of the step, drafts included.
             seconds: from the end of the step before; without compiling or loading.
         """
-        ...
 
     def forget_request(self, req_idx: int) -> None:
         """The request is gone; another one may take its row."""
-        ...
 
     def acceptance(self) -> float:
         """Share of drafts accepted lately; those behind a rejected draft do not count."""
-        ...
+        return self._hits / self._trials if self._trials else 0.0
 
 
-class FixedDraftLengths:
-    """Gives every request all K drafts at all times."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
-        self._drafted = self._accepted = 0.0
-
-    def limits(self, req_indices_np: np.ndarray, num_rows_other: int) -> np.ndarray:
-        return np.full(len(req_indices_np), self._num_drafts, np.int32)
-
-    def observe_drafts(
-        self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
-    ) -> None:
-        self._accepted += float(accepted_np.sum())
-        self._drafted += float((accepted_np + (accepted_np < drafted_np)).sum())
-
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        pass
-
-    def forget_request(self, req_idx: int) -> None:
-        pass
-
-    def acceptance(self) -> float:
-        return self._accepted / self._drafted if self._drafted else 0.0
-
-
-class AdaptiveDraftLengths:
+class AdaptiveDraftLengths(DraftLengths):
     """The number of drafts that yields most tokens per second of the whole step.
 
     A request whose drafts are accepted with probability p, each if those before it were, gains p^i
@@ -96,7 +72,7 @@ class AdaptiveDraftLengths:
     """
 
     def __init__(self, num_drafts: int, max_num_reqs: int) -> None:
-        self._num_drafts = num_drafts
+        super().__init__(num_drafts)
         # By req_idx, decaying sums over drafts that were verified: how many, how many accepted.
         self._trials_np = np.zeros(max_num_reqs)
         self._hits_np = np.zeros(max_num_reqs)
@@ -142,7 +118,7 @@ class AdaptiveDraftLengths:
     def observe_drafts(
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
-        trials = accepted_np + (accepted_np < drafted_np)
+        trials = _trials(drafted_np, accepted_np)
         kept = MEMORY**trials
         self._trials_np[req_indices_np] = kept * self._trials_np[req_indices_np] + trials
         self._hits_np[req_indices_np] = kept * self._hits_np[req_indices_np] + accepted_np
@@ -160,8 +136,10 @@ class AdaptiveDraftLengths:
         self._idle_np[req_idx] = PROBE_INTERVAL
         self._promising_np[req_idx] = False
 
-    def acceptance(self) -> float:
-        return self._hits / self._trials
+
+def _trials(drafted_np: np.ndarray, accepted_np: np.ndarray) -> np.ndarray:
+    """[R] drafts of each request that say something: those accepted, and the first rejected."""
+    return accepted_np + (accepted_np < drafted_np)
 
 
 class _StepTime:

@@ -19,7 +19,7 @@ from vllm_metal.models import loader
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.spec_decode.draft_writer import DraftModelWriter, DraftWriter
+from vllm_metal.spec_decode.draft_writer import DraftWriter, Forward
 from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork, DraftPool
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
@@ -54,7 +54,7 @@ class DraftModel(DraftNetwork):
         self._num_drafts = speculation.num_speculative_tokens
         self._max_len = speculation.draft_model_config.max_model_len
         loader.check_draft_vocabulary(config)
-        model = loader.load_draft(config)
+        model = loader.load(config, speculation.draft_model_config)
         family = str(speculation.draft_model_config.hf_config.model_type)
         self.layers = [
             replace(layer, name=LAYER_PREFIX + layer.name)
@@ -76,8 +76,15 @@ class DraftModel(DraftNetwork):
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
         own, block_size = self._own(pool), self._config.cache_config.block_size
         paged = PagedLayers(self.layers, own, pool.group_of, block_size, begins_steps=False)
+
+        def pass_over(rows: Rows, _: mx.array) -> tuple[Rows, Forward] | None:
+            inside = _within(rows, self._max_len)
+            if inside is None:
+                return None
+            return inside, lambda caches: self._parts.forward_hidden(inside.inputs, caches)
+
         last = own[self.layers[-1].name]
-        return DraftModelWriter(self._parts, paged, last, requests, self._max_len)
+        return DraftWriter(paged, last, pool.block_tables, pass_over)
 
     def _own(self, pool: DraftPool) -> dict[str, LayerState]:
         own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}
@@ -87,6 +94,20 @@ class DraftModel(DraftNetwork):
                 "drafts change (recurrent layers), as only the target may: choose another model"
             )
         return own
+
+
+def _within(rows: Rows, max_len: int) -> Rows | None:
+    """The rows at the first `max_len` positions of their requests; None: there are none."""
+    if (rows.seq_lens_np <= max_len).all():
+        return rows
+    within_np = np.flatnonzero(rows.positions_np < max_len).astype(np.int32)
+    if not len(within_np):
+        return None
+    starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
+    ends_np = np.minimum(rows.seq_lens_np, max_len)
+    here = ends_np > starts_np
+    spans = Spans(rows.req_indices_np[here], starts_np[here], ends_np[here])
+    return spans.rows(rows.input_ids[mx.array(within_np)], None)
 
 
 class DraftModelProposer(PagedProposer):

@@ -9,16 +9,16 @@ import mlx.core as mx
 
 from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.models import loader
-from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.eagle_head import Eagle3Head, EagleHead, HeadConfig
 from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
+from vllm_metal.spec_decode.registry import EAGLE_HEADS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: A head's module by its family's generation.
+#: A head's module by its generation.
 MODULES: dict[str, type[EagleHead] | type[Eagle3Head]] = {
     "eagle": EagleHead,
     "eagle3": Eagle3Head,
@@ -43,14 +43,15 @@ class Eagle(HeadNetwork):
         assert speculation is not None
         model_config = speculation.draft_model_config
         (architecture, *_) = model_config.architectures
-        family = EAGLE_FAMILIES[architecture]  # the platform has refused all others
+        generation = EAGLE_HEADS[architecture]  # the platform has refused all others
         shape = HeadConfig.from_config(model_config.hf_config.to_dict())
+        # `t2d` says the same as `d2t`; MLX computes the tables of rotary angles.
         weights = {
-            own: array
+            name.replace("midlayer.", "layers.0."): array
             for name, array in loader.load_weights(model_config, config).items()
-            if (own := family.own_name(name)) is not None
+            if name != "t2d" and "rotary_emb" not in name
         }
-        head = MODULES[family.generation](shape, set(weights))
+        head = MODULES[generation](shape, set(weights))
         try:
             head.load_weights(list(weights.items()))
         except ValueError as error:

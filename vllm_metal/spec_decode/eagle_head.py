@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE's heads as MLX modules: a decoder layer that reads tokens and the target's hidden states.
 
-EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840. Both work on
-rows; row i takes the hidden state of position i and the token of position i + 1, keeps K/V at
-position i, and predicts the token of position i + 2.
+EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import llama
 
 from vllm_metal.mlx_patches.seam import AttendingCache
+from vllm_metal.spec_decode.head import Head
 
 #: Layers of the target whose output EAGLE-3 reads where config.json names none, counted from 1, as
 #: functions of the target's number of layers; the choice of EAGLE-3's authors.
@@ -69,11 +68,8 @@ class HeadConfig:
         )
 
 
-class EagleHead(nn.Module):
-    """EAGLE: the token's embedding and the hidden state, joined by `fc`, through decoder layers.
-
-    `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own.
-    """
+class EagleHead(Head):
+    """EAGLE: the token's embedding and the hidden state, joined by `fc`, through decoder layers."""
 
     def __init__(self, config: HeadConfig, names: set[str]) -> None:
         """
@@ -94,34 +90,18 @@ class EagleHead(nn.Module):
         """Layers of the target whose hidden states it reads; None: the final ones."""
         return None
 
-    def combine(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states as the head takes them."""
-        return hidden
-
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """
-        Args:
-            input_ids: [T] int32.
-            hidden: [T, H], combined or from the head itself.
-            caches: one a layer.
-
-        Returns:
-            [T, H] for `lm_head`, and [T, H] for the pass after the next token.
-        """
+        """Runs the layers over rows; see Head."""
         rows = mx.concatenate([self.embed_tokens(input_ids), hidden], axis=-1)
         out = self.fc(rows)[:, None]
         for layer, cache in zip(self.layers, caches, strict=True):
             out = layer(out, None, cache)
         return out[:, 0], out[:, 0]
 
-    def tokens(self, out: mx.array) -> mx.array:
-        """[N] int32, the likeliest token of each of [N, H]."""
-        return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)
 
-
-class Eagle3Head(nn.Module):
+class Eagle3Head(Head):
     """EAGLE-3: hidden states of several layers, and a first layer that reads both inputs side by
     side; the rest of the vocabulary `d2t` leaves out is never drafted."""
 
@@ -167,7 +147,7 @@ class Eagle3Head(nn.Module):
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the layers over rows, as EagleHead does."""
+        """Runs the layers over rows; see Head."""
         out = self.layers[0](self.embed_tokens(input_ids)[:, None], hidden[:, None], caches[0])
         for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
             out = layer(out, None, cache)
@@ -176,7 +156,7 @@ class Eagle3Head(nn.Module):
 
     def tokens(self, out: mx.array) -> mx.array:
         """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
-        found = mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)
+        found = super().tokens(out)
         if "d2t" in self:  # how far the target's number is from the head's
             found = (found + self.d2t[found]).astype(mx.int32)
         return found

@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from vllm_metal.mlx_patches.seam import AttendingCache
 
 
-class Head(Protocol):
+class Head(nn.Module):
     """Works on rows: row i takes the hidden state of position i and the token of position i + 1,
-    keeps K/V at position i, and predicts the token of position i + 2."""
+    keeps K/V at position i, and predicts the token of position i + 2.
+
+    `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own.
+    """
 
     input_size: int  # of the target's hidden states
 
     def combine(self, hidden: mx.array) -> mx.array:
         """The target's hidden states, [T, input_size], as the head takes them, [T, H]."""
+        return hidden
 
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
@@ -32,6 +36,8 @@ class Head(Protocol):
         Returns:
             [T, H] for `tokens`, and [T, H] for the pass after the next token.
         """
+        raise NotImplementedError
 
     def tokens(self, out: mx.array) -> mx.array:
         """[N] int32, the likeliest token of each of [N, H], as the target numbers it."""
+        return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)

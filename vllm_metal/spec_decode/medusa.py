@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.models import loader
-from vllm_metal.models.parts import HiddenStates, ModelParts
-from vllm_metal.spec_decode.newest_state import StateNetwork
+from vllm_metal.spec_decode.newest_state import StateHeads, StateNetwork
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_metal.models.parts import ModelParts
 
-class MedusaHeads(nn.Module):
+
+class MedusaHeads(StateHeads):
     """Head k guesses the token k + 2 behind the hidden state's; the model itself gives the first.
 
     A head is a stack of residual blocks, x + silu(linear(x)), and a projection to the vocabulary.
@@ -34,7 +34,7 @@ class MedusaHeads(nn.Module):
                 `lm_heads.HEAD` or, shared by all heads, `lm_head`, and perhaps `token_map`.
 
         Raises:
-            KeyError: these are no Medusa heads.
+            KeyError, ValueError: these are no Medusa heads.
         """
         super().__init__()
         self.num_heads = sum(f"blocks.{head}.layers.0.weight" in weights for head in range(100))
@@ -50,6 +50,7 @@ class MedusaHeads(nn.Module):
             self.lm_heads = [
                 nn.Linear(self.hidden_size, num_tokens, bias=False) for _ in range(self.num_heads)
             ]
+        self.load_weights(list(weights.items()))
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
         """Drafts as StateHeads do; Medusa's do not read the newest tokens."""
@@ -81,24 +82,10 @@ class Medusa(StateNetwork):
     """Medusa's heads loaded for their target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads them, and has the target's final hidden states noted from now on.
-
-        Raises:
-            loader.ModelLoadError: the checkpoint cannot be loaded.
-            NotImplementedError: the target does not show its hidden states.
-        """
-        assert config.speculative_config is not None
-        model_config = config.speculative_config.draft_model_config
-        weights = _renamed(loader.load_weights(model_config, config))
-        try:
-            heads = MedusaHeads(weights)
-            heads.load_weights(list(weights.items()))
-        except (KeyError, ValueError) as error:
-            raise loader.ModelLoadError(
-                f"{model_config.model} holds no Medusa heads: {error}"
-            ) from error
-        mx.eval(heads.parameters())
-        super().__init__(config, heads, HiddenStates(target))
+        """Loads them; see StateNetwork."""
+        super().__init__(
+            config, target, lambda arrays: MedusaHeads(_renamed(arrays)), "Medusa heads"
+        )
 
 
 def _renamed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from vllm_metal.models import loader
-from vllm_metal.models.parts import HiddenStates, ModelParts
-from vllm_metal.spec_decode.newest_state import StateNetwork
+from vllm_metal.spec_decode.newest_state import StateHeads, StateNetwork
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_metal.models.parts import ModelParts
+
 EPS = 1e-6  # of the norms; theirs
 
 
-class MLPSpeculatorHeads(nn.Module):
+class MLPSpeculatorHeads(StateHeads):
     """Step k turns the state s and the newest token t into the next state, and that into a guess:
 
         s' = gelu(norm_k(proj_k(s) + weight * emb_k(t))),   t' = argmax(head_k(s'))
@@ -41,9 +42,10 @@ class MLPSpeculatorHeads(nn.Module):
 
         Raises:
             KeyError: there are no such arrays.
-            ValueError: there are too few of them.
+            ValueError: there are too few of them, or of other shapes.
         """
         super().__init__()
+        weights = {name.removeprefix("speculator."): array for name, array in weights.items()}
         self.num_heads = int(config["n_predict"])
         inner_size, self.hidden_size = weights["proj.0.weight"].shape
         self._scale_input = bool(config["scale_input"])
@@ -67,6 +69,8 @@ class MLPSpeculatorHeads(nn.Module):
         state_weight = 0.5 ** (0.5 / self.num_heads)
         token_weight = math.sqrt((1 - state_weight**2) * (inner_size / 2))
         self._token_weight = token_weight / state_weight
+        names = dict(tree_flatten(self.parameters()))
+        self.load_weights([(name, weights[name]) for name in names])
 
     def __call__(self, hidden: mx.array, newest: mx.array, num_heads: int) -> mx.array:
         """Drafts as StateHeads do."""
@@ -102,25 +106,8 @@ class MLPSpeculator(StateNetwork):
     """A speculator loaded for its target."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads it, and has the target's final hidden states noted from now on.
-
-        Raises:
-            loader.ModelLoadError: the checkpoint cannot be loaded, or is of another target.
-            NotImplementedError: the target does not show its hidden states.
-        """
+        """Loads it; see StateNetwork."""
         assert config.speculative_config is not None
-        model_config = config.speculative_config.draft_model_config
-        weights = {
-            name.removeprefix("speculator."): array
-            for name, array in loader.load_weights(model_config, config).items()
-        }
-        try:
-            heads = MLPSpeculatorHeads(model_config.hf_config.to_dict(), weights)
-            names = dict(tree_flatten(heads.parameters()))
-            heads.load_weights([(name, weights[name]) for name in names])
-        except (KeyError, ValueError) as error:
-            raise loader.ModelLoadError(
-                f"{model_config.model} holds no MLP speculator: {error}"
-            ) from error
-        mx.eval(heads.parameters())
-        super().__init__(config, heads, HiddenStates(target))
+        settings = config.speculative_config.draft_model_config.hf_config.to_dict()
+        make = partial(MLPSpeculatorHeads, settings)
+        super().__init__(config, target, make, "MLP speculator")

@@ -18,6 +18,7 @@ from vllm_metal.models import loader
 from vllm_metal.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.models.mtp_weights import mtp_weights
 from vllm_metal.models.parts import HiddenStates, ModelParts
+from vllm_metal.spec_decode.head import Head
 from vllm_metal.spec_decode.network import LAYER_PREFIX
 from vllm_metal.spec_decode.paged_head import HeadNetwork
 
@@ -25,11 +26,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class MTPHead(nn.Module):
-    """Embedding and hidden state, each normed, joined by `fc`, through one decoder layer.
-
-    `embed_tokens` and `lm_head` are the target's.
-    """
+class MTPHead(Head):
+    """Embedding and hidden state, each normed, joined by `fc`, through one decoder layer."""
 
     def __init__(self, family: MTPFamily, args: Any, block: nn.Module) -> None:
         """
@@ -48,14 +46,10 @@ class MTPHead(nn.Module):
         self.block = block
         self.norm = nn.RMSNorm(size, eps)
 
-    def combine(self, hidden: mx.array) -> mx.array:
-        """The target's hidden states, as they are."""
-        return hidden
-
     def __call__(
         self, input_ids: mx.array, hidden: mx.array, caches: Sequence[AttendingCache]
     ) -> tuple[mx.array, mx.array]:
-        """Runs the layer over rows, as a Head does."""
+        """Runs the layer over rows; see Head."""
         embeds = self.embed_tokens(input_ids)
         if self._family.masks_first:  # they are trained without a token there
             embeds = mx.where(caches[0].offset[:, None] == 0, mx.zeros_like(embeds), embeds)
@@ -65,10 +59,6 @@ class MTPHead(nn.Module):
         out = self.block(self.fc(mx.concatenate(parts, axis=-1))[:, None], None, caches[0])[:, 0]
         normed = self.norm(out)
         return normed, normed if self._family.feeds_normed else out
-
-    def tokens(self, out: mx.array) -> mx.array:
-        """[N] int32, the likeliest token of each of [N, H]."""
-        return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)
 
 
 class MTP(HeadNetwork):

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
+from vllm_metal.models import loader
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
-from vllm_metal.models.parts import HiddenStates
+from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class StateHeads(Protocol):
-    """Heads that draft from one hidden state a request, without K/V."""
+class StateHeads(nn.Module):
+    """Heads that draft from one hidden state a request, without K/V; with their weights."""
 
     num_heads: int  # most guesses
     hidden_size: int  # of the target
@@ -38,6 +40,7 @@ class StateHeads(Protocol):
         Returns:
             [N, num_heads] int32, what follows the newest token.
         """
+        raise NotImplementedError
 
 
 class StateNetwork(DraftNetwork):
@@ -45,17 +48,34 @@ class StateNetwork(DraftNetwork):
 
     layers: Sequence[StatefulLayer] = ()
 
-    def __init__(self, config: VllmConfig, heads: StateHeads, states: HiddenStates) -> None:
-        """
+    def __init__(
+        self,
+        config: VllmConfig,
+        target: ModelParts,
+        make: Callable[[dict[str, mx.array]], StateHeads],
+        what: str,
+    ) -> None:
+        """Loads them, and has the target's final hidden states noted from now on.
+
         Args:
-            config: vLLM's.
-            heads: loaded.
-            states: the target's final ones.
+            config: whose speculative_config names the checkpoint.
+            target: the model they were made for.
+            make: makes them of the checkpoint's arrays; raises KeyError or ValueError where they
+                are of something else.
+            what: is loaded, for messages.
 
         Raises:
-            ModelLoadError: the heads were made for a target of another width.
+            ModelLoadError: the checkpoint cannot be loaded, or is of a target of another width.
+            NotImplementedError: the target does not show its hidden states.
         """
         assert config.speculative_config is not None
+        model_config = config.speculative_config.draft_model_config
+        weights = loader.load_weights(model_config, config)
+        try:
+            heads = make(weights)
+        except (KeyError, ValueError) as error:
+            raise ModelLoadError(f"{model_config.model} holds no {what}: {error}") from error
+        mx.eval(heads.parameters())
         hidden_size = config.model_config.get_hidden_size()
         if heads.hidden_size != hidden_size:
             raise ModelLoadError(
@@ -64,7 +84,7 @@ class StateNetwork(DraftNetwork):
             )
         self._config = config
         self._heads = heads
-        self._states = states
+        self._states = HiddenStates(target)
         self._num_drafts = config.speculative_config.num_speculative_tokens
 
     def profile(self, kv_cache_type: type[LayerKVCache]) -> None:

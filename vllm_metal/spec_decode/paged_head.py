@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.batch.input_batch import following_ids
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
@@ -18,7 +19,7 @@ from vllm_metal.memory.profile import LargestStep
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import HiddenStates
-from vllm_metal.spec_decode.draft_writer import DraftWriter, HeadWriter
+from vllm_metal.spec_decode.draft_writer import DraftWriter, Forward
 from vllm_metal.spec_decode.head import Head
 from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
@@ -66,9 +67,14 @@ class HeadNetwork(DraftNetwork):
         return HeadProposer(self._head, paged, pool.block_tables, self._states, self._num_drafts)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        def pass_over(rows: Rows, last_token_ids: mx.array) -> tuple[Rows, Forward]:
+            hidden = self._head.combine(self._states.take())
+            following = following_ids(requests, rows, last_token_ids)
+            return rows, lambda caches: self._head(following, hidden, caches)
+
         paged = self._paged(pool, begins_steps=False)
         last = pool.layer_states[self.layers[-1].name]
-        return HeadWriter(self._head, self._states, paged, last, requests)
+        return DraftWriter(paged, last, pool.block_tables, pass_over)
 
     def _paged(self, pool: DraftPool, begins_steps: bool = True) -> PagedLayers:
         own = {layer.name: pool.layer_states[layer.name] for layer in self.layers}

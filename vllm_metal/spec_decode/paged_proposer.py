@@ -8,7 +8,7 @@ from abc import abstractmethod
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.rows import Rows
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.spec_decode.proposer import Proposer
@@ -56,7 +56,7 @@ class PagedProposer(Proposer):
         input_ids: mx.array,
         hidden: mx.array | None,
         limits_np: np.ndarray,
-        behind: Behind | None = None,
+        behind: PositionLag | None = None,
     ) -> mx.array:
         """[R, K] int32 drafts that follow the spans; past a request's limit: zero.
 

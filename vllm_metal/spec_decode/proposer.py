@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.outputs import Unread
 from vllm_metal.batch.rows import Rows
 
@@ -41,7 +41,7 @@ class DraftRequest:
         return self.num_tokens_np if unread is None else self.num_tokens_np + unread.counts_np
 
     @property
-    def behind(self) -> Behind | None:
+    def behind(self) -> PositionLag | None:
         """How far before its most tokens each request is; None: all have as many."""
         return None if self.unread is None else self.unread.behind
 

@@ -3,21 +3,15 @@
 
 The platform reads the rows before a model is loaded, so this module imports neither MLX nor vLLM; a
 method's own code is imported when an engine uses it. A new method is its module and a row here.
-
-`python -m vllm_metal.spec_decode.registry` prints the table that docs/speculation.md shows;
-with the page's path as an argument it renews the table there.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_metal.models.eagle_families import EAGLE_FAMILIES
 from vllm_metal.models.mtp_families import MTP_FAMILIES
 
 if TYPE_CHECKING:
@@ -25,7 +19,6 @@ if TYPE_CHECKING:
 
     from vllm_metal.batch.requests import Requests
     from vllm_metal.models.parts import ModelParts
-    from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
     from vllm_metal.spec_decode.network import DraftNetwork
     from vllm_metal.spec_decode.proposer import Proposer
     from vllm_metal.spec_decode.speculator import Speculator
@@ -55,6 +48,12 @@ class Method:
         return getattr(import_module(f"{__package__}.{module}"), name)
 
 
+#: Generations of EAGLE heads, whose layers are Llama's, by architecture, as vLLM names it.
+EAGLE_HEADS = {
+    "EagleLlamaForCausalLM": "eagle",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
 METHODS = (
     Method(
         ("ngram", "ngram_gpu"),
@@ -86,7 +85,7 @@ METHODS = (
         "`model`",
         has_network=True,
         keeps_kv=True,
-        architectures=tuple(EAGLE_FAMILIES),
+        architectures=tuple(EAGLE_HEADS),
         hidden_size_keys=("target_hidden_size", "hidden_size"),
     ),
     Method(
@@ -199,53 +198,18 @@ def make_speculator(
         ValueError: no row has the method's name, or --additional-config holds what nobody reads.
     """
     from vllm_metal.settings.additional_config import AdditionalConfig
-    from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, FixedDraftLengths
+    from vllm_metal.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
     from vllm_metal.spec_decode.speculator import Speculator
 
     method, speculation = method_of(config), config.speculative_config
     if method is None or speculation is None or drafts_for_others(config):
         return None
     num_drafts = speculation.num_speculative_tokens
-    lengths: DraftLengthPolicy
+    lengths: DraftLengths
     if AdditionalConfig.of(config).fixed_draft_length:
-        lengths = FixedDraftLengths(num_drafts)
+        lengths = DraftLengths(num_drafts)
     else:
         lengths = AdaptiveDraftLengths(num_drafts, config.scheduler_config.max_num_seqs)
     proposer = network if method.has_network else method.load().from_config(speculation)
     assert proposer is not None  # the worker has loaded the network before
     return Speculator(requests, proposer, lengths, num_drafts, most_drafts)
-
-
-def methods_table() -> str:
-    """The methods as a Markdown table for users."""
-    lines = ["| `method` | drafts come from | needs |", "| --- | --- | --- |"]
-    for method in METHODS:
-        names = ", ".join(f"`{name}`" for name in method.names)
-        note = "" if method.schedules_ahead else " (async scheduling goes off)"
-        lines.append(f"| {names} | {method.drafts_come_from}{note} | {method.needs} |")
-    return "\n".join(lines)
-
-
-#: Lines of a page between which the table stands.
-BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
-
-
-def renew_table(page: str) -> str:
-    """The page with the present table between its two marks.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no lines {BEGIN} and {END}, between which the table goes")
-    return f"{before}{begin}\n{methods_table()}\n{end}{after}"
-
-
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        path = Path(sys.argv[1])
-        path.write_text(renew_table(path.read_text()))
-    else:
-        print(methods_table())

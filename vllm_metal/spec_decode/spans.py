@@ -9,7 +9,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.rows import Rows, device_positions
 from vllm_metal.spec_decode.proposer import DraftRequest
 
@@ -60,7 +60,10 @@ class Spans:
         return mx.where(mx.array(places < 0), known, sampled)
 
     def rows(
-        self, input_ids: mx.array, logits_indices: mx.array | None, behind: Behind | None = None
+        self,
+        input_ids: mx.array,
+        logits_indices: mx.array | None,
+        behind: PositionLag | None = None,
     ) -> Rows:
         """
         Args:

@@ -14,14 +14,13 @@ from vllm.logger import init_logger
 from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.requests import Requests, RequestState
-from vllm_metal.spec_decode.adaptive import FixedDraftLengths
+from vllm_metal.spec_decode.adaptive import DraftLengths
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 
 if TYPE_CHECKING:
     from vllm_metal.batch.input_batch import InputBatch
     from vllm_metal.batch.outputs import StepOutput, Unread
     from vllm_metal.batch.rows import Rows
-    from vllm_metal.spec_decode.adaptive import DraftLengthPolicy
 
 
 logger = init_logger(__name__)
@@ -42,7 +41,7 @@ class Speculator(RequestColumn):
         self,
         requests: Requests,
         proposer: Proposer,
-        lengths: DraftLengthPolicy,
+        lengths: DraftLengths,
         num_drafts: int,
         most_drafts: int | None = None,
     ) -> None:
@@ -67,7 +66,7 @@ class Speculator(RequestColumn):
 
     def twin(self) -> Speculator:
         """One that gives all drafts it can; its steps teach this one nothing."""
-        lengths = FixedDraftLengths(self.num_drafts)
+        lengths = DraftLengths(self.num_drafts)
         return Speculator(
             self._requests, self._proposer, lengths, self.num_drafts, self._most_drafts
         )

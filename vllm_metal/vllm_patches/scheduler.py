@@ -84,9 +84,9 @@ def _sending_figures(
     model_runner_output: ModelRunnerOutput,
 ) -> dict[int, EngineCoreOutputs]:
     outputs = update(self, scheduler_output, model_runner_output)
-    figures = getattr(model_runner_output, "figures", None)
+    figures = getattr(model_runner_output, "figures", None)  # vLLM's own results have none
     for of_client in outputs.values():
-        if figures is not None and of_client.scheduler_stats is not None:
+        if figures and of_client.scheduler_stats is not None:
             send_figures(of_client.scheduler_stats, figures)
     return outputs
 

@@ -10,17 +10,18 @@ import mlx.core as mx
 import numpy as np
 from vllm.v1.outputs import DraftTokenIds
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.batch.drafts import StepDrafts
 from vllm_metal.batch.input_batch import InputBatch, prepare
 from vllm_metal.batch.outputs import StepOutput, Unread
 from vllm_metal.batch.requests import Requests
+from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
+from vllm_metal.metrics.figures import take_measured
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.spec_decode.speculator import Speculator
 from vllm_metal.worker.results import RequestsRefused, Step
 from vllm_metal.worker.step_end import SamplingEnd, StepEnd
-from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -64,7 +65,7 @@ class ModelRunner:
             speculator: None where nothing is drafted.
             draft_writer: keeps the K/V of a draft network that others draft from; not beside a
                 speculator.
-            columns: what else requests bring, besides what `end` and `speculator` read.
+            columns: what else requests bring: what modules of the model read of them.
             hooks: called around each step.
             clock: told of the waits for the step before; None: nobody asks.
         """
@@ -73,6 +74,7 @@ class ModelRunner:
         self._end = end
         self._speculator = speculator
         self._draft_writer = draft_writer
+        self._of_model = columns
         speculators = () if speculator is None else (speculator,)
         self._columns: tuple[RequestColumn, ...] = (*columns, *speculators, end)
         self._hooks = hooks
@@ -92,6 +94,7 @@ class ModelRunner:
         Raises:
             RequestsRefused: some requests could not be taken in.
         """
+        take_measured()  # of a step that failed, or of none: not this one's
         self.learn_outcome(step.scheduler_output)  # which drafts of earlier steps were kept
         self.complete_leaving(step.scheduler_output)  # K/V of drafts that blocks must hold
         self.take_news(step, sound=True)  # requests come, go, get on; K/V leave the pool
@@ -130,12 +133,13 @@ class ModelRunner:
         """Tells hooks once that a step is with the device, had no rows, or has failed.
 
         Args:
-            step: gets what the scheduler is to hear of transfers.
+            step: gets what the scheduler is to hear of transfers, and figures of them.
             computed: whether the pool holds what the scheduler believes, this step included.
         """
         if not step.ended:
             step.ended = True
             step.transfers = self._hooks.after_step(computed)
+            step.figures = self._hooks.figures()
 
     def twin(self, sampler: Sampler) -> ModelRunner:
         """A runner over the same networks, pool and requests. This one learns nothing of its steps.
@@ -150,8 +154,9 @@ class ModelRunner:
         if speculator is not None:
             speculator = None if speculator.reads_text else speculator.twin()
         max_num_reqs = self._last_token_ids.size
+        writer, columns = self._draft_writer, self._of_model
         return ModelRunner(
-            self._model, self._requests, end, max_num_reqs, speculator, self._draft_writer
+            self._model, self._requests, end, max_num_reqs, speculator, writer, columns
         )
 
     @property
@@ -173,7 +178,7 @@ class ModelRunner:
         """Has the device compute these, too, when it is given the step that is being built."""
         self._joining += arrays
 
-    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Completes what blocks hold, also of requests that will not draft again.
 
         Args:
@@ -295,7 +300,7 @@ class ModelRunner:
 
     def _step_drafts(
         self, scheduler_output: SchedulerOutput
-    ) -> tuple[StepDrafts | None, Behind | None]:
+    ) -> tuple[StepDrafts | None, PositionLag | None]:
         """The drafts that a step verifies, and how far its requests are behind the host's count."""
         if self._speculator is None:
             return None, None
@@ -333,6 +338,7 @@ class ModelRunner:
         self._submit(arrays)
         if self._draft_writer is not None:
             self._submit_drafts(self._draft_writer.write(batch, self._last_token_ids))
+        output.figures |= take_measured()
         self._newest = output
         return output
 

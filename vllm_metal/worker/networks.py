@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from vllm_metal.attention.layers import attention_layers
+from vllm_metal.batch.columns import RequestColumn
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.models import loader
 from vllm_metal.models.parts import ModelParts
@@ -27,6 +29,9 @@ class Networks:
     layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # of its weights
+    #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
+    #: outlive a runner: a row is of whoever entered it last.
+    columns: Sequence[RequestColumn] = ()
 
     @staticmethod
     def load(config: VllmConfig) -> Networks:

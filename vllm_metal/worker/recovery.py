@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm.logger import init_logger
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_metal.device import errors, mlx_device
+from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.models.compiled import Graphs
+from vllm_metal.vllm_patches.step_result import StepResult, has_results
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.results import LateOutput, PoolLoss, RequestsRefused, Step, no_result
-from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -145,7 +145,7 @@ class RecoveringRunner:
         self._building = None
         if self._untold is not None:
             return LateOutput(step, partial(self._no_result, step))
-        return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=step.transfers)
+        return StepResult([], {}, kv_connector_output=step.transfers, figures=step.figures)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         """Samples from the forward pass just built, and hands the step to the device."""
@@ -195,7 +195,7 @@ class RecoveringRunner:
         """Drafts for the scheduler; None after a failure it has not heard of."""
         return self._attempt(lambda runner: runner.take_draft_token_ids())
 
-    def _result(self, step: Step, output: StepOutput) -> ModelRunnerOutput:
+    def _result(self, step: Step, output: StepOutput) -> StepResult:
         """The results of a step that was handed to the device; waits for it."""
         if step.pool != self._pool:
             return self._no_result(step)
@@ -205,11 +205,11 @@ class RecoveringRunner:
         except Exception as error:
             self._fail(error)
             return self._no_result(step)
-        if any(result.sampled_token_ids) or result.pooler_output:  # else nobody waited for the step
+        if has_results(result):  # else nobody waited for the step
             self._known_computed(step)
         return result if step.pool == self._pool else self._no_result(step)
 
-    def _no_result(self, step: Step) -> ModelRunnerOutput:
+    def _no_result(self, step: Step) -> StepResult:
         if self._gave_up is not None:
             raise self._gave_up
         loss, self._untold = self._untold, None

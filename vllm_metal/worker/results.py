@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from vllm_metal.vllm_patches.step_result import StepResult
+from vllm_metal.vllm_patches.step_result import Figures, StepResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.outputs import KVConnectorOutput
 
 
 @dataclass(eq=False)
@@ -27,6 +27,7 @@ class Step:
     requests_told: bool = False  # requests and columns have its news
     ended: bool = False  # hooks have heard that it ended
     transfers: KVConnectorOutput | None = None  # what the scheduler is to hear of them
+    figures: Figures = field(default_factory=dict)  # of transfers
 
     @property
     def req_ids(self) -> list[str]:
@@ -72,15 +73,16 @@ def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
 class LateOutput(AsyncModelRunnerOutput):
     """A step's results, which are found out when vLLM asks for them."""
 
-    def __init__(self, step: Step, result: Callable[[], ModelRunnerOutput]) -> None:
+    def __init__(self, step: Step, result: Callable[[], StepResult]) -> None:
         """
         Args:
-            step: has what the scheduler hears of transfers, whatever became of the step.
+            step: has what is to be told of transfers, whatever became of the step.
             result: finds the results out.
         """
-        self._result, self._transfers = result, step.transfers
+        self._result, self._step = result, step
 
-    def get_output(self) -> ModelRunnerOutput:
+    def get_output(self) -> StepResult:
         result = self._result()
-        result.kv_connector_output = self._transfers
+        result.kv_connector_output = self._step.transfers
+        result.figures = {**result.figures, **self._step.figures}
         return result

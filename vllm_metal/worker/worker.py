@@ -12,16 +12,12 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
-from metal_kernels.cache import cache_dir
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
-from vllm_metal.kv_transfer import weights_digest
-from vllm_metal.kv_transfer.config import TransferConfig
-from vllm_metal.kv_transfer.fingerprint import Fingerprint
-from vllm_metal.kv_transfer.page_store import PageStore
-from vllm_metal.memory.planner import Beside, Memory, Workload, quantised_share
+from vllm_metal.kv_transfer.transfers import Transfers
+from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
@@ -41,12 +37,9 @@ from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
 from vllm_metal.worker.step_end import SamplingEnd
-from vllm_metal.worker.step_hooks import NO_HOOKS, StepHooks
-from vllm_metal.worker.transfer_hooks import TransferHooks, staging_bytes
-from vllm_metal.worker.transfers import open_transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -60,20 +53,19 @@ class MetalWorker(WorkerBase):
     """Owns the model, the KV pool and the runner of one process."""
 
     runner: RecoveringRunner
-    _transfers: TransferHooks | None = None
-    _hooks: StepHooks
+    transfers: Transfers
     _networks: Networks | None = None
-    _weights: Mapping[str, str] | None = None  # digests of the networks that are loaded
-    _memory: Memory | None = None
+    _memory: MemoryPlanner | None = None
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
+        self.transfers = Transfers(self.vllm_config)
         if self.current_platform.mlx_device == "metal" and command_buffers.may_be_too_late():
             logger.warning(
                 "MLX was imported before vLLM. If it has used the GPU, each layer of a step ends "
                 "two command buffers: import vllm first, or export MLX_MAX_MB_PER_BUFFER=1048576"
             )
-        self._memory = Memory(self.current_platform.mlx_device)
+        self._memory = MemoryPlanner(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
         self._seed()
 
@@ -92,7 +84,7 @@ class MetalWorker(WorkerBase):
             raise NotImplementedError("--load-format dummy is not supported by vllm-metal")
         started = time.perf_counter()
         self._networks = Networks.load(self.vllm_config)
-        self._weights = self._digests()
+        self.transfers.weights_loaded()
         dtype = loader.mlx_dtype(self.vllm_config)
         self._pool_dtype = formats.pool_dtype(self.cache_config.cache_dtype, dtype)
         self._choose_block_size()
@@ -124,13 +116,6 @@ class MetalWorker(WorkerBase):
             cache.block_size,
         )
 
-    def _digests(self) -> Mapping[str, str] | None:
-        """Digests of the files just read, which may change; None where no K/V leave the pool."""
-        if TransferConfig.of(self.vllm_config) is None:
-            return None
-        memo = cache_dir() / "weights" / "digests.json"
-        return weights_digest.of_networks(self.vllm_config, memo)
-
     @property
     def networks(self) -> Networks:
         if self._networks is None:
@@ -156,19 +141,11 @@ class MetalWorker(WorkerBase):
             quantised_share(layers, self._pool_dtype),
             Workload(
                 self._largest_step,
-                Beside.of(config, layers, kv_cache, self.vocab_size),
+                LargestCalls.of(config, layers, kv_cache, self.vocab_size),
                 self._requests_profile if any(layer.state_bytes for layer in layers) else None,
             ),
-            self._transfer_bytes(),
+            self.transfers.memory_bytes,
         )
-
-    def _transfer_bytes(self) -> int:
-        """Bytes for K/V that leave the pool and enter it: staging, and what peers may ask for."""
-        config = TransferConfig.of(self.vllm_config)
-        if config is None:
-            return 0
-        outbox_bytes = 0 if config.peers is None else config.peers.outbox_bytes
-        return staging_bytes(listens=outbox_bytes > 0) + outbox_bytes
 
     def _largest_step(self) -> None:
         networks = self.networks
@@ -190,11 +167,10 @@ class MetalWorker(WorkerBase):
         max_blocks = -(-max_len // self.cache_config.block_size) + 1
         tables = BlockTables(len(kv_cache_config.kv_cache_groups), max_num_reqs, max_blocks)
         self._requests = Requests(max_num_reqs, max_len, tables)
-        self._transfers = open_transfers(
-            self.vllm_config, self._fingerprint, self.cache_config.block_size
-        )
-        self._hooks, self._clock = self._transfers or NO_HOOKS, StepClock()
-        self.runner = RecoveringRunner(self._make_runner, self._hooks)
+        pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
+        self.transfers.open(kv_cache_config, pool)
+        self._clock = StepClock()
+        self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks)
         self._wire()
         budget = None if self._memory is None else self._memory.limit
         self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
@@ -205,15 +181,8 @@ class MetalWorker(WorkerBase):
             self._memory.wire()
             logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
 
-    def _fingerprint(self) -> Fingerprint:
-        """Names the weights that are loaded, and all else that K/V in the pool depend on."""
-        assert self._weights is not None
-        pool = "kernels" if self._kv_cache_type.pipelined else "scatter"
-        return Fingerprint.of(self.vllm_config, self._kv_cache_config, self._weights, pool)
-
-    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], PageStore] | None:
-        """The store of pages, by (pipeline rank, tensor rank), for the scheduler's connector."""
-        return None if self._transfers is None else {(0, 0): self._transfers.store}
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
+        return self.transfers.handshake()
 
     def _make_runner(self, graphs: Graphs) -> ModelRunner:
         """Allocates the pool, and makes all that works on it.
@@ -258,7 +227,8 @@ class MetalWorker(WorkerBase):
             max_num_reqs,
             speculator,
             writer,
-            hooks=self._hooks,
+            networks.columns,
+            hooks=self.transfers.hooks,
             clock=self._clock,
         )
 
@@ -407,8 +377,7 @@ class MetalWorker(WorkerBase):
         if hasattr(self, "runner"):  # start-up may have failed before
             self.runner.close()
             del self.runner
-            if self._transfers is not None:
-                self._transfers.close()
+            self.transfers.close()
         shutdown.forget_tokenizers()
         self._release_weights()
         if self._memory is not None:

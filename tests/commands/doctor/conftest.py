@@ -1,27 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that behave as the doctor's own children, or misbehave."""
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from device.conftest import script  # noqa: F401 (a fixture, which pytest finds here)
 
-import pytest
-
-from vllm_metal.commands.doctor.child import Ended
-
-Script = Callable[[str], tuple[str, ...]]
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Script:
-    """Makes a command of a Python text."""
-
-    def make(text: str) -> tuple[str, ...]:
-        path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(f"from vllm_metal.commands.doctor.child import say\n{text}")
-        return (sys.executable, str(path))
-
-    return make
+from vllm_metal.device.child import Ended
 
 
 def ignore(stage: str) -> None:

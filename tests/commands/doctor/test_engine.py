@@ -10,8 +10,8 @@ import pytest
 from commands.doctor.conftest import ended, ignore
 
 from vllm_metal.commands.doctor import engine, model
-from vllm_metal.commands.doctor.child import LIMITS
 from vllm_metal.commands.doctor.model import Model
+from vllm_metal.device.child import LIMITS
 
 SOME = Model("some", "/nowhere", local=True)
 ANSWER = "say(prompt=[1], tokens=list(range(10)), text='t', answer_seconds=0.1)\n"
@@ -19,8 +19,8 @@ SHUTTING_DOWN = f"{ANSWER}say(stage='shutting down')\n"
 
 
 def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen():
-    with model.made_on_the_spot() as made:
-        tried = engine.try_in_process(made, ignore)
+    with model.made_on_the_spot(ignore) as made:
+        tried = engine.run_child(made, ignore, "engine")
         found = engine.check_in_process(tried)
         assert found.status == "ok", (found.seen, *found.log)
         assert tried.told["stage"] == "leaving"
@@ -51,7 +51,7 @@ def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen():
 )
 def test_whatever_goes_wrong_is_a_failure_that_is_named(script, text, seen):
     limits = {**LIMITS, "shutting down": 1.0}
-    tried = engine.try_in_process(SOME, ignore, script(text), limits)
+    tried = engine.run_child(SOME, ignore, "engine", command=script(text), limits=limits)
     found = engine.check_in_process(tried)
     assert found.status == "failed"
     assert seen in found.seen

@@ -10,9 +10,10 @@ import mlx.core as mx
 from commands.doctor.conftest import ignore
 
 from metal_kernels.paged_attention import unsupported
-from metal_kernels.selfcheck import KERNELS, Outcome, in_use
-from vllm_metal.commands.doctor import child, kernels
-from vllm_metal.device import record
+from metal_kernels.selfcheck import KERNELS, Outcome
+from tests.metal_kernels.selfchecks import in_use
+from vllm_metal.commands.doctor import kernels
+from vllm_metal.device import child, record
 from vllm_metal.device.record import Record
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from commands.doctor.conftest import ignore
 
 from metal_kernels.selfcheck import KERNELS
 from vllm_metal.commands.cli import main
@@ -98,7 +99,7 @@ def test_runs_all_that_users_do_and_every_kernel_and_writes_a_report(tmp_path: P
 
 @pytest.mark.slow
 def test_a_failing_engine_is_the_exit_status_and_is_named(tmp_path: Path):
-    with model.made_on_the_spot() as made:
+    with model.made_on_the_spot(ignore) as made:
         weights = Path(made.argument) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
         result, report = run(tmp_path, "--only", "engine", "--model", made.argument)

@@ -5,8 +5,8 @@ import pytest
 from commands.doctor.conftest import ignore
 
 from vllm_metal.commands.doctor import server
-from vllm_metal.commands.doctor.child import LIMITS
 from vllm_metal.commands.doctor.model import Model
+from vllm_metal.device.child import LIMITS
 
 SOME = Model("some", "/nowhere", local=True)
 LIMITS_HERE = {**LIMITS, "loading the model": 20.0, "shutting down": 1.0}

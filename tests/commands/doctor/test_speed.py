@@ -4,7 +4,7 @@
 import pytest
 from commands.doctor.conftest import ended, ignore
 
-from vllm_metal.commands.doctor import speed
+from vllm_metal.commands.doctor import engine, speed
 from vllm_metal.commands.doctor.model import Model
 
 SOME = Model("some", "/nowhere", local=True)
@@ -51,7 +51,7 @@ def test_slow_by_factors_but_not_to_a_person_is_well():
 
 
 def test_an_engine_that_dies_is_a_warning_that_says_how(script):
-    timed = speed.try_engine(SOME, None, ignore, script("raise MemoryError('48 GiB')"))
+    timed = engine.run_child(SOME, ignore, "engine", command=script("raise MemoryError('48 GiB')"))
     for found in (speed.check_idle(timed), speed.check_speed(timed, timed)):
         assert found.status == "warning" and "MemoryError: 48 GiB" in found.seen
     found = speed.check_speed(ended(**TIMED), ended(1, ("ValueError: no such model",)))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
 from vllm_metal.commands.fit.known import KNOWN
@@ -53,7 +54,7 @@ def _served(name: str) -> tuple[Estimate, object]:
             model_type=known.config["model_type"],
             dtype=torch.bfloat16,
             cache_dtype="auto",
-            block_size=metal_platform.BLOCK_SIZES[0],
+            block_size=BLOCK_SIZES[0],
             max_model_len=known.config["max_position_embeddings"],
             fitted=True,
             max_num_batched_tokens=metal_platform.MAX_NUM_BATCHED_TOKENS["metal"],

@@ -92,7 +92,7 @@ def test_large_pages_go_in_pieces(path, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", noting(os.pwritev))
     monkeypatch.setattr(os, "preadv", noting(os.preadv))
-    monkeypatch.setattr(block_file, "_MAX_BYTES", 100)
+    monkeypatch.setattr(block_file, "MAX_CALL_BYTES", 100)
     page = naive.block(2, 351)
     block = write(path, page)
     back = naive.blank(page)

@@ -8,7 +8,7 @@ import threading
 import pytest
 from kv_transfer.disk import naive
 
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 KEY = naive.key(7)
 PAGE = naive.block(7)
@@ -224,7 +224,7 @@ def test_a_block_that_goes_while_its_folder_is_listed_is_forgotten(make_cache, r
     folder = naive.blocks(cache)
     cache.close()  # waits until the folder is listed
     monkeypatch.setattr(os, "listdir", list_and_remove)
-    folder.load_index(lambda: False)
+    folder.listing.load(lambda: False)
     (removal,) = removals
     removal.join()
     assert not folder.contains(KEY)

@@ -14,7 +14,7 @@ from kv_transfer.disk.naive import blocks
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 #: Bytes that the file of `naive.block` counts for, and those of a ledger and a manifest.
 ROOM = 8192
@@ -442,7 +442,7 @@ def test_a_root_whose_mode_forbids_writing(make_cache, root):
 
 
 def test_an_engine_that_holds_the_lock_for_ever_stops_no_read(make_cache, root, monkeypatch):
-    monkeypatch.setattr("vllm_metal.kv_transfer.disk.ledger._LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("vllm_metal.kv_transfer.disk.ledger.LOCK_TIMEOUT", 0.05)
     folder = blocks(make_cache())
     write(folder, 1)
     ledger = Ledger(root)

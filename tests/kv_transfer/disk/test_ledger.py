@@ -89,7 +89,7 @@ def test_one_process_at_a_time(root):
 
 
 def test_a_lock_that_is_never_released_is_an_error(root, monkeypatch):
-    monkeypatch.setattr(ledger_module, "_LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr(ledger_module, "LOCK_TIMEOUT", 0.05)
     ledger, other = Ledger(root), Ledger(root)
     with other.locked(), pytest.raises(TimeoutError), ledger.locked():
         pass

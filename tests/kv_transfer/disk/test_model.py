@@ -12,7 +12,7 @@ from kv_transfer.disk import naive
 
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 LIMIT = 4096 * 14
 ENGINES = st.integers(0, 1)

@@ -15,7 +15,7 @@ from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.written import Written
+from vllm_metal.kv_transfer.disk.space import Written
 
 TESTS = Path(__file__).parents[2]
 LIMIT = 4096 * 20

@@ -26,10 +26,10 @@ if __name__ == "__main__":
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import Timeouts
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 from vllm_metal.kv_transfer.peer.server import PageServer
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link
 
 SECRET = b"a secret of the tests"

@@ -24,6 +24,7 @@ from vllm_metal.kv_transfer.peer import handshake, limits
 from vllm_metal.kv_transfer.peer import secret as secrets
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.messages import Found
 from vllm_metal.kv_transfer.peer.outbox import Outbox
 
 
@@ -169,14 +170,14 @@ def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, outbox):
 def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, outbox):
     pages = make_pages(3, 100)
     first, _, third = pages
-    outbox.announce(pages)
+    outbox.expect(pages)
     peer = make_peer(make_server().port)
     assert peer.ask(pages, wait_s=0) == set()
     found = []
     asking = threading.Thread(target=lambda: found.append(peer.ask(pages)))
     asking.start()
     fill(outbox, {first: pages[first], third: pages[third]})
-    outbox.settle(pages)
+    outbox.expect_no_more(pages)
     asking.join()
     assert found == [{first, third}]
 
@@ -185,7 +186,7 @@ def test_asking_does_not_wait_for_ever(make_server, make_peer, outbox):
     """Longer than nothing may move on a connection, and no longer than the server's limit."""
     pages = make_pages(2, 100)
     fill(outbox, dict([next(iter(pages.items()))]))
-    outbox.announce(pages)
+    outbox.expect(pages)
     peer = make_peer(make_server().port, timeouts=QUICK)
     assert peer.ask(pages, wait_s=1000) == {next(iter(pages))}
     assert not peer.is_down
@@ -211,20 +212,22 @@ def test_found_pages_are_leased_until_they_are_released(make_server, make_peer, 
 
 def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock):
     """By the clocks of both sides, which the test moves; the keeper's pace is real."""
-    outbox = Outbox(1 << 20, clock)
+    renewed_at = []
+
+    class NotingOutbox(Outbox):
+        def renew(self, holder, seconds):
+            super().renew(holder, seconds)
+            renewed_at.append(clock.now)
+
+    outbox = NotingOutbox(1 << 20, clock)
     pages = make_pages(1, 1000)
     fill(outbox, pages)
     peer = make_peer(make_server(outbox=outbox).port, timeouts=replace(CALM, renew=0.05))
     peer.ask(pages)
-
-    def was_renewed():
-        with outbox._changed:  # no method tells when a lease ends
-            leases = [entry.leases for entry in outbox._leased.values()]
-        return leases and [*leases[0].values()] == [clock.now + limits.TIMEOUTS.lease]
-
     for _ in range(12):  # 240 s, of leases of 30 s
         clock.now += 20
-        wait_until(was_renewed)
+        wait_until(lambda: clock.now in renewed_at)
+        assert outbox.stats().leased_bytes == 1000
     clock.now += 61  # nobody loads for five minutes: it was forgotten
     wait_until(lambda: outbox.stats().leased_bytes == 0)
 
@@ -247,6 +250,14 @@ def test_another_secret_gets_nothing(make_server, make_peer, outbox, log, server
     assert peer.engine_id is None and outbox.stats().sent_pages == 0
 
 
+@pytest.mark.parametrize("there", [[], [True] * 3])
+def test_an_answer_for_other_pages_is_none(monkeypatch, make_server, make_peer, log, there):
+    monkeypatch.setattr("vllm_metal.kv_transfer.peer.server.Found", lambda _: Found(there))
+    peer = make_peer(make_server().port)
+    assert peer.ask([b"one", b"two"]) == set() and peer.is_down
+    assert f"it tells of {len(there)} pages in place of 2" in log.warnings()[0]
+
+
 def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server, make_peer, log):
     from vllm_metal.kv_transfer.peer.wire import Link
 
@@ -264,13 +275,13 @@ def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server,
 def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer, log, clock):
     server = make_server()
     ours = handshake.PREAMBLE
-    monkeypatch.setattr(handshake, "PREAMBLE", ours[:8] + struct.pack("<I", 2))
+    monkeypatch.setattr(handshake, "PREAMBLE", ours[:8] + struct.pack("<I", 9))
     peer = make_peer(server.port)
     for _ in range(3):
         assert peer.ask([b"key"]) == set()
         clock.now += 100
     (said,) = log.warnings()
-    assert f"127.0.0.1:{server.port}" in said and "version 2, this engine 1" in said
+    assert f"127.0.0.1:{server.port}" in said and "version 9, this engine 2" in said
     monkeypatch.undo()
     peer.ask(())
     assert peer.engine_id == "prefill-1"
@@ -279,7 +290,7 @@ def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer,
 
 def test_a_proof_of_another_version_is_none(monkeypatch, make_server, make_peer, log):
     server = make_server()
-    monkeypatch.setattr(secrets, "PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(secrets, "PROTOCOL_VERSION", 1)
     right = secrets.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
     monkeypatch.undo()
     assert right != secrets.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
@@ -469,7 +480,7 @@ def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, lo
 
 def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
     pages = make_pages(1, 100)
-    outbox.announce(pages)
+    outbox.expect(pages)
     peer = make_peer(make_server().port)
     results = []
     asking = threading.Thread(target=lambda: results.append(peer.ask(pages, wait_s=1000)))
@@ -478,7 +489,7 @@ def test_closing_wakes_calls_and_ends_all(make_server, make_peer, outbox):
     peer.close()
     asking.join()
     assert results == [frozenset()]
-    outbox.settle(pages)
+    outbox.expect_no_more(pages)
     fill(outbox, pages)
     assert peer.ask(pages) == set()
     assert not peer.fetch(list(pages), views(blank(pages.values())), lambda: True)

@@ -76,7 +76,7 @@ def test_a_line_that_breaks_in_the_first_words(
     peer = make_peer(proxy.port, timeouts=QUICK if fault == "stall" else CALM)
     assert peer.ask(pages) == set()
     assert peer.is_down and proxy.happened.is_set()
-    wait_until(lambda: not server._threads or fault == "stall")
+    wait_until(lambda: not server.num_connections or fault == "stall")
     if fault == "cut":
         clock.now += 10
         assert peer.ask(pages) == set(pages) and pull(peer, pages)

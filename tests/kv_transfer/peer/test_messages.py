@@ -97,14 +97,3 @@ def test_the_longest_messages_fit_their_limits():
     assert len(messages.encode(offer)) < limits.MAX_MESSAGE_BYTES
     proof = messages.Proof(b"s" * 16, b"n" * 32, b"p" * 32)
     assert len(messages.encode(proof)) < limits.MAX_UNKNOWN_BYTES
-
-
-@given(st.lists(st.booleans(), max_size=70))
-@settings(deadline=None)
-def test_flags_come_back(flags):
-    packed = messages.bitmap(flags)
-    assert messages.flags(packed, len(flags)) == flags
-    naive = "".join("01"[flag] for flag in reversed(flags)) or "0"
-    assert int.from_bytes(packed, "little") == int(naive, 2)
-    with pytest.raises(ProtocolError):
-        messages.flags(packed + b"\0", len(flags))

@@ -175,8 +175,8 @@ def test_leases_end_by_the_clock_and_by_renewals(clock):
 
 
 def test_waiting_ends_when_all_is_settled(outbox):
-    outbox.announce([b"a", b"b", b"c"])
-    outbox.announce([b"a"])  # two requests make it
+    outbox.expect([b"a", b"b", b"c"])
+    outbox.expect([b"a"])  # two requests make it
     found, begun = [], threading.Event()
 
     def wait():
@@ -187,29 +187,29 @@ def test_waiting_ends_when_all_is_settled(outbox):
     waiter.start()
     begun.wait()
     outbox.put(b"a", memoryview(b"page"))
-    outbox.settle([b"a"])
-    assert outbox.any_announced([b"a"]) and waiter.is_alive()
-    outbox.settle([b"c"])  # it will not come
+    outbox.expect_no_more([b"a"])
+    assert outbox.any_expected([b"a"]) and waiter.is_alive()
+    outbox.expect_no_more([b"c"])  # it will not come
     waiter.join(0.05)
     assert waiter.is_alive()
-    outbox.settle([b"a"])
+    outbox.expect_no_more([b"a"])
     waiter.join()
     assert found == [b"a"]
-    assert outbox.any_announced([b"b"]) and not outbox.any_announced([b"a", b"c"])
-    outbox.settle([b"a", b"a", b"b"])
-    outbox.announce([b"a"])
-    assert outbox.any_announced([b"a"])  # settling too often does not count ahead
+    assert outbox.any_expected([b"b"]) and not outbox.any_expected([b"a", b"c"])
+    outbox.expect_no_more([b"a", b"a", b"b"])
+    outbox.expect([b"a"])
+    assert outbox.any_expected([b"a"])  # settling too often does not count ahead
 
 
 def test_waiting_ends_by_time_and_by_clearing(outbox):
-    outbox.announce([b"a"])
+    outbox.expect([b"a"])
     outbox.put(b"b", memoryview(b"page"))
     assert outbox.await_pages([b"a", b"b"], 0.01) == [b"b"]
     waiter = threading.Thread(target=outbox.await_pages, args=([b"a"], 30))
     waiter.start()
     outbox.clear()
     waiter.join()
-    assert outbox.stats().pages == 0 and not outbox.any_announced([b"a"])
+    assert outbox.stats().pages == 0 and not outbox.any_expected([b"a"])
 
 
 @pytest.mark.parametrize("end", ["discard", "clear"])

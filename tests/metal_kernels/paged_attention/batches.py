@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from metal_kernels.layout import Behind
+from metal_kernels.layout import PositionLag
 from metal_kernels.paged_attention import AttentionShape
 
 NAN_BITS = {mx.uint8: 0x7F, mx.int8: 0}  # int8 has none; its scales have
@@ -102,7 +102,7 @@ def _pool(rng, shape, dtype, tables, seq_lens):
     return mx.array(values).astype(dtype), None
 
 
-def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, Behind]:
+def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, PositionLag]:
     """Lengths [R] that are up to `most` too large, tables [R, W] for them, by how much they are.
 
     Slots past the true lengths hold NaN, as another request may have left there.
@@ -113,7 +113,7 @@ def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, Behind]
     _, num_blocks, block_size, _ = batch.key_pool.shape
     missing = max(0, -(-int(seq_lens.max()) // block_size) - batch.tables.shape[1])
     tables = np.pad(batch.tables, ((0, 0), (0, missing)), constant_values=num_blocks - 1)
-    return seq_lens, tables, Behind(mx.array(counts), np.full(num_requests, most, np.int32))
+    return seq_lens, tables, PositionLag(mx.array(counts), np.full(num_requests, most, np.int32))
 
 
 def expected(batch, scale, window=None, softcap=None, sinks=None):

@@ -62,7 +62,7 @@ def attend(batch, plan, **options):
 
 def plan_of(batch, slots=None):
     slots = np.full(len(batch.queries), -1) if slots is None else slots
-    return reference.plan(batch.starts, batch.seq_lens, batch.tables, slots, BLOCK, share=True)
+    return buckets.plan(batch.starts, batch.seq_lens, batch.tables, slots, BLOCK, share=True)
 
 
 request = st.tuples(st.integers(0, 40), st.integers(1, 5))
@@ -121,7 +121,7 @@ def test_a_beginning_that_another_request_writes_in_this_step_is_read_as_written
         flat[:, mx.array(np.array(slots))] = 7.0
         stale.append(flat.reshape(pool.shape))
     with mock.patch.multiple(buckets, MIN_SAVED=1):
-        plan = reference.plan(
+        plan = buckets.plan(
             starts, batch.seq_lens, batch.tables, np.array(slots, np.int32), BLOCK, share=True
         )
     assert plan.shared[0].fresh.size == before

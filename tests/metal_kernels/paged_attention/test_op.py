@@ -10,7 +10,7 @@ from metal_interpreter import Checker, metal_kernel
 from pairs import pairwise
 
 from metal_kernels import kernel, kv_write, paged_attention
-from metal_kernels.paged_attention import AttentionShape, reference
+from metal_kernels.paged_attention import AttentionShape, buckets, reference
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
@@ -185,7 +185,7 @@ def test_the_reference_agrees(kind):
     with kernel.using(metal_kernel):
         found = attend(batch, window=9, softcap=4.0, sinks=sinks)
     num_tokens = batch.queries.shape[0]
-    plan = reference.plan(
+    plan = buckets.plan(
         batch.starts, batch.seq_lens, batch.tables, np.full(num_tokens, -1), 16, window=9
     )
     pools = (mx.nan_to_num(pool) for pool in (batch.key_pool, batch.value_pool))

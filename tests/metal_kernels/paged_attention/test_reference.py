@@ -93,9 +93,7 @@ def test_ragged_batches_equal_the_formula(
     sinks = rng.normal(size=heads).astype(np.float32) if with_sinks else None
 
     with small_pieces() if in_pieces else contextlib.nullcontext():
-        plan = reference.plan(
-            starts, seq_lens, tables, np.array(slots, np.int32), block_size, window
-        )
+        plan = buckets.plan(starts, seq_lens, tables, np.array(slots, np.int32), block_size, window)
     found = reference.run(
         plan,
         *(mx.array(a) for a in (queries, keys, values)),
@@ -120,7 +118,7 @@ def test_a_request_reads_blocks_another_writes_in_the_same_step():
     rows = np.concatenate([context, own])
     queries = rng.normal(size=(43, 2, HEAD_SIZE)).astype(np.float32)
     stale = head_first(rng.normal(size=(5, 16, KV_HEADS, HEAD_SIZE)).astype(np.float32))
-    plan = reference.plan(starts, seq_lens, tables, np.array(slots, np.int32), 16)
+    plan = buckets.plan(starts, seq_lens, tables, np.array(slots, np.int32), 16)
     found = reference.run(
         plan, mx.array(queries), mx.array(rows), mx.array(rows), stale, stale, 0.5
     )
@@ -137,7 +135,7 @@ def test_decode_rows_share_few_buckets_whatever_their_number():
     starts = np.arange(65, dtype=np.int32)
     tables = np.arange(64 * 36, dtype=np.int32).reshape(64, 36)
     slots = tables[np.arange(64), (seq_lens - 1) // 16] * 16 + (seq_lens - 1) % 16
-    plan = reference.plan(starts, seq_lens, tables, slots, 16)
+    plan = buckets.plan(starts, seq_lens, tables, slots, 16)
     assert len(plan.buckets) <= 7  # one a power of two from 1 to 36 blocks
     assert sum(bucket.num_requests for bucket in plan.buckets) == 64
 
@@ -149,14 +147,14 @@ def test_no_call_holds_more_than_the_limits_however_long_the_contexts():
     tables = np.tile(np.arange(6250, dtype=np.int32), (42, 1))
     slots = np.arange(starts[-1], dtype=np.int32) + 6250 * 16
     for window, share in ((None, False), (None, True), (4096, False)):
-        plan = reference.plan(starts, seq_lens, tables, slots, 16, window, share)
+        plan = buckets.plan(starts, seq_lens, tables, slots, 16, window, share)
         assert bool(plan.shared) == share
         for bucket in plan.calls:
             size = bucket.num_requests * bucket.context_len
             alone = bucket.num_requests == 1
-            assert size <= reference.MAX_GATHERED or alone
-            assert size * bucket.query_len <= reference.MAX_SCORES or (
-                alone and bucket.query_len <= reference.MIN_ROWS
+            assert size <= buckets.MAX_GATHERED or alone
+            assert size * bucket.query_len <= buckets.MAX_SCORES or (
+                alone and bucket.query_len <= buckets.MIN_ROWS
             )
         rows = [row for bucket in plan.buckets for row in bucket.rows.tolist()]
         assert set(rows) == set(range(starts[-1]))
@@ -172,7 +170,7 @@ def test_pools_of_codes_equal_the_formula(cache_dtype, fused):
     if cache_dtype == mx.uint8:  # without the NaN where no request has a token
         pools = [mx.where(pool == 0x7F, 0, pool) for pool in pools]
     nowhere = np.full(len(batch.queries), -1)
-    plan = reference.plan(batch.starts, batch.seq_lens, batch.tables, nowhere, 16, window=30)
+    plan = buckets.plan(batch.starts, batch.seq_lens, batch.tables, nowhere, 16, window=30)
     found = reference.run(
         plan,
         batch.queries,
@@ -191,7 +189,7 @@ def test_work_between_the_ends_of_command_buffers_answers_the_same(monkeypatch):
     shape = AttentionShape(4, 2, 64, 64)
     batch = make_batch(np.random.default_rng(4), [(37, 1), (0, 20), (300, 5)], shape, mx.float32)
     nowhere, ends = np.full(len(batch.queries), -1), []
-    plan = reference.plan(batch.starts, batch.seq_lens, batch.tables, nowhere, 16)
+    plan = buckets.plan(batch.starts, batch.seq_lens, batch.tables, nowhere, 16)
     pools = [mx.nan_to_num(pool) for pool in (batch.key_pool, batch.value_pool)]
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))
     found = reference.run(plan, batch.queries, None, None, *pools, 0.2, pace=Pace(most_work=1))

@@ -4,7 +4,3 @@
 Whatever may fail to import, hang or crash runs in a child process (`children`), so that the doctor
 goes on and reports how the child ended. Nothing imported here imports MLX, torch or vLLM.
 """
-
-from vllm_metal.commands.doctor.run import PARTS, run
-
-__all__ = ["PARTS", "run"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from vllm_metal.commands.doctor.child import LIMITS, Ended, Progress, python, run
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, REPORT_IT, Finding
+from vllm_metal.device.child import LIMITS, Ended, Progress, python, run
 
 NUM_TOKENS = 10
 #: Any model continues it, and the tiny model's vocabulary of letters and numbers has its words.
@@ -43,23 +43,28 @@ def environment(model: Model) -> dict[str, str | None]:
     return {"HF_HUB_OFFLINE": "1"} if model.local else {}
 
 
-def try_in_process(
+def run_child(
     model: Model,
     progress: Progress,
+    child: str,
+    *arguments: str,
     command: Sequence[str] | None = None,
     limits: Mapping[str, float] = LIMITS,
     variables: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Generates ten tokens with `LLM()` in a child process, and shuts it down.
+    """Runs a process that takes a model.
 
     Args:
         model: to load.
         progress: called with the name of each stage.
-        command: of the process, which must send the messages of children.engine.
+        child: module of `children`.
+        arguments: that follow the model's.
+        command: of another process, which sends the same messages; None: that one.
         limits: seconds by stage.
         variables: added to the process's environment.
     """
-    command = command or python("vllm_metal.commands.doctor.children.engine", model.argument)
+    module = f"vllm_metal.commands.doctor.children.{child}"
+    command = command or python(module, model.argument, *arguments)
     return run(command, progress, environment(model) | dict(variables or {}), limits)
 
 
@@ -84,9 +89,7 @@ def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
     """Checks that mlx-lm by itself would choose the same tokens, up to rounding."""
     name = "engine's tokens"
     prompt, tokens = (json.dumps(tried.told[key]) for key in ("prompt", "tokens"))
-    module = "vllm_metal.commands.doctor.children.mlx_lm_alone"
-    command = python(module, model.argument, "judge", prompt, tokens)
-    judged = run(command, progress, environment(model))
+    judged = run_child(model, progress, "mlx_lm_alone", "judge", prompt, tokens)
     if not judged.ok:
         seen = f"not compared: the process that runs mlx-lm alone {judged.how}"
         return Finding(name, "warning", seen, REPORT_IT, judged.lines)
@@ -120,7 +123,9 @@ def try_variants(
 ) -> dict[str, Ended]:
     """Runs an engine for each of VARIANTS; by setting, such as ``VLLM_METAL_KERNELS=mlx``."""
     return {
-        f"{name}={value}": try_in_process(model, progress, command, variables={name: value})
+        f"{name}={value}": run_child(
+            model, progress, "engine", command=command, variables={name: value}
+        )
         for name, value in VARIANTS
     }
 
@@ -137,7 +142,9 @@ def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
             continue
         same = ended.told["tokens"] == usual.told["tokens"]
         differ |= not same
-        said.append(_answer(setting, ended) + ("" if same else f", other text: {_text(ended)}"))
+        said.append(
+            _answer(setting, ended) + ("" if same else f", other text: {ended.told['text']!r}")
+        )
     seen = "; ".join(said)
     if differ:
         advice = (
@@ -150,7 +157,3 @@ def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
 
 def _answer(setting: str, ended: Ended) -> str:
     return f"{setting}: {ended.told['answer_seconds']:.2f} s"
-
-
-def _text(ended: Ended) -> str:
-    return repr(ended.told["text"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,9 @@ from metal_kernels.selfcheck import (
     dtype_name,
     next_check,
 )
-from vllm_metal.commands.doctor.child import Child, Progress, TookTooLong, python
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
 from vllm_metal.device import mlx_device, record, selfcheck
+from vllm_metal.device.child import Child, Progress, TookTooLong, python
 from vllm_metal.device.record import Record
 from vllm_metal.settings.extras import INTERPRETER
 
@@ -141,14 +141,9 @@ def check(
         left = left[left.index(last.case) + 1 :] if last is not None else []
 
 
-def remaining(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> int:
-    """How many of the cases have checks left."""
-    return sum(next_check(case, outcomes) is not None for case in wanted)
-
-
 def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
     """What the budget left for another run; None: nothing."""
-    if not (left := remaining(wanted, outcomes)):
+    if not (left := sum(next_check(case, outcomes) is not None for case in wanted)):
         return None
     seen = f"{left} of {len(wanted)} kinds of layer are not checked yet: {BUDGET:.0f} s had passed"
     advice = "Run `vllm-metal doctor --only kernels` again: it goes on from there."
@@ -189,7 +184,7 @@ def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[d
         with Child([*command, "--start", str(start)]) as child:
             begun = None
             try:
-                for told in _messages(child):
+                while (told := child.message(_TIMING_LIMIT)) is not None:
                     if "timing" in told:
                         begun = told
                         progress(f"times: {told['timing']}")
@@ -207,11 +202,6 @@ def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[d
             break
         start = begun["index"] + 1
     return found
-
-
-def _messages(child: Child) -> Iterable[dict[str, Any]]:
-    while (told := child.message(_TIMING_LIMIT)) is not None:
-        yield told
 
 
 def header() -> str:

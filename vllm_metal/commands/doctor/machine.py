@@ -20,9 +20,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from vllm_metal.commands.doctor.child import Ended, Progress, python, run
+from vllm_metal.commands.doctor import packages
 from vllm_metal.commands.doctor.report import Finding
 from vllm_metal.device import sysctl
+from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.settings import envs
 
 GIB = 2**30
@@ -63,6 +64,10 @@ _OURS = ("python", "vllm", "panic", "kernel", "jetsamevent")
 _MOST_REPORTS = 20
 _SYSCTLS = {"memory_bytes": "hw.memsize", "wired_limit_mb": "iogpu.wired_limit_mb"}
 
+#: macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
+#: (python/cpython#135675). Its own command, with this variable, reports the real number.
+_TRUE_RELEASE = {"SYSTEM_VERSION_COMPAT": "0"}
+
 _ADVICE_PYTHON = (
     "Make the environment with a Python for Apple silicon: `uv venv --python 3.12 --seed` in a "
     "terminal that does not run with Rosetta, and install again."
@@ -93,22 +98,8 @@ def this_system() -> System:
 
 
 def _macos_release() -> str:
-    """The release of macOS, such as ``26.1``.
-
-    macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
-    (python/cpython#135675). Its own command, with the variable below, reports the real number.
-    """
-    try:
-        told = subprocess.run(
-            ["sw_vers", "-productVersion"],
-            env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return platform.mac_ver()[0]
-    return told.stdout.strip() or platform.mac_ver()[0]
+    """The release of macOS, such as ``26.1``."""
+    return _said("sw_vers", "-productVersion").strip() or platform.mac_ver()[0]
 
 
 def wheel_tag(package: str) -> str | None:
@@ -182,17 +173,11 @@ def _older_mlx() -> str:
 
     pip installs a wheel for another system only into a folder given by --target.
     """
-    pins = [f"{name}=={_version(name)}" for name in ("mlx", "mlx-metal")]
+    known = packages.versions()
+    pins = [f"{name}=={known.get(name, 'VERSION')}" for name in ("mlx", "mlx-metal")]
     command = [sys.executable, "-m", "pip", "install", "--upgrade", "--no-deps", "--only-binary"]
     target = ["--target", sysconfig.get_path("purelib")]
     return shlex.join([*command, ":all:", "--platform", "macosx_15_0_arm64", *target, *pins])
-
-
-def _version(package: str) -> str:
-    try:
-        return distribution(package).version
-    except PackageNotFoundError:
-        return "VERSION"
 
 
 def look_at_device(progress: Progress) -> Ended:
@@ -281,15 +266,12 @@ def crash_reports(folders: Sequence[Path] = FOLDERS) -> list[str]:
     found = []
     for folder in folders:
         try:
-            paths = [*folder.expanduser().iterdir()]
-            found += [(path.stat().st_mtime, path.name) for path in paths if _is_ours(path)]
+            paths = [p for p in folder.expanduser().iterdir() if p.suffix in (".ips", ".panic")]
+            found += [(path.stat().st_mtime, path.name) for path in paths]
         except OSError:  # there is none, or this user may not read it
             continue
-    return [name for _, name in sorted(found, reverse=True)][:_MOST_REPORTS]
-
-
-def _is_ours(path: Path) -> bool:
-    return path.suffix in (".ips", ".panic") and path.name.lower().startswith(_OURS)
+    ours = [entry for entry in found if entry[1].lower().startswith(_OURS)]
+    return [name for _, name in sorted(ours, reverse=True)][:_MOST_REPORTS]
 
 
 def _graphics() -> dict[str, Any]:
@@ -302,7 +284,8 @@ def _graphics() -> dict[str, Any]:
 
 
 def _said(*command: str) -> str:
+    options: Any = {"capture_output": True, "text": True, "timeout": 20}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(command, env=os.environ | _TRUE_RELEASE, **options).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import vllm_metal
-from vllm_metal.commands.doctor.child import Ended, Progress, python, run
 from vllm_metal.commands.doctor.report import Finding
+from vllm_metal.device.child import Ended, Progress, python, run
 from vllm_metal.vllm_patches import releases
 
 _PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch", "numpy")

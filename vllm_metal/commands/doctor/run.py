@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
 
 import vllm_metal
+from metal_kernels.cache import cache_dir
 from vllm_metal.commands.doctor import (
     engine,
     machine,
@@ -19,46 +20,30 @@ from vllm_metal.commands.doctor import (
     server,
     speed,
 )
-from vllm_metal.commands.doctor.child import Ended
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding, Report
+from vllm_metal.device.child import Ended
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import install_advice
 
-Part = Literal["machine", "engine", "kernels"]
-PARTS: tuple[Part, ...] = get_args(Part)
 
-
-def run(
-    report: Path,
-    quick: bool,
-    model_name: str | None = None,
-    parts: Sequence[str] = PARTS,
-    every: bool = False,
-    again: bool = False,
-) -> int:
+def run(args: Namespace) -> int:
     """Runs the checks, prints and writes each finding, and returns the exit status.
 
     Args:
-        report: JSON file to write.
-        quick: whether to check the kernels for a few shapes, and the server with a small KV cache.
-        model_name: folder or hub name of a model to try; None: the embedded one if it is installed,
-            else a tiny one with random weights.
-        parts: which of PARTS; the machine is always checked.
-        every: whether to check the kernels for all shapes, however long it takes.
-        again: whether to check anew what was checked before.
+        args: of `vllm_metal.commands.cli`.
 
     Raises:
         OSError: the report cannot be written.
     """
-    found = Report(report)
-    looked = _look_at_machine(found, model_name)
-    if "engine" in parts:
+    found = Report(args.report)
+    looked = _look_at_machine(found, args.model)
+    if args.only in (None, "engine"):
         with _guarded(found, "engine"):
-            _try_engine(found, looked, quick, model_name, every)
-    if "kernels" in parts:
+            _try_engine(found, looked, args)
+    if args.only in (None, "kernels"):
         with _guarded(found, "kernels"):
-            _try_kernels(found, looked, quick, every, again)
+            _try_kernels(found, looked, args)
     return found.close()
 
 
@@ -84,7 +69,7 @@ def _look_at_machine(found: Report, model_name: str | None) -> Ended:
         "settings": machine.check_settings,
         "processor": lambda: machine.check_processor(system),
         "system": lambda: machine.check_release(system),
-        "disk": lambda: machine.check_disk(envs.cache_dir()),
+        "disk": lambda: machine.check_disk(cache_dir()),
     }
     for name, check in checks.items():
         with _guarded(found, name):
@@ -105,9 +90,7 @@ def _requested() -> envs.Device | None:
         return None
 
 
-def _try_engine(
-    found: Report, looked: Ended, quick: bool, model_name: str | None, every: bool
-) -> None:
+def _try_engine(found: Report, looked: Ended, args: Namespace) -> None:
     if "settings" in found.failed or not looked.ok:
         found.add(Finding("engine", "warning", "not tried: correct what failed above first"))
         return
@@ -125,31 +108,33 @@ def _try_engine(
         return
     within = packages.try_in_vllm(found.progress)
     found.add(packages.check_in_vllm(within, metal=looked.told["device"] == "metal"))
-    with _model(found, model_name) as chosen:
+    with _model(found, args.model) as chosen:
         found.announce(f"an engine with {chosen.name} (half a minute, large models longer)")
-        tried = engine.try_in_process(chosen, found.progress)
+        tried = engine.run_child(chosen, found.progress, "engine")
         checked = engine.check_in_process(tried)
         found.add(checked)
         if checked.status == "ok":
             found.add(engine.compare(chosen, tried, found.progress))
         found.announce(f"a server with {chosen.name} (half a minute, large models longer)")
-        found.add(server.try_server(chosen, small_pool=quick, progress=found.progress))
+        found.add(server.try_server(chosen, small_pool=args.quick, progress=found.progress))
         if checked.status == "ok":
-            _time_engine(found, chosen, quick)
-            if every:
+            _time_engine(found, chosen, args.quick)
+            if args.all:
                 found.announce("the same engine with parts turned off, one at a time")
                 found.add(engine.check_variants(tried, engine.try_variants(chosen, found.progress)))
 
 
 def _time_engine(found: Report, chosen: Model, quick: bool) -> None:
     found.announce(f"the speed of an engine, and of mlx-lm alone, with {chosen.name}")
-    pool = engine.KV_CACHE_BYTES if quick else None
-    timed = speed.try_engine(chosen, pool, found.progress)
+    pool = ("--pool", str(engine.KV_CACHE_BYTES)) if quick else ()
+    timed = engine.run_child(chosen, found.progress, "engine", "--timed", *pool)
     found.add(speed.check_idle(timed))
     if not timed.ok:
         found.add(speed.check_speed(timed, timed))
         return
-    alone = speed.try_mlx_lm(chosen, timed, found.progress)
+    # mlx-lm with the model's dtype and the lengths of the engine.
+    alike = (str(timed.told[name]) for name in ("dtype", "num_prompt", "num_answer"))
+    alone = engine.run_child(chosen, found.progress, "mlx_lm_alone", "time", *alike)
     found.add(speed.check_speed(timed, alone))
     found.add_facts(speed={"engine": timed.told, "mlx-lm": alone.told})
 
@@ -180,13 +165,11 @@ def _model(found: Report, name: str | None) -> Iterator[Model]:
         )
         seen = "the embedded model is not installed; a tiny one with random weights is tried"
         found.add(Finding("model", "ok", seen, advice))
-    with model.made_on_the_spot() as made:
+    with model.made_on_the_spot(found.progress) as made:
         yield made
 
 
-def _try_kernels(
-    found: Report, looked: Ended, quick: bool, every: bool = False, again: bool = False
-) -> None:
+def _try_kernels(found: Report, looked: Ended, args: Namespace) -> None:
     if not looked.ok:
         found.add_facts(kernels="not run: MLX does not run")
         found.add(Finding("kernels", "warning", "not run: correct what failed above first"))
@@ -203,14 +186,14 @@ def _try_kernels(
         found.add(Finding("kernels", "warning", seen, advice))
         return
     on_metal = bool(looked.told["metal"])
-    wanted = kernels.wanted_cases(quick, every)
+    wanted = kernels.wanted_cases(args.quick, args.all)
     record = Record() if on_metal else None  # what an interpreter finds says nothing of a GPU
-    if again and record is not None:
+    if args.again and record is not None:
         record.forget()
     found.announce(f"kernels, for {len(wanted)} kinds of layer")
     found.show([f"{runner.how}:", kernels.header()])
     outcomes = []
-    budget = kernels.BUDGET if on_metal and not every else None
+    budget = kernels.BUDGET if on_metal and not args.all else None
     checked = kernels.check(wanted, runner, found.progress, record, budget)
     for case, alike in itertools.groupby(checked, key=lambda outcome: outcome.case):
         outcomes += (last := list(alike))

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 
-from vllm_metal.commands.doctor.child import LIMITS, Child, Ended, Progress, TookTooLong, python
+import httpx
+
 from vllm_metal.commands.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT, environment
 from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_BUG, Finding
+from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong, python
 
 _NAME = "engine, as a server"
 _SERVED = "doctor"  # the model's name in requests
@@ -53,15 +54,19 @@ def try_server(
     port = _free_port()
     command = [*(command or _serve(model, small_pool)), "--host", _HOST, "--port", str(port)]
     # With the user's key the server would refuse the doctor, and the log might show the key.
-    with Child(command, environment(model) | {"VLLM_API_KEY": None}) as child:
-        stages = _stages(child, port, limits, idle_seconds)
+    with (
+        Child(command, environment(model) | {"VLLM_API_KEY": None}) as child,
+        # Not through the user's proxy.
+        httpx.Client(base_url=f"http://{_HOST}:{port}", trust_env=False, timeout=30) as client,
+    ):
+        stages = _stages(child, client, limits, idle_seconds)
         try:
             for stage in stages:
                 child.told["stage"] = stage
                 progress(stage)
         except TookTooLong:
             return _failed(child.ended(None))
-        except (OSError, http.client.HTTPException, ValueError, WrongAnswer) as error:
+        except (httpx.HTTPError, ValueError, WrongAnswer) as error:
             seen = f"{type(error).__name__} while {child.told['stage']}: {error}"
             return Finding(_NAME, "failed", seen, REPORT_BUG, child.ended(None).lines)
         ended = child.wait(limits["shutting down"])
@@ -75,19 +80,19 @@ def _serve(model: Model, small_pool: bool) -> tuple[str, ...]:
 
 
 def _stages(
-    child: Child, port: int, limits: Mapping[str, float], idle_seconds: float
+    child: Child, client: httpx.Client, limits: Mapping[str, float], idle_seconds: float
 ) -> Iterator[str]:
     """Yields each stage before it begins; returns after Ctrl-C was sent, or the server ended."""
     yield "loading the model"
-    if not _is_up(child, port, limits["loading the model"]):
+    if not _is_up(child, client, limits["loading the model"]):
         return
     yield "answering"
-    child.told |= _ask(port, limits["answering"])
-    if (generated := _metric(port)) < NUM_TOKENS:
+    child.told |= _ask(client, limits["answering"])
+    if (generated := _metric(client)) < NUM_TOKENS:
         raise WrongAnswer(f"/metrics says {_GENERATED} {generated:g} after {NUM_TOKENS} tokens")
-    at_once = _ask(port, limits["answering"])
+    at_once = _ask(client, limits["answering"])
     time.sleep(idle_seconds)
-    after = _ask(port, limits["answering"])
+    after = _ask(client, limits["answering"])
     child.told |= {
         "again_first_seconds": at_once["first_seconds"],
         "idle_seconds": idle_seconds,
@@ -103,48 +108,31 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _is_up(child: Child, port: int, limit: float) -> bool:
+def _is_up(child: Child, client: httpx.Client, limit: float) -> bool:
     """Waits until /health answers; False: the process has ended."""
     deadline = time.monotonic() + limit
     while child.alive:
-        try:
-            if _get(port, "/health")[0] == 200:
+        with suppress(httpx.TransportError):  # no one listens yet
+            if client.get("/health").status_code == 200:
                 return True
-        except OSError:  # no one listens yet
-            pass
         if time.monotonic() > deadline:
             raise TookTooLong
         time.sleep(_POLL)
     return False
 
 
-def _get(port: int, path: str) -> tuple[int, str]:
-    # Not urllib, which would go through the user's proxy.
-    with closing(http.client.HTTPConnection(_HOST, port, timeout=30)) as connection:
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        return reply.status, reply.read().decode(errors="replace")
-
-
-def _ask(port: int, limit: float) -> dict[str, float]:
+def _ask(client: httpx.Client, limit: float) -> dict[str, float]:
     """Asks for a streamed answer and checks it.
 
     Returns:
         Seconds to the first piece, and to the end.
     """
     asked = time.monotonic()
-    message = {"role": "user", "content": PROMPT}
-    status, pieces = _stream(port, "/v1/chat/completions", {"messages": [message]}, limit)
-    if status == 400 and "chat template" in "".join(pieces).lower():  # not a chat model
-        status, pieces = _stream(port, "/v1/completions", {"prompt": PROMPT}, limit)
     first, last, usage = None, "", 0
-    for piece in pieces:
-        if status != 200:
-            raise WrongAnswer(f"HTTP status {status}: {piece[:500]}")
+    for last in _stream(client, limit):
         first = first or time.monotonic() - asked
-        last = piece
-        if piece.startswith("data: {"):
-            fields = json.loads(piece.removeprefix("data: "))
+        if last.startswith("data: {"):
+            fields = json.loads(last.removeprefix("data: "))
             if "error" in fields:
                 raise WrongAnswer(f"an error in the stream: {fields['error']}")
             usage = (fields.get("usage") or {}).get("completion_tokens", usage)
@@ -153,11 +141,9 @@ def _ask(port: int, limit: float) -> dict[str, float]:
     return {"first_seconds": first, "answer_seconds": time.monotonic() - asked}
 
 
-def _stream(
-    port: int, path: str, fields: dict[str, object], limit: float
-) -> tuple[int, Iterator[str] | list[str]]:
-    """The HTTP status, and the lines of the answer as they arrive."""
-    body = fields | {
+def _stream(client: httpx.Client, limit: float) -> Iterator[str]:
+    """The lines of an answer as they arrive: to a message, or else, to a mere prompt."""
+    body: dict[str, object] = {
         "model": _SERVED,
         "temperature": 0,
         "max_tokens": NUM_TOKENS,
@@ -165,28 +151,26 @@ def _stream(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    connection = http.client.HTTPConnection(_HOST, port, timeout=limit)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", path, json.dumps(body), headers)
-    reply = connection.getresponse()
-    if reply.status != 200:
-        with closing(connection):
-            return reply.status, [reply.read().decode(errors="replace")]
-
-    def lines() -> Iterator[str]:
-        with closing(connection):
-            for line in reply:
-                if text := line.decode(errors="replace").strip():
-                    yield text
-
-    return reply.status, lines()
+    ways: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
+        "/v1/completions": {"prompt": PROMPT},
+    }
+    for path, asked in ways.items():
+        with client.stream("POST", path, json=body | asked, timeout=limit) as reply:
+            if reply.status_code == 200:
+                yield from filter(None, reply.iter_lines())
+                return
+            refused = f"HTTP status {reply.status_code}: {reply.read().decode(errors='replace')}"
+        if reply.status_code != 400 or "chat template" not in refused.lower():  # a chat model
+            break
+    raise WrongAnswer(refused[:500])
 
 
-def _metric(port: int) -> float:
-    status, text = _get(port, "/metrics")
-    lines = [line for line in text.splitlines() if line.startswith(_GENERATED)]
-    if status != 200 or not lines:
-        raise WrongAnswer(f"/metrics answers {status}, without {_GENERATED}")
+def _metric(client: httpx.Client) -> float:
+    reply = client.get("/metrics")
+    lines = [line for line in reply.text.splitlines() if line.startswith(_GENERATED)]
+    if reply.status_code != 200 or not lines:
+        raise WrongAnswer(f"/metrics answers {reply.status_code}, without {_GENERATED}")
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 

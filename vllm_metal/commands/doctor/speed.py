@@ -6,12 +6,8 @@ Figures never fail: they depend on what else the machine does. They warn, and sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from vllm_metal.commands.doctor.child import Ended, Progress, python, run
-from vllm_metal.commands.doctor.engine import environment
-from vllm_metal.commands.doctor.model import Model
 from vllm_metal.commands.doctor.report import REPORT_IT, Finding
+from vllm_metal.device.child import Ended
 
 GIB = 2**30
 #: Of mlx-lm's speed, below which a warning is given. vLLM's Python takes a millisecond or two a
@@ -26,35 +22,6 @@ _SMALLER = (
 )
 
 
-def try_engine(
-    model: Model,
-    pool: int | None,
-    progress: Progress,
-    command: Sequence[str] | None = None,
-) -> Ended:
-    """Times an engine in a child process.
-
-    Args:
-        model: to load.
-        pool: bytes of the KV cache; None: as vLLM and the plugin choose for servers.
-        progress: called with the name of each stage.
-        command: of the process, which must send the messages of children.engine.
-    """
-    arguments = ["--timed"] if pool is None else ["--timed", "--pool", str(pool)]
-    module = "vllm_metal.commands.doctor.children.engine"
-    command = command or python(module, model.argument, *arguments)
-    return run(command, progress, environment(model))
-
-
-def try_mlx_lm(model: Model, timed: Ended, progress: Progress) -> Ended:
-    """Times mlx-lm alone, with the model's dtype and the lengths of an engine that was timed."""
-    told = timed.told
-    lengths = (str(told["num_prompt"]), str(told["num_answer"]))
-    module = "vllm_metal.commands.doctor.children.mlx_lm_alone"
-    command = python(module, model.argument, "time", told["dtype"], *lengths)
-    return run(command, progress, environment(model))
-
-
 def check_speed(timed: Ended, alone: Ended) -> Finding:
     """Compares tokens a second with mlx-lm's; see LEAST_RATIO."""
     name = "speed beside mlx-lm"
@@ -62,7 +29,7 @@ def check_speed(timed: Ended, alone: Ended) -> Finding:
         if not tried.ok:
             seen = f"not compared: {who} process {tried.how}"
             return Finding(name, "warning", seen, REPORT_IT, tried.lines)
-    ratios = ratios_of(timed, alone)
+    ratios = {phase: timed.told[phase] / alone.told[phase] for phase in ("prefill", "decode")}
     seen = ", ".join(
         f"{phase} {timed.told[phase]:.0f} tokens a second, {ratios[phase]:.2f} of mlx-lm's "
         f"{alone.told[phase]:.0f}"
@@ -79,11 +46,6 @@ def check_speed(timed: Ended, alone: Ended) -> Finding:
         )
         return Finding(name, "warning", seen, advice, timed.lines)
     return Finding(name, "ok", seen, log=timed.lines)
-
-
-def ratios_of(timed: Ended, alone: Ended) -> dict[str, float]:
-    """The engine's tokens a second by mlx-lm's, for prefill and decode."""
-    return {phase: timed.told[phase] / alone.told[phase] for phase in ("prefill", "decode")}
 
 
 def check_idle(timed: Ended) -> Finding:

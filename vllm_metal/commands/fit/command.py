@@ -14,6 +14,7 @@ from typing import Any
 from vllm_metal.platform import metal_platform  # first: it loads a BLAS before anything imports MLX
 
 # isort: split
+from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.commands.fit import engine, report
 from vllm_metal.commands.fit.estimate import Estimate, Model, estimate
 from vllm_metal.commands.fit.known import KNOWN, KnownModel
@@ -100,7 +101,7 @@ def _answer(args: Namespace, path: Path, machine: Machine) -> Answer:
             max_num_seqs=requests,
             max_num_batched_tokens=rows,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            block_size=args.block_size or metal_platform.BLOCK_SIZES[0],
+            block_size=args.block_size or BLOCK_SIZES[0],
             block_size_asked=args.block_size is not None,
             num_drafts=args.num_speculative_tokens or 0,
         )
@@ -126,10 +127,9 @@ def _check(args: Namespace, cache_offered: bool) -> None:
             f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: choose one of "
             f"{', '.join(formats.OFFERED)}"
         )
-    if args.block_size not in (None, *metal_platform.BLOCK_SIZES):
+    if args.block_size not in (None, *BLOCK_SIZES):
         raise ValueError(
-            f"--block-size {args.block_size} is not supported: choose one of "
-            f"{metal_platform.BLOCK_SIZES}"
+            f"--block-size {args.block_size} is not supported: choose one of {BLOCK_SIZES}"
         )
 
 

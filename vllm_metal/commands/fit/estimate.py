@@ -30,7 +30,7 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
 from vllm_metal.memory.planner import (
-    Beside,
+    LargestCalls,
     Needs,
     Peaks,
     at_work,
@@ -144,13 +144,13 @@ def estimate(
     settings = settings_of(config, machine.kind, needs, machine.total)
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
-    step = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
+    found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
     measured = at_work(
         _at_rest(model, machine),
         settings,
         Request(needs, quantised),
-        Beside.of(config, model.layers, kv_cache_type, step.vocab_size),
-        step.peaks if peaks is None else peaks,
+        LargestCalls.of(config, model.layers, kv_cache_type, vocab_size),
+        found if peaks is None else peaks,
     )
     attending = [layer for layer in model.layers if not layer.state_bytes]
     rows = sum(layer.spec(block_size, pool_dtype).page_size_bytes for layer in attending)

@@ -111,7 +111,7 @@ def recordable(metal: bool) -> Iterator[None]:
         for attribute in _UNKNOWN:
             stack.enter_context(replaced(mx, attribute, _whole(getattr(mx, attribute))))
         if metal:
-            stack.enter_context(kernel.using(_stand_in_kernel))
+            stack.enter_context(kernel.using(lambda **_: _launch))
             for attribute in _FAST:
                 function = getattr(mx.fast, attribute)
                 stack.enter_context(replaced(mx.fast, attribute, _like_first(function)))
@@ -159,17 +159,13 @@ def _like_first(function: Any) -> Callable[..., mx.array]:
     return call
 
 
-def _stand_in_kernel(**_: Any) -> Callable[..., list[mx.array]]:
-    """In place of `mx.fast.metal_kernel`."""
-    return _launch
-
-
 def _launch(
     inputs: Sequence[Any],
     output_shapes: Sequence[Sequence[int]],
     output_dtypes: Sequence[mx.Dtype],
     **_: Any,
 ) -> list[mx.array]:
+    """Stands in for each kernel that `mx.fast.metal_kernel` makes."""
     # Twice each: an input that is read twice is not made an output, and kernels make none.
     outputs = list(zip(output_shapes, output_dtypes, strict=True))
     return list(_opaque(outputs, [*inputs, *inputs]))

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.utils import SafetensorsFileMetadata, TensorInfo
 from mlx.utils import tree_flatten
 
 from vllm_metal.commands.fit.source import write_hollow
@@ -65,22 +64,17 @@ class KnownModel:
         """A folder that the model can be built from, as `source.folder` makes one of the hub's."""
         with TemporaryDirectory(prefix="vllm-metal-fit-") as scratch:
             (Path(scratch) / "config.json").write_text(json.dumps(self.config))
-            write_hollow(Path(scratch) / "model.safetensors", self._header())
+            write_hollow(Path(scratch) / "model.safetensors", self._tensors())
             yield Path(scratch)
 
-    def _header(self) -> SafetensorsFileMetadata:
-        """The header of the file that mlx-lm would write of it; no weight is computed."""
+    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """The tensors of the file that mlx-lm would write of it; no weight is computed."""
         family = importlib.import_module(f"mlx_lm.models.{self.config['model_type']}")
         model = family.Model(family.ModelArgs.from_dict(self.config))
         model.set_dtype(mx.bfloat16)
         nn.quantize(model, **self.config["quantization"])
-        tensors: dict[str, TensorInfo] = {}
-        end = 0
-        for name, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
-            start, end = end, end + array.nbytes
-            dtype = cast(Any, _DTYPES[array.dtype])  # the hub's list of names has a typing error
-            tensors[name] = TensorInfo(dtype, list(array.shape), (start, end))
-        return SafetensorsFileMetadata({}, tensors)
+        arrays = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        return {name: (_DTYPES[array.dtype], array.shape, array.nbytes) for name, array in arrays}
 
 
 def _model(size: str, shape: tuple[int, int, int, int], **changes: Any) -> KnownModel:

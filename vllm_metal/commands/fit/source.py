@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from vllm_metal.models.weight_files import ModelLoadError, check_weight_files
-
-if TYPE_CHECKING:
-    from huggingface_hub.utils import SafetensorsFileMetadata
 
 _WEIGHTS = "model*.safetensors"
 #: Beside config.json, what mlx-lm looks for when it builds a model.
@@ -93,7 +89,11 @@ def _fetch(model: str, out: Path) -> None:
             except EntryNotFoundError:
                 continue
         for name, header in get_safetensors_metadata(model).files_metadata.items():
-            write_hollow(out / name, header)
+            tensors = {
+                tensor: (told.dtype, told.shape, told.data_offsets[1] - told.data_offsets[0])
+                for tensor, told in header.tensors.items()
+            }
+            write_hollow(out / name, tensors)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ModelLoadError(f"{model} has no safetensors files to read: {error}") from error
     except (LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
@@ -111,18 +111,18 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-def write_hollow(path: Path, header: SafetensorsFileMetadata) -> None:
-    """Writes a safetensors file with this header and a hole in place of the tensors."""
-    tensors = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": list(tensor.data_offsets),
-        }
-        for name, tensor in header.tensors.items()
-    }
-    text = json.dumps(tensors).encode()
-    size = max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+def write_hollow(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> None:
+    """Writes a safetensors file with a header, and a hole in place of the tensors.
+
+    Args:
+        path: of the file.
+        tensors: dtype in safetensors' words, shape and bytes of each, by name.
+    """
+    header, end = {}, 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        offsets = [end, end := end + nbytes]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + size)
+        file.truncate(8 + len(text) + end)

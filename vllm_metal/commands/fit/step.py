@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from vllm_metal.commands.fit.graph import record, recordable
 from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.kv_cache.layer_state import Traceable
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.planner import Peaks
 from vllm_metal.memory.profile import LargestStep, drafted
@@ -23,21 +24,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-@dataclass(frozen=True)
-class StepPeak:
-    """What was found of a step."""
-
-    peaks: Peaks
-    vocab_size: int  # of its logits
-
-
 def step_peak(
     parts: ModelParts,
     layers: Sequence[StatefulLayer],
     config: VllmConfig,
     kv_cache_type: type[LayerKVCache],
     kind: envs.Device,
-) -> StepPeak:
+) -> tuple[Peaks, int]:
     """What `memory.profile.profile_step` and `requests_profile` take beside the weights, where MLX
     waits for each operation, as it does on Metal.
 
@@ -48,6 +41,9 @@ def step_peak(
         parts: of a model whose parameters may be lazy; they stay so.
         layers, config, kv_cache_type: as for `profile_step`.
         kind: of the device that the engine runs on.
+
+    Returns:
+        The peaks, and the size of the vocabulary.
 
     Raises:
         ValueError: the model uses an operation of which MLX does not tell what it is.
@@ -68,7 +64,7 @@ def step_peak(
                 for count in (0, most)
             )
             peaks = Peaks(forward, requests, drafts)
-    return StepPeak(peaks, vocab_size)
+    return peaks, vocab_size
 
 
 def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tuple[int, int]:
@@ -93,8 +89,10 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
             of_rows = replace(step.rows.inputs, input_ids=input_ids)
             hidden_states = parts.forward_hidden(of_rows, caches)
         logits = parts.compute_logits(step.rows.of_logits(hidden_states))
-        # Beside the logits, all that the layers keep of a step.
-        return [logits, *_arrays_in([vars(state) for state in states], set())]
+        # Beside the logits, all that the layers keep of a step, or leave for the next.
+        kept = [array for storage in storages for array in storage.arrays]
+        left = [each for state in states if isinstance(state, Traceable) for each in state.outputs]
+        return [logits, *kept, *(array for each in left for array in each.arrays)]
 
     try:
         graph = record(build, [*parameters, *step.layers.pool_arrays()])
@@ -104,20 +102,3 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
     shape, _ = graph.arrays[logits]
     there = graph.inputs if pool_is_there else graph.inputs[: len(parameters)]
     return peak(graph, [logits], kept, there), shape[-1]
-
-
-def _arrays_in(value: Any, seen: set[int]) -> Iterator[mx.array]:
-    """The arrays that a structure of lists, dictionaries and objects refers to."""
-    if id(value) in seen or isinstance(value, type):
-        return
-    seen.add(id(value))
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _arrays_in(part, seen)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _arrays_in(part, seen)
-    elif hasattr(value, "__dict__"):
-        yield from _arrays_in(vars(value), seen)

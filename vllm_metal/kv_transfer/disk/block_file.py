@@ -25,7 +25,7 @@ HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 MAX_KEY_BYTES = 64
 
 #: Bytes of a page that one call of preadv or pwritev gets. macOS takes no 2**31 in a call.
-_MAX_BYTES = 2**28
+MAX_CALL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _moved(
     done, size = 0, len(header) + len(page)
     while done < size:
         start = max(0, done - len(header))
-        buffers = [header[done:], page[start : start + _MAX_BYTES]]
+        buffers = [header[done:], page[start : start + MAX_CALL_BYTES]]
         moved = call(descriptor, buffers if done < len(header) else buffers[1:], done)
         if moved == 0:
             return False

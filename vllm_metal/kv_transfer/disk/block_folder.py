@@ -13,11 +13,73 @@ from pathlib import Path
 
 from vllm_metal.kv_transfer.disk import block_file, eviction, layout
 from vllm_metal.kv_transfer.disk.block_file import BlockFile
-from vllm_metal.kv_transfer.disk.space import Space, is_passing
+from vllm_metal.kv_transfer.disk.space import Space, Written, is_passing
 from vllm_metal.kv_transfer.disk.stats import Counters
-from vllm_metal.kv_transfer.disk.written import Written
 
 logger = logging.getLogger(__name__)
+
+#: Is told of a block that is not there any more: fingerprint, namespace, key, and whether a bad
+#: file stays in its place, for it cannot be removed.
+Forgotten = Callable[[str, str, bytes, bool], None]
+
+
+class Listing:
+    """Which blocks a folder has, as far as this process knows; every method is for any thread.
+
+    It asks a set in memory, and for a key that is not in it the file system.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Operations of a set on one key of bytes are atomic; no lock is needed.
+        self._known: set[bytes] = set()
+        # Held from the look at a name on disk to its entry in that set: a block that goes in
+        # between is forgotten after, not entered for good.
+        self._looking = threading.Lock()
+        self._bad: set[bytes] = set()  # whose files cannot be removed
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the block is on disk. Another engine may evict it before it is read."""
+        if key in self._known:
+            return True
+        if key in self._bad:
+            return False
+        with self._looking:
+            # Another engine may have written it.
+            if not os.path.lexists(layout.block_path(self._path, key)):
+                return False
+            self._known.add(key)
+        return True
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a block was there when it was looked for last."""
+        return key in self._known
+
+    def is_bad(self, key: bytes) -> bool:
+        """Whether a bad file stands in the block's place."""
+        return key in self._bad
+
+    def add(self, key: bytes) -> None:
+        """Takes note that a block is there."""
+        self._bad.discard(key)
+        self._known.add(key)
+
+    def forget(self, key: bytes, stays: bool = False) -> None:
+        """Takes note that a block's file is gone, or is bad and stays."""
+        if stays:
+            self._bad.add(key)
+        with self._looking:
+            self._known.discard(key)
+
+    def load(self, stopped: Callable[[], bool]) -> None:
+        """Lists what is on disk, so that `contains` need not ask for each; blocking."""
+        with suppress(OSError):
+            for shard in os.listdir(self._path):
+                if stopped():
+                    return
+                with suppress(OSError), self._looking:
+                    found = map(layout.block_key, os.listdir(self._path / shard))
+                    self._known.update(key for key in found if key is not None)
 
 
 @dataclass(frozen=True)
@@ -31,39 +93,32 @@ class Manifest:
 class BlockFolder:
     """The blocks of one fingerprint and namespace, by key (1 to 64 bytes, a hash).
 
-    Every method may be called from any thread, and none raises. `contains` is quick: it asks a set
-    in memory, and for a key that is not in it the file system. All others block.
+    Every method may be called from any thread, and none raises. All but `contains` block.
 
     `DiskCache.blocks` makes them.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, space: Space, counters: Counters) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        space: Space,
+        counters: Counters,
+        forgotten: Forgotten = lambda *_: None,
+    ) -> None:
         self._path = path
         self._name = "/".join(path.parts[-2:])
         self._manifest = manifest
         self._space = space
         self._counters = counters
-        # Operations of a set on one key of bytes are atomic; no lock is needed.
-        self._known: set[bytes] = set()
-        # Held from the look at a name on disk to its entry in that set: a block that goes in
-        # between is forgotten after, not entered for good.
-        self._listing = threading.Lock()
-        self._unremovable: set[bytes] = set()  # bad files in a folder that cannot be written
+        self._forgotten = forgotten
+        self.listing = Listing(path)
         self._in_flight: set[bytes] = set()  # keys of blocks that threads are writing
         self._in_flight_ends = threading.Condition()
 
     def contains(self, key: bytes) -> bool:
         """Whether the block is on disk. Another engine may evict it before it is read."""
-        if key in self._known:
-            return True
-        if key in self._unremovable:
-            return False
-        with self._listing:
-            # Another engine may have written it.
-            if not os.path.lexists(layout.block_path(self._path, key)):
-                return False
-            self._known.add(key)
-        return True
+        return self.listing.contains(key)
 
     def read(self, key: bytes, page: memoryview) -> bool:
         """Fills `page` with the block's bytes; False is a miss, and `page` is undefined then.
@@ -76,7 +131,7 @@ class BlockFolder:
         try:
             page = page.cast("B")
             block = BlockFile(self._name, key, page.nbytes)
-            if key in self._unremovable or not self._read(block, page):
+            if self.listing.is_bad(key) or not self._read(block, page):
                 return False
         except Exception:
             logger.exception("A block could not be read")
@@ -128,20 +183,11 @@ class BlockFolder:
         for key in keys:
             self._remove(key)
 
-    def forget(self, key: bytes) -> None:
-        """Takes note that a block's file is gone."""
-        with self._listing:
-            self._known.discard(key)
-
-    def load_index(self, stopped: Callable[[], bool]) -> None:
-        """Lists what is on disk, so that `contains` need not ask for each."""
-        with suppress(OSError):
-            for shard in os.listdir(self._path):
-                if stopped():
-                    return
-                with suppress(OSError), self._listing:
-                    found = map(layout.block_key, os.listdir(self._path / shard))
-                    self._known.update(key for key in found if key is not None)
+    def forget(self, key: bytes, stays: bool = False) -> None:
+        """Takes note that a block's file is gone, or is bad and cannot be removed."""
+        self.listing.forget(key, stays)
+        fingerprint, namespace = self._path.parts[-2:]
+        self._forgotten(fingerprint, namespace, key, stays)
 
     def store_manifest(self) -> None:
         """Writes the manifest, unless it is there."""
@@ -164,9 +210,9 @@ class BlockFolder:
             finally:
                 os.close(descriptor)
         except FileNotFoundError:
-            if block.key in self._known:
-                self.forget(block.key)
+            if self.listing.knows(block.key):
                 self._counters.add("vanished")
+            self.forget(block.key)
             return False
         except OSError as error:
             if is_passing(error):
@@ -178,9 +224,8 @@ class BlockFolder:
         return good
 
     def _remove(self, key: bytes, identity: tuple[int, int] | None = None) -> None:
-        if not self._space.remove(layout.block_path(self._path, key), identity):
-            self._unremovable.add(key)
-        self.forget(key)
+        gone = self._space.remove(layout.block_path(self._path, key), identity)
+        self.forget(key, stays=not gone)
 
     def _write(self, block: BlockFile, page: memoryview, mtime_ns: int) -> Written:
         paused = self._space.is_paused()
@@ -195,8 +240,7 @@ class BlockFolder:
             self._counters.add("written")
             self._counters.add("written_bytes", block.size)
         if outcome in (Written.STORED, Written.PRESENT):
-            self._unremovable.discard(block.key)
-            self._known.add(block.key)
+            self.listing.add(block.key)
         else:
             self._counters.add(f"refused_{'paused' if paused else outcome.value}")
         return outcome

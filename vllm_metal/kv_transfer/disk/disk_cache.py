@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal.kv_transfer.disk import layout, ledger
-from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Manifest
+from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Forgotten, Manifest
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.manifests import manifest_content, read_manifests
 from vllm_metal.kv_transfer.disk.scan import FoundBlock
 from vllm_metal.kv_transfer.disk.space import Space
 from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
@@ -22,7 +21,13 @@ from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
 class DiskCache:
     """A folder of blocks, which several engines may use at once. Every method is for any thread."""
 
-    def __init__(self, root: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        root: Path,
+        limits: Limits,
+        clock: Callable[[], float] = time.time,
+        forgotten: Forgotten = lambda *_: None,
+    ) -> None:
         """
         A thread scans what is there; nothing waits for it but the first write.
 
@@ -30,6 +35,7 @@ class DiskCache:
             root: is made if it is not there, for its owner only. If it cannot be written, one
                 warning says so, and blocks are read only.
             clock: seconds since the epoch.
+            forgotten: is told of each block that this process finds gone or removes.
 
         Raises:
             ValueError: `root` is a folder with other things in it.
@@ -43,6 +49,7 @@ class DiskCache:
                 "does not exist, in prefix_cache_dir"
             )
         self._limits = limits
+        self._forgotten = forgotten
         self._counters = Counters()
         self._folders: dict[tuple[str, str], BlockFolder] = {}
         self._folders_lock = threading.Lock()
@@ -73,16 +80,18 @@ class DiskCache:
             if (known := self._folders.get((fingerprint, namespace))) is not None:
                 return known
             path = self._root / fingerprint
-            manifest = Manifest(path / layout.MANIFEST, manifest_content(fingerprint, facts))
-            folder = BlockFolder(path / namespace, manifest, self._space, self._counters)
+            manifest = Manifest(path / layout.MANIFEST, layout.manifest_content(fingerprint, facts))
+            folder = BlockFolder(
+                path / namespace, manifest, self._space, self._counters, self._forgotten
+            )
             self._folders[fingerprint, namespace] = folder
         self._in_thread(folder.store_manifest)
-        self._in_thread(lambda: folder.load_index(self._closed.is_set))
+        self._in_thread(lambda: folder.listing.load(self._closed.is_set))
         return folder
 
     def manifests(self) -> dict[str, Mapping[str, Any]]:
         """Facts of each fingerprint that has a manifest which can be read."""
-        return read_manifests(self._root)
+        return layout.read_manifests(self._root)
 
     def num_counted(self) -> int:
         """Grows with every figure of this process that `stats` has."""
@@ -128,6 +137,8 @@ class DiskCache:
         name = block.name
         if (folder := self._folders.get((name.fingerprint, name.namespace))) is not None:
             folder.forget(name.key)
+        else:
+            self._forgotten(name.fingerprint, name.namespace, name.key, False)
 
     def _in_thread(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="prefix-cache-start", daemon=True)

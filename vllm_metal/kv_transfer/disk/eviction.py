@@ -10,12 +10,12 @@ from pathlib import Path
 
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.ledger import Balance, Ledger
-from vllm_metal.kv_transfer.disk.scan import Found, FoundBlock
+from vllm_metal.kv_transfer.disk.scan import FoundBlock, RootFiles
 
 
 def evict(
     root: Path,
-    found: Found,
+    found: RootFiles,
     allowed_bytes: int,
     forget: Callable[[FoundBlock], None],
     keep: str | None = None,

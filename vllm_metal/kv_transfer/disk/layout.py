@@ -10,10 +10,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LEDGER = "ledger"
 ENGINES = "engines"
@@ -88,6 +92,25 @@ def fingerprints(root: Path) -> list[str]:
             for entry in entries
             if FINGERPRINT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         )
+
+
+def manifest_content(fingerprint: str, facts: Mapping[str, Any]) -> bytes:
+    """The file of a fingerprint; what JSON does not know becomes text."""
+    manifest = {"fingerprint": fingerprint, "facts": dict(facts)}
+    return json.dumps(manifest, indent=1, sort_keys=True, default=str).encode() + b"\n"
+
+
+def read_manifests(root: Path) -> dict[str, Mapping[str, Any]]:
+    """Facts by fingerprint; those whose manifest cannot be read are left out."""
+    found: dict[str, Mapping[str, Any]] = {}
+    with suppress(OSError):
+        for fingerprint in fingerprints(root):
+            with suppress(OSError, ValueError):
+                manifest = json.loads((root / fingerprint / MANIFEST).read_bytes())
+                facts = manifest.get("facts") if isinstance(manifest, dict) else None
+                if isinstance(facts, dict):
+                    found[fingerprint] = facts
+    return found
 
 
 def is_cache(root: Path) -> bool:

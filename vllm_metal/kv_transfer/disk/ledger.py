@@ -30,7 +30,7 @@ _CHECKSUM_BYTES = 16
 RECORD_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 
 #: Seconds to wait for the lock. A holder scans the cache at most: a second for 100,000 files.
-_LOCK_TIMEOUT = 10.0
+LOCK_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Balance:
         return self.bytes < UNKNOWN.bytes // 2
 
     def plus(self, number: int) -> Balance:
-        """The same with more bytes, or fewer."""
+        """A balance with more bytes, or fewer."""
         return replace(self, bytes=max(0, self.bytes + number))
 
 
@@ -136,7 +136,7 @@ class Ledger:
 
 def _wait_for_lock(descriptor: int) -> None:
     """Takes the lock, or gives up: a process that was stopped may hold it for ever."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT
+    deadline = time.monotonic() + LOCK_TIMEOUT
     pause = 0.0005
     while True:
         try:

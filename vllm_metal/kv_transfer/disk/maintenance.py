@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_metal.kv_transfer.disk import block_file, engine_lock, eviction, layout
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Ledger
-from vllm_metal.kv_transfer.disk.manifests import read_manifests
 from vllm_metal.kv_transfer.disk.scan import FoundBlock, scan
 
 #: Bytes that a check reads at once.
@@ -95,7 +94,7 @@ def summary(root: Path) -> Summary:
     blocks: dict[str, dict[str, list[FoundBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in found.blocks:
         blocks[block.name.fingerprint][block.name.namespace].append(block)
-    manifests = read_manifests(root)
+    manifests = layout.read_manifests(root)
     return Summary(
         found.bytes,
         {

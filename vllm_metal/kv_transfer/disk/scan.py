@@ -24,14 +24,14 @@ class FoundBlock:
 
 
 @dataclass(frozen=True)
-class Found:
+class RootFiles:
     """All files of a root."""
 
     bytes: int  # of every file, ours or not
     blocks: list[FoundBlock]
 
 
-def scan(root: Path, clean: bool = True) -> Found:
+def scan(root: Path, clean: bool = True) -> RootFiles:
     """Looks at every file.
 
     Args:
@@ -59,7 +59,7 @@ def scan(root: Path, clean: bool = True) -> Found:
         path = Path(entry.path)
         if (name := layout.block_name(root, path)) is not None:
             blocks.append(FoundBlock(path, name, room, status.st_mtime_ns))
-    return Found(size, blocks)
+    return RootFiles(size, blocks)
 
 
 def _is_ours(root: Path, entry: os.DirEntry[str]) -> bool:

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from enum import Enum
 from pathlib import Path
 
 from vllm_metal.kv_transfer.disk import eviction, layout
 from vllm_metal.kv_transfer.disk.engine_lock import EngineLock
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Balance, Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.scan import Found, FoundBlock, scan
+from vllm_metal.kv_transfer.disk.scan import FoundBlock, RootFiles, scan
 from vllm_metal.kv_transfer.disk.stats import Counters
-from vllm_metal.kv_transfer.disk.written import Written
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,16 @@ _ADVICE = {
     errno.EACCES: _READ_ONLY,
     errno.EPERM: _READ_ONLY,
 }
+
+
+class Written(Enum):
+    """How a write ended."""
+
+    STORED = "stored"
+    PRESENT = "present"  # the disk has it already
+    OVER_BUDGET = "over_budget"  # the day's writes are used up
+    NO_ROOM = "no_room"  # larger than the limit, or nothing is left to evict
+    FAILED = "failed"  # the disk is full or read-only, or failed; writes pause for a minute
 
 
 def is_passing(error: OSError) -> bool:
@@ -229,7 +239,7 @@ class Space:
             return balance
         return self._evicted(balance, found, room, path.relative_to(self._root).parts[0])
 
-    def _evicted(self, balance: Balance, found: Found, room: int, keep: str | None) -> Balance:
+    def _evicted(self, balance: Balance, found: RootFiles, room: int, keep: str | None) -> Balance:
         limit = self._limits.max_bytes
         allowed = min(limit - room, limit * _KEPT_OF_100 // 100)
         left = eviction.evict(self._root, found, allowed, self._gone, keep)

@@ -8,23 +8,50 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vllm_metal.metrics.metric import Metric
+
 
 @dataclass(frozen=True)
 class DiskStats:
     """Figures of a cache. Numbers and bytes are of this process unless it says otherwise."""
 
-    bytes: int  # of all files under the root, whoever wrote them
-    max_bytes: int
-    written_today: int  # bytes, of all engines; what counts against the budget
-    daily_write_bytes: int | None
-    written_bytes: int  # of files that were stored
-    read_bytes: int  # of files that were read and were good
+    daily_write_bytes: int | None  # None: no limit
     num_written: int
     num_read: int
-    num_corrupt: int  # files that were truncated, changed or unreadable
     num_vanished: int  # files that the index knew and the disk did not have
-    num_evicted: int
     num_refused: Mapping[str, int]  # writes, by reason: over_budget, no_room, paused, failed
+    bytes: int = Metric(
+        "gauge", "vllm:prefix_cache_disk_bytes", "Bytes of all files of the prefix cache on disk."
+    ).field()
+    max_bytes: int = Metric(
+        "gauge",
+        "vllm:prefix_cache_disk_limit_bytes",
+        "Most bytes those files may take (prefix_cache_bytes).",
+    ).field()
+    #: What counts against the budget.
+    written_today: int = Metric(
+        "gauge",
+        "vllm:prefix_cache_disk_written_today_bytes",
+        "Bytes that all engines have written there today.",
+    ).field()
+    written_bytes: int = Metric(
+        "total",
+        "vllm:prefix_cache_disk_written_bytes",
+        "Bytes that this engine has written there.",
+    ).field()
+    read_bytes: int = Metric(
+        "total", "vllm:prefix_cache_disk_read_bytes", "Bytes that this engine has read from there."
+    ).field()
+    num_corrupt: int = Metric(
+        "total",
+        "vllm:prefix_cache_disk_corrupt",
+        "Files that were not what was written, and removed.",
+    ).field()
+    num_evicted: int = Metric(
+        "total",
+        "vllm:prefix_cache_disk_evicted",
+        "Files that this engine has removed to make room.",
+    ).field()
 
 
 class Counters:

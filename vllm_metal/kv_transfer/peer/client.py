@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.connections import Closed, Connections, NotReached, Unavailable
+from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
 from vllm_metal.kv_transfer.peer.limits import (
     CONNECTIONS_OF_A_PEER,
@@ -38,10 +39,8 @@ from vllm_metal.kv_transfer.peer.messages import (
     Row,
     Waiting,
     decode,
-    flags,
 )
 from vllm_metal.kv_transfer.peer.page import Checksum
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
 
 logger = init_logger(__name__)
@@ -125,7 +124,7 @@ class Peer:
 
     @property
     def engine_id(self) -> str | None:
-        """Of the engine that last answered; None before. `ask(())` makes it known."""
+        """The id of the engine that last answered; None before. `ask(())` makes it known."""
         return self._engine_id
 
     @property
@@ -133,6 +132,11 @@ class Peer:
         """Whether it could not be reached a moment ago, and is not tried."""
         with self._lock:
             return self._down_until is not None and self._clock() < self._down_until
+
+    def avoid(self) -> None:
+        """Counts as down from now on, for as long as a peer that could not be reached."""
+        with self._lock:
+            self._down_until = self._clock() + self._timeouts.down
 
     def ask(self, keys: Iterable[bytes], wait_s: float | None = None) -> frozenset[bytes]:
         """Which pages the peer has; blocks.
@@ -328,8 +332,9 @@ def _ask(keys: list[bytes], wait_ms: int, link: Link) -> set[bytes] | None:
     link.send(Ask(keys, wait_ms))
     while isinstance(answer := decode(link.receive(MAX_MESSAGE_BYTES), Found, Waiting), Waiting):
         pass
-    there = flags(answer.bitmap, len(keys))
-    return {key for key, is_there in zip(keys, there, strict=True) if is_there}
+    if len(answer.there) != len(keys):
+        raise ProtocolError(f"it tells of {len(answer.there)} pages in place of {len(keys)}")
+    return {key for key, is_there in zip(keys, answer.there, strict=True) if is_there}
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:

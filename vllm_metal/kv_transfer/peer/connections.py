@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import Timeouts
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
 from vllm_metal.settings import local_network
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,11 +29,30 @@ from vllm_metal.kv_transfer.peer.messages import (
     Welcome,
     decode,
 )
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link
 
 _VERSION = struct.Struct("<I")
 PREAMBLE = MAGIC + _VERSION.pack(PROTOCOL_VERSION)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which K/V an engine has: what two must agree on before one takes pages from the other."""
+
+    engine_id: str  # of one run of the engine: another after a restart
+    fingerprint: str  # a digest of all that K/V depend on but the text
+    facts: Mapping[str, Any]  # what it is a digest of, as JSON has it; for messages to people
+    page_bytes: tuple[int, ...]  # of a page, by KV cache group
+
+    @property
+    def content(self) -> tuple[str, tuple[int, ...]]:
+        """What must be equal."""
+        return self.fingerprint, tuple(self.page_bytes)
+
+    @property
+    def identity(self) -> tuple[str, str, tuple[int, ...]]:
+        """Changes when the engine restarts or loads other weights."""
+        return self.engine_id, *self.content
 
 
 class Refused(Exception):

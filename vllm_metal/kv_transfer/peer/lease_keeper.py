@@ -43,7 +43,7 @@ class LeaseKeeper:
         self._closed = False
 
     def want(self, keys: Iterable[bytes]) -> None:
-        """Pages are asked for: before the server is, so that no release of theirs comes after."""
+        """Counts wishes for pages. Call it before asking the server: no release may come after."""
         now = self._clock()
         with self._changed:
             for key in keys:
@@ -53,7 +53,7 @@ class LeaseKeeper:
                 self._to_release.discard(key)
 
     def not_found(self, keys: Iterable[bytes]) -> None:
-        """Of those that were asked for, these are not there."""
+        """Counts wishes for pages off that the server does not have."""
         with self._changed:
             self._count_down(keys)
 
@@ -82,7 +82,7 @@ class LeaseKeeper:
             self._thread.join()
 
     def _count_down(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those that nobody wants any more."""
+        """Counts wishes off; returns the pages that nobody wants any more."""
         unwanted = []
         for key in keys:
             wish = self._wishes.get(key)

@@ -8,7 +8,6 @@ client asks and the server answers, one at a time; raw bytes of a page follow ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, TypeVar, Union, overload
 
 import msgspec
@@ -92,9 +91,9 @@ class Waiting(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Server: those that are there."""
+    """Server: whether each is there."""
 
-    bitmap: Annotated[bytes, Meta(max_length=MAX_KEYS // 8)]  # bit i of byte j: key 8 j + i
+    there: Annotated[list[bool], Meta(max_length=MAX_KEYS)]
 
 
 class Fetch(Message, frozen=True):
@@ -159,23 +158,3 @@ def decode(body: bytes | bytearray, *expected: type[Message]) -> Message:
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         # Its words hold no values of the message, but lengths and names of types.
         raise ProtocolError(f"no message that belongs here: {error}") from None
-
-
-def bitmap(flags: Sequence[bool]) -> bytes:
-    """Eight flags a byte, the first in the lowest bit."""
-    packed = bytearray((len(flags) + 7) // 8)
-    for place, flag in enumerate(flags):
-        if flag:
-            packed[place >> 3] |= 1 << (place & 7)
-    return bytes(packed)
-
-
-def flags(bitmap: bytes, count: int) -> list[bool]:
-    """The flags of a bitmap.
-
-    Raises:
-        ProtocolError: it is not of so many.
-    """
-    if len(bitmap) != (count + 7) // 8:
-        raise ProtocolError(f"{len(bitmap)} bytes of flags for {count} keys")
-    return [bool(bitmap[place >> 3] >> (place & 7) & 1) for place in range(count)]

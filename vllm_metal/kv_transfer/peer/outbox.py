@@ -57,7 +57,7 @@ class Outbox:
             max_bytes: of all pages.
             clock: seconds.
         """
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._clock = clock
         self._changed = threading.Condition()
         self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
@@ -67,30 +67,30 @@ class Outbox:
         self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
         self._bytes = 0  # of all pages, and of those that are being copied
         self._leased_bytes = 0
-        self._announced: Counter[bytes] = Counter()
+        self._expected: Counter[bytes] = Counter()
         self._generation = 0
         self._counts: Counter[str] = Counter()
 
     # -- pages that are being made
 
-    def announce(self, keys: Iterable[bytes]) -> None:
-        """Pages are being made; who asks for them waits. Each call is paid by one `settle`."""
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Pages are being made; who asks for them waits. Each call is paid by `expect_no_more`."""
         with self._changed:
             for key in keys:
-                self._announced[key] += 1
+                self._expected[key] += 1
 
-    def settle(self, keys: Iterable[bytes]) -> None:
-        """Announced pages are there, or will not come."""
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        """Pages that were expected are there, or will not come."""
         with self._changed:
             for key in keys:
-                if self._announced[key] <= 1:
-                    del self._announced[key]
+                if self._expected[key] <= 1:
+                    del self._expected[key]
                 else:
-                    self._announced[key] -= 1
+                    self._expected[key] -= 1
             self._changed.notify_all()
 
     def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
-        """Those that are there, in the order of `keys`, once none of them is being made.
+        """Returns the pages that are there, in the order of `keys`, once none is being made.
 
         Args:
             keys: of pages.
@@ -98,17 +98,17 @@ class Outbox:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while (left := deadline - time.monotonic()) > 0 and self._any_announced(keys):
+            while (left := deadline - time.monotonic()) > 0 and self._any_expected(keys):
                 self._changed.wait(left)
             return [key for key in keys if key in self._unleased or key in self._leased]
 
-    def any_announced(self, keys: Iterable[bytes]) -> bool:
+    def any_expected(self, keys: Iterable[bytes]) -> bool:
         """Whether one of the pages is being made."""
         with self._changed:
-            return self._any_announced(keys)
+            return self._any_expected(keys)
 
-    def _any_announced(self, keys: Iterable[bytes]) -> bool:
-        return bool(self._announced) and any(key in self._announced for key in keys)
+    def _any_expected(self, keys: Iterable[bytes]) -> bool:
+        return bool(self._expected) and any(key in self._expected for key in keys)
 
     # -- pages that are there
 
@@ -189,12 +189,12 @@ class Outbox:
                 self._copying.pop(key, None)
 
     def clear(self) -> None:
-        """Removes all pages and leases; what was announced will not come."""
+        """Removes all pages and leases; what was expected will not come."""
         with self._changed:
             for key in [*self._unleased, *self._leased]:
                 self._remove(key)
             self._copying.clear()
-            self._announced.clear()
+            self._expected.clear()
             self._generation += 1
             self._changed.notify_all()
 
@@ -206,15 +206,15 @@ class Outbox:
         return self._leased.get(key)
 
     def _make_room(self, size: int, used_at: float) -> bool:
-        if size > self._max_bytes - self._leased_bytes:
+        if size > self.max_bytes - self._leased_bytes:
             return False
-        while self._bytes + size > self._max_bytes and self._unleased:
+        while self._bytes + size > self.max_bytes and self._unleased:
             if next(iter(self._unleased.values())).used_at >= used_at > 0.0:
                 return False
             _, evicted = self._unleased.popitem(last=False)
             self._bytes -= evicted.size
             self._counts["evicted"] += 1
-        return self._bytes + size <= self._max_bytes  # else others are being copied
+        return self._bytes + size <= self.max_bytes  # else others are being copied
 
     def _remove(self, key: bytes) -> None:
         entry = self._unleased.pop(key, None)
@@ -241,7 +241,7 @@ class Outbox:
         Returns:
             How many pages the holder has leases on now, of `keys`.
         """
-        most = self._max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
+        most = self.max_bytes * _LEASED_SHARE[0] // _LEASED_SHARE[1]
         num_leased = 0
         with self._changed:
             self._end_leases()
@@ -324,7 +324,7 @@ class Outbox:
             self._end_leases()
             return OutboxStats(
                 bytes=self._bytes,
-                max_bytes=self._max_bytes,
+                max_bytes=self.max_bytes,
                 pages=len(self._unleased) + len(self._leased),
                 leased_bytes=self._leased_bytes,
                 num_put=self._counts["put"],

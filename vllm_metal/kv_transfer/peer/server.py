@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address, is_loopback_ip
+from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
@@ -32,11 +33,9 @@ from vllm_metal.kv_transfer.peer.messages import (
     Renew,
     Row,
     Waiting,
-    bitmap,
     decode,
 )
 from vllm_metal.kv_transfer.peer.outbox import Outbox
-from vllm_metal.kv_transfer.peer.terms import Terms
 from vllm_metal.kv_transfer.peer.wire import Link, shut_down
 
 logger = init_logger(__name__)
@@ -90,6 +89,16 @@ class PageServer:
         self._woken, self._wake = socket.socketpair()
         self._acceptor = threading.Thread(target=self._accept, name="kv-peer-accept", daemon=True)
         self._acceptor.start()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are served."""
+        return len(self._threads)
+
+    @property
+    def num_sessions(self) -> int:
+        """Engines that these connections are of."""
+        return len(self._sessions)
 
     def close(self) -> None:
         """Ends all connections, and waits for their threads."""
@@ -206,13 +215,13 @@ class PageServer:
         while True:
             left = deadline - time.monotonic()
             there = self._outbox.await_pages(ask.keys, min(left, self._timeouts.waiting_sign))
-            if left <= 0 or self._closed.is_set() or not self._outbox.any_announced(ask.keys):
+            if left <= 0 or self._closed.is_set() or not self._outbox.any_expected(ask.keys):
                 break
             link.send(Waiting())
         self._outbox.lease(session, there, self._timeouts.lease)
         self._check(terms)
         known = set(there)
-        return Found(bitmap([key in known for key in ask.keys]))
+        return Found([key in known for key in ask.keys])
 
     def _send_pages(self, link: Link, terms: Terms, keys: list[bytes]) -> None:
         """Sends page by page, so that a connection keeps one evicted page in memory at most."""

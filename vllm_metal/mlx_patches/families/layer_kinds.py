@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of two kinds in any order, which `layer_types` names.
 
-mlx-lm's modules of Qwen3-Next and Qwen3.5 (attention, or a recurrence) and of Command R7B (with a
-window, or without one and without positions) read a period instead: every so manieth layer is of
-the second kind.
+mlx-lm's modules of Qwen3-Next and Qwen3.5 (attention, or a recurrence), of Gemma 3 (with a window,
+or without one) and of Command R7B (the same, and without positions) read a period instead: every so
+manieth layer is of the second kind. Gemma 3's rounds a factor to bfloat16 in every dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from vllm_metal.mlx_patches.families.windows import by_kind, caches_by_window, embedded
+from vllm_metal.mlx_patches.families.windows import (
+    by_kind,
+    caches_by_window,
+    embedded,
+    scaled_embeddings,
+)
 from vllm_metal.mlx_patches.replacing import after_init, replaced, wrap
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -38,6 +43,14 @@ def cohere2(module: ModuleType) -> None:
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
     _built_by_kind(module.Attention, "sliding_window_pattern")
     module.CohereModel.__call__ = by_kind(embedded)
+    module.Model.make_cache = caches_by_window
+
+
+def gemma3_text(module: ModuleType) -> None:
+    """Layers in any order, and the embeddings' factor in the model's dtype."""
+    _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
+    _built_by_kind(module.Attention, "sliding_window_pattern")
+    module.Gemma3Model.__call__ = by_kind(scaled_embeddings)
     module.Model.make_cache = caches_by_window
 
 

@@ -21,7 +21,7 @@ from vllm_metal.mlx_patches.replacing import after_init, wrap
 #: Parts of Gemma 3n's multimodal model.
 _PARTS = ("language_model", "vision_tower", "audio_tower", "embed_audio", "embed_vision")
 _OF_KV = ("k_proj", "v_proj", "k_norm")
-_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(\w+_proj\.\w+)")
+_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(.*)")
 
 
 def gemma3n(module: ModuleType) -> None:

@@ -2,10 +2,8 @@
 """Which layers have a sliding window, where mlx-lm's modules do not read it as transformers does.
 
 mlx-lm's module of Gemma 2 gives every layer the whole context, and caps scores of attention that it
-computes by itself. That of Gemma 3 reads a period,
-`sliding_window_pattern`, which transformers does not write, and rounds a factor to bfloat16 in
-every dtype. Those of Phi 3, StarCoder 2 and Mistral know no window of all layers: the first models
-of each were trained with one (Mistral 7B v0.1: 4096 tokens).
+computes by itself. Those of Phi 3, StarCoder 2 and Mistral know no window of all layers: the first
+models of each were trained with one (Mistral 7B v0.1: 4096 tokens).
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def gemma2(module: ModuleType) -> None:
 
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
     wrap(module.Attention, "__call__", _capped)
-    module.GemmaModel.__call__ = by_kind(_scaled_embeddings, return_array=True)
+    module.GemmaModel.__call__ = by_kind(scaled_embeddings, return_array=True)
     module.Model.make_cache = caches_by_window
 
 
@@ -60,39 +58,6 @@ def _capped(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return projected
 
     return attention
-
-
-def gemma3_text(module: ModuleType) -> None:
-    """Layers in any order, and the embeddings' factor in the model's dtype."""
-    base: Any = module.ModelArgs
-
-    @dataclass
-    class ModelArgs(base):
-        layer_types: list[str] | None = None
-
-        def __post_init__(self) -> None:
-            if self.layer_types is None:
-                period = self.sliding_window_pattern
-                self.layer_types = [
-                    _SLIDING if (index + 1) % period else _FULL
-                    for index in range(self.num_hidden_layers)
-                ]
-
-    module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
-
-    def built(before: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, args: Any, layer_idx: int) -> None:
-            # mlx-lm asks for the remainder of the index, and for nothing else of it.
-            sliding = args.layer_types[layer_idx] == _SLIDING
-            with replaced(args, "sliding_window_pattern", 2):
-                before(self, args, 0 if sliding else 1)
-            self.layer_idx = layer_idx
-
-        return init
-
-    wrap(module.Attention, "__init__", built)
-    module.Gemma3Model.__call__ = by_kind(_scaled_embeddings)
-    module.Model.make_cache = caches_by_window
 
 
 def of_all_layers(model: str) -> Callable[[ModuleType], None]:
@@ -165,7 +130,8 @@ def embedded(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.ar
     return found
 
 
-def _scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
+def scaled_embeddings(model: Any, inputs: mx.array, embeddings: mx.array | None) -> mx.array:
+    """Embeddings as Gemma has them, by a factor in the model's dtype."""
     hidden = embedded(model, inputs, embeddings)
     return hidden * mx.array(model.args.hidden_size**0.5, hidden.dtype)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm.logger import init_logger
 
-from vllm_metal.serving.metrics import Figures, Metric
+from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.response_cache.entry import Entry
 from vllm_metal.serving.response_cache.store import Store, StoreError
 from vllm_metal.serving.response_cache.twins import Twins
@@ -70,11 +70,11 @@ class ResponseCache:
         """Brings the metric up to date, which other servers and commands change, too."""
         total = await self._asked(self._reading, self._store.num_bytes)
         if total is not None:
-            self._figures.series(Metric.KEPT_BYTES).set(total)
+            self._figures.kept_bytes.set(total)
 
     def count(self, result: str) -> None:
         """Counts a request: "hit", "miss" or "bypass"."""
-        self._figures.series(Metric.KEPT_ANSWERS, result=result).inc()
+        self._figures.kept_answers.labels(result).inc()
 
     async def close(self) -> None:
         """Ends the store."""

@@ -44,13 +44,10 @@ def _stream_is_complete(stream: bytes) -> bool:
     if any("error" in chunk for chunk in chunks):
         return False
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    ends = {choice["index"]: choice["finish_reason"] for choice in choices if _ended(choice)}
+    ended = [choice for choice in choices if choice.get("finish_reason") is not None]
+    ends = {choice["index"]: choice["finish_reason"] for choice in ended}
     begun = {choice["index"] for choice in choices}
     return bool(begun) and begun == ends.keys() and set(ends.values()) <= set(_ENDS)
-
-
-def _ended(choice: dict[str, Any]) -> bool:
-    return choice.get("finish_reason") is not None
 
 
 def _messages_are_complete(stream: bytes) -> bool:

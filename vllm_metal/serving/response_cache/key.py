@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_metal.serving.fields import Fields
@@ -48,9 +48,5 @@ async def of_request(
     made = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for prompt in prompts:
         made.update(b"\0%d\0" % len(prompt))
-        made.update(_bytes(prompt))
+        made.update(array("q", prompt).tobytes())
     return made.hexdigest()
-
-
-def _bytes(tokens: Sequence[int]) -> bytes:
-    return array("q", tokens).tobytes()

@@ -14,7 +14,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +38,7 @@ _SCHEMA = (
     "CREATE INDEX IF NOT EXISTS by_expiry ON answers (expires)",
     "CREATE INDEX IF NOT EXISTS by_use ON answers (used)",
 )
+_BEGIN = "BEGIN IMMEDIATE"
 _T = TypeVar("_T")
 
 
@@ -116,7 +117,8 @@ class SqliteStore:
         size = _whole_pages(len(value) + _ROW_BYTES, page) + _SPARE_PAGES * page
         if size > self._max_bytes:
             return
-        with _transaction(database):
+        with database:  # all of it, or nothing
+            database.execute(_BEGIN)
             # Not REPLACE: a damaged index is noticed by what it lets through twice.
             database.execute("DELETE FROM answers WHERE key = ? OR expires <= ?", (key, now))
             self._make_room(size)
@@ -129,7 +131,8 @@ class SqliteStore:
         if not self._path.exists():  # a command does not make what would then be its user's
             return 0
         database = self._database()
-        with _transaction(database):
+        with database:
+            database.execute(_BEGIN)
             if owner is None:
                 removed = database.execute("DELETE FROM answers").rowcount
             else:
@@ -187,7 +190,8 @@ class SqliteStore:
             database.execute("PRAGMA synchronous = NORMAL")
             database.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
-            with _transaction(database):  # another server may open it at the same time
+            with database:
+                database.execute(_BEGIN)  # another server may open it at the same time
                 (version,) = database.execute("PRAGMA user_version").fetchone()
                 (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
                 if tables and version != _VERSION:
@@ -222,19 +226,6 @@ class SqliteStore:
         if opened is not None:
             with contextlib.suppress(sqlite3.Error):
                 opened.close()
-
-
-@contextlib.contextmanager
-def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """All that is written within it is kept, or nothing is."""
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        database.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            database.execute("ROLLBACK")
-        raise
 
 
 def _shrink(database: sqlite3.Connection) -> None:

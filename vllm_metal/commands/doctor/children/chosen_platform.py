@@ -3,7 +3,7 @@
 
 from importlib.metadata import entry_points
 
-from vllm_metal.commands.doctor.child import say
+from vllm_metal.device.child import say
 
 
 def main() -> None:

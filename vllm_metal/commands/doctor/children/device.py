@@ -4,7 +4,7 @@
 import dataclasses
 import platform
 
-from vllm_metal.commands.doctor.child import say
+from vllm_metal.device.child import say
 from vllm_metal.settings import envs
 
 

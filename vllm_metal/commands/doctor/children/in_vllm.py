@@ -3,7 +3,7 @@
 
 import importlib
 
-from vllm_metal.commands.doctor.child import say
+from vllm_metal.device.child import say
 from vllm_metal.settings import envs
 
 

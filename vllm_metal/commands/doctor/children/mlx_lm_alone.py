@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from vllm_metal.commands.doctor.child import say
 from vllm_metal.device import blas
+from vllm_metal.device.child import say
 from vllm_metal.settings import envs
 
 
@@ -42,15 +42,13 @@ def main() -> None:
 
 def _judge(args: argparse.Namespace) -> None:
     import mlx.core as mx
-    from huggingface_hub import snapshot_download
+    from mlx_lm.utils import hf_repo_to_path
 
     from vllm_metal.models.loader import dense_model
 
     say(stage="loading the model")
     folder = Path(args.model)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(args.model, local_files_only=True))
-    model = dense_model(folder)
+    model = dense_model(folder if folder.is_dir() else hf_repo_to_path(args.model))
     say(stage="answering")
     before = [*args.prompt, *args.tokens[:-1]]
     logits = model(mx.array([before]))[0, -len(args.tokens) :].astype(mx.float32)

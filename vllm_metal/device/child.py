@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 #: Lines of a process's output that are kept for the report: all of a start, and some traces.
@@ -105,13 +105,20 @@ class Child:
     """A process and all that it starts; leaving the block ends those that still run."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str | None] | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str | None] | None = None,
+        request: str | None = None,
+        parse: Callable[[str], dict[str, Any] | None] = heard,
     ) -> None:
         """
         Args:
             command: program and arguments.
             environment: variables added to this process's; None leaves a variable out.
+            request: what the process finds on stdin; None: nothing.
+            parse: finds the message in a line; None: it has none.
         """
+        self._parse = parse
         self._started = time.monotonic()
         self._lines: list[str] = []
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -119,7 +126,7 @@ class Child:
         changed = os.environ | _QUIET | dict(environment or {})
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if request is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -129,16 +136,14 @@ class Child:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may be dead already
+                stdin.write(request or "")
 
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     @property
@@ -195,7 +200,7 @@ class Child:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if (found := heard(line)) is not None:
+            if (found := self._parse(line)) is not None:
                 self._messages.put(found)
             elif text := line.rstrip():
                 self._lines.append(text)

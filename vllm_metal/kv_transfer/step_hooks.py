@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
     from vllm_metal.models.paged_layers import PagedLayers
+    from vllm_metal.vllm_patches.step_result import Figures
 
 
 class HookedRunner(Protocol):
@@ -26,7 +27,7 @@ class HookedRunner(Protocol):
         """Has the device compute these, too, when it is given the step that is being built."""
         ...
 
-    def settle_drafts(self, ends: Mapping[str, int]) -> None:
+    def complete_draft_kv(self, ends: Mapping[str, int]) -> None:
         """Completes what blocks hold of requests' first tokens, by request id."""
         ...
 
@@ -96,6 +97,10 @@ class StepHooks:
             becomes of the step. Where the call raises it is lost: tell it after the next step.
         """
         return None
+
+    def figures(self) -> Figures:
+        """Figures of transfers that are new since the last call; made after `after_step`."""
+        return {}
 
     def steps_computed(self, num_left: int) -> None:
         """Steps that the device was given are known to have been computed, without an error.

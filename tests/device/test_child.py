@@ -7,7 +7,7 @@ import psutil
 import pytest
 from commands.doctor.conftest import ended
 
-from vllm_metal.commands.doctor.child import LIMITS, Child, run
+from vllm_metal.device.child import LIMITS, Child, run
 
 SHORT = {**LIMITS, "starting": 30.0, "answering": 1.0}
 

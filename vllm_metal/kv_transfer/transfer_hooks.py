@@ -6,22 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
 from vllm_metal.kv_transfer.loads import PIECE_BYTES, Loads
-from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata
+from vllm_metal.kv_transfer.messages import PageKeys, TransferMetadata, TransferNews
 from vllm_metal.kv_transfer.page_store import PageStore
+from vllm_metal.kv_transfer.step_hooks import HookedRunner, StepHooks
 from vllm_metal.kv_transfer.stores import LOT_STEPS, Stores
-from vllm_metal.worker.step_hooks import HookedRunner, StepHooks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_metal.kv_transfer.fingerprint import Fingerprint
+    from vllm_metal.vllm_patches.step_result import Figures
 
 logger = init_logger(__name__)
 
@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 STAGING_BYTES = 64 << 20
 #: Copies on their way out of an engine that prefills for others, who wait for them: what a step of
 #: 2,048 tokens leaves of an 8B model with 16-bit K/V of 8 heads.
-STAGING_BYTES_FOR_PEERS = 256 << 20
+STAGING_BYTES_WAITED_FOR = 256 << 20
 #: Bytes put into the pool before a step: one piece while others decode, which takes the host some
 #: 3 ms, and its reading a core some 5 ms; else all that staging holds.
 IMPORT_BYTES_BESIDE = PIECE_BYTES
@@ -39,13 +39,13 @@ PIECES_AHEAD_BESIDE = 2
 DRAIN_SECONDS = 5.0
 
 
-def staging_bytes(listens: bool) -> int:
+def staging_bytes(is_waited_for: bool) -> int:
     """Most memory of blocks on their way.
 
     Args:
-        listens: whether others may ask this engine for pages.
+        is_waited_for: whether other engines wait for this one's pages.
     """
-    return STAGING_BYTES + (STAGING_BYTES_FOR_PEERS if listens else STAGING_BYTES)
+    return STAGING_BYTES + (STAGING_BYTES_WAITED_FOR if is_waited_for else STAGING_BYTES)
 
 
 class TransferHooks(StepHooks):
@@ -63,6 +63,7 @@ class TransferHooks(StepHooks):
         store: PageStore,
         fingerprint: Callable[[], Fingerprint],
         block_size: int,
+        is_waited_for: bool = False,
     ) -> None:
         """
         Args:
@@ -70,42 +71,47 @@ class TransferHooks(StepHooks):
             fingerprint: what they are kept under from now on; asked for each pool, since other
                 weights may have been loaded.
             block_size: tokens of a block.
+            is_waited_for: whether other engines wait for this one's pages.
         """
         self._fingerprint = fingerprint
         self.store = store
-        listens = store.outbox is not None
-        self._stores = Stores(
+        self.stores = Stores(
             store,
             block_size,
-            STAGING_BYTES_FOR_PEERS if listens else STAGING_BYTES,
-            lot_steps=1 if listens else LOT_STEPS,
+            STAGING_BYTES_WAITED_FOR if is_waited_for else STAGING_BYTES,
+            lot_steps=1 if is_waited_for else LOT_STEPS,
         )
-        self._loads = Loads(self.store, STAGING_BYTES)
+        self.loads = Loads(store, STAGING_BYTES)
         self._runner: HookedRunner | None = None
         self._metadata = TransferMetadata({}, {})
+        self._expected: dict[int, list[bytes]] = {}  # pages of store jobs that have not ended
+        self._untold_content: PoolContent | None = None  # which the scheduler has not heard of
         self._decoding = False  # whether the step at hand computes anything
         self._on_pool: set[str] = set()  # requests that began or started again on this pool
         self._ended: set[str] = set()  # requests that had ended before the step at hand
 
     def pool_made(self, runner: HookedRunner) -> None:
-        if (fingerprint := self._fingerprint()) != self.store.fingerprint:
-            self.store.switch(fingerprint)
         pages = runner.layers.block_pages()
-        self.store.use_pages(pages.sizes)
-        self._stores.use(pages)
-        self._loads.use(pages)
+        content, is_first = (
+            PoolContent(self._fingerprint(), pages.sizes),
+            self.store.content is None,
+        )
+        if self.store.use(content) and not is_first:  # the handshake tells of the first one
+            self._untold_content = content
+        self.stores.use(pages)
+        self.loads.use(pages)
         self._runner = runner
 
     def before_pool_goes(self, lost: bool) -> None:
         try:
             if not lost:
                 if self._runner is not None:
-                    self._runner.settle_drafts({})
-                self._stores.drain(DRAIN_SECONDS)
+                    self._runner.complete_draft_kv({})
+                self.stores.drain(DRAIN_SECONDS)
         except Exception:
             logger.exception("Blocks could not be copied out of the KV pool before it goes")
-        self._stores.lose_pool()
-        self._loads.lose_pool()
+        self.stores.lose_pool()
+        self.loads.lose_pool()
         self._on_pool.clear()
         self._runner = None
 
@@ -114,11 +120,11 @@ class TransferHooks(StepHooks):
         assert isinstance(metadata, TransferMetadata)
         self._metadata = metadata
         self._decoding = bool(scheduler_output.num_scheduled_tokens)
-        self._take_back(metadata)
+        self._tell_store(metadata)
         self._ended = finished = scheduler_output.finished_req_ids
-        self._loads.cancel(metadata.cancelled_loads | finished)
+        self.loads.cancel(metadata.cancelled_loads | finished)
         for job_id, job in metadata.load_jobs.items():
-            self._loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
+            self.loads.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
         self._read_on()
         if not sound:
             return
@@ -126,15 +132,23 @@ class TransferHooks(StepHooks):
         self._on_pool |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
         self._flush(metadata)
 
-    def _take_back(self, metadata: TransferMetadata) -> None:
-        """Drops what requests without sound blocks would have kept.
+    def _tell_store(self, metadata: TransferMetadata) -> None:
+        """Drops what requests without sound blocks would have kept; says what is used, and comes.
 
         Others that had the same blocks lose them, too: the step at hand may clear them.
         """
-        self._stores.drop_requests(metadata.void_requests)
+        self.stores.drop_requests(metadata.void_requests)
         for discard in metadata.discards:
-            self._stores.drop_keys(discard.keys)
+            self.stores.drop_keys(discard.keys)
             self.store.discard(discard)
+        for use in metadata.uses:
+            self.store.touch(use)
+        if metadata.asks_content:
+            self._untold_content = self.store.content
+        for job_id, job in metadata.store_jobs.items():
+            assert isinstance(job.dst_spec, PageKeys)
+            self._expected[job_id] = job.dst_spec.keys
+            self.store.expect(job.dst_spec.keys)
 
     def _flush(self, metadata: TransferMetadata) -> None:
         """Copies blocks out at once that this step gives to other requests."""
@@ -143,57 +157,56 @@ class TransferHooks(StepHooks):
             self._add_store(job_id, metadata.store_jobs.pop(job_id))
         if flushed:
             assert self._runner is not None
-            self._runner.settle_drafts(self._stores.all_due_ends(flushed))
-            self._stores.copy_now(flushed)
+            self._runner.complete_draft_kv(self.stores.all_due_ends(flushed))
+            self.stores.copy_now(flushed)
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
         # A request that ended before there was this pool left nothing in its blocks.
         if job.req_id in self._metadata.void_requests or job.req_id not in self._on_pool:
-            self._stores.refuse(job_id)
+            self.stores.refuse(job_id)
             return
         keys, blocks = _pages(job, job.dst_spec, job.src_spec)
-        self._stores.add(job_id, job.req_id, keys, blocks)
+        self.stores.add(job_id, job.req_id, keys, blocks)
 
     def before_forward(self) -> None:
-        self._loads.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
+        self.loads.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
         self._read_on()
 
     def _read_on(self) -> None:
-        self._loads.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
+        self.loads.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
 
     def before_hand_over(self) -> None:
         assert self._runner is not None
-        self._runner.settle_drafts(self._stores.due_ends())
-        self._runner.join_step(self._stores.queue_lot())
+        self._runner.complete_draft_kv(self.stores.due_ends())
+        self._runner.join_step(self.stores.queue_lot())
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         metadata = self._metadata
         if computed and self._decoding:
-            self._stores.handed_over()
+            self.stores.handed_over()
         for job_id, job in metadata.store_jobs.items():
             if computed:
                 self._add_store(job_id, job)
             else:
-                self._stores.refuse(job_id)
+                self.stores.refuse(job_id)
         self._metadata = TransferMetadata({}, {})
-        self._stores.end_step()
+        self.stores.end_step()
         self._on_pool -= self._ended
         if computed and not self._decoding:
             assert self._runner is not None
-            self._runner.settle_drafts(self._stores.all_due_ends())
-            self._stores.copy_now()  # nothing else keeps the device busy
+            self._runner.complete_draft_kv(self.stores.all_due_ends())
+            self.stores.copy_now()  # nothing else keeps the device busy
         return self._outcome()
 
     def steps_computed(self, num_left: int) -> None:
-        self._stores.steps_computed(num_left)
+        self.stores.steps_computed(num_left)
 
     def _outcome(self) -> KVConnectorOutput | None:
         """What has ended since the step before."""
-        stored, loaded = self._stores.finished(), self._loads.finished()
-        if not stored and not loaded:
-            return None
-        news = OffloadingWorkerMetadata()
-        for store in stored:
+        news = TransferNews()
+        loaded = self.loads.finished()
+        for store in self.stores.finished():
+            self.store.expect_no_more(self._expected.pop(store.job_id))
             news.mark_completed(store.job_id)
             if store.num_bytes:
                 news.transfer_stats.store.record(store.num_bytes, store.seconds)
@@ -201,15 +214,22 @@ class TransferHooks(StepHooks):
             news.mark_completed(load.job_id)
             if load.num_bytes:
                 news.transfer_stats.load.record(load.num_bytes, load.seconds)
+        self.store.tell(news)
+        news.content, self._untold_content = self._untold_content, None
+        if news == TransferNews():
+            return None
         return KVConnectorOutput(
             finished_recving={load.req_id for load in loaded},
             failed_recving={load.req_id for load in loaded if load.failed},
             kv_connector_worker_meta=news,
         )
 
+    def figures(self) -> Figures:
+        return self.store.figures()
+
     def close(self) -> None:
         """Ends the threads; there is no pool any more."""
-        self._loads.close()
+        self.loads.close()
         self.store.close()
 
 

@@ -42,7 +42,7 @@ def check(made):
         MetalPlatform.check_and_update_config(config)  # as the engine's process does
         assert TransferConfig.of(config) == found
         assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"
-        return found
+        return found.stores
 
     return of
 
@@ -57,20 +57,21 @@ def secret(tmp_path):
 
 def test_each_role_has_what_it_needs(check, tmp_path):
     producer = check("kv_producer", listen=HERE, outbox_bytes="2GB")
-    assert producer.disk is None and producer.peers.peers == ()
-    assert producer.peers.listen == Address("127.0.0.1", 9100)
-    assert producer.peers.outbox_bytes == 2 * 10**9
+    assert "disk" not in producer and producer["peers"].peers == ()
+    assert producer["peers"].listen == Address("127.0.0.1", 9100)
+    assert producer["peers"].outbox_bytes == 2 * 10**9
     consumer = check("kv_consumer", peers=[HERE, THERE])
-    assert consumer.peers.listen is None and consumer.peers.outbox_bytes == 0
-    assert [str(each) for each in consumer.peers.peers] == [HERE, THERE]
+    assert consumer["peers"].listen is None and consumer["peers"].outbox_bytes == 0
+    assert [str(each) for each in consumer["peers"].peers] == [HERE, THERE]
     both = check("kv_both", listen=HERE, peers=[THERE], path=str(tmp_path / "cache"))
-    assert both.disk.directory == tmp_path / "cache" and both.peers.listen and both.peers.peers
+    assert both["disk"].directory == tmp_path / "cache"
+    assert both["peers"].listen and both["peers"].peers
     for role in ("kv_both", "kv_producer", "kv_consumer"):  # two engines may share a folder
-        assert check(role, path=str(tmp_path / "cache")).peers is None
+        assert "peers" not in check(role, path=str(tmp_path / "cache"))
 
 
 def test_the_outbox_is_a_part_of_this_machine_s_memory(check):
-    found = check("kv_producer", listen=HERE).peers.outbox_bytes
+    found = check("kv_producer", listen=HERE)["peers"].outbox_bytes
     assert found == min(psutil.virtual_memory().total // 16, 4 << 30)
 
 
@@ -78,7 +79,8 @@ def test_beyond_this_machine_a_secret_is_needed(check, secret):
     for role, extra in (("kv_producer", {"listen": FAR}), ("kv_consumer", {"peers": [HERE, FAR]})):
         with pytest.raises(ValueError, match=rf"{FAR}, beyond this machine.* 'secret'"):
             check(role, **extra)
-        assert check(role, secret=str(secret), **extra).peers.read_secret() == b"0123456789abcdef"
+        found = check(role, secret=str(secret), **extra)["peers"]
+        assert found.read_secret() == b"0123456789abcdef"
     secret.chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
         check("kv_producer", listen=FAR, secret=str(secret))

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An end of steps that needs nothing more of the scheduler is never asked for samples by vLLM."""
+
+import pytest
+from e2e.harness import Dense, engine, generate, greedy
+
+from vllm_metal.worker import worker
+from vllm_metal.worker.step_end import SamplingEnd
+
+NUM_TOKENS = 6
+
+
+class AtOnce(SamplingEnd):
+    at_once = True
+
+
+@pytest.mark.parametrize("end", [AtOnce, SamplingEnd])
+def test_a_step_that_ends_at_once_is_one_call(tiny, tiny_text, monkeypatch, end):
+    monkeypatch.setattr(worker, "SamplingEnd", end)
+    prompts, asked = [tiny_text[:80], tiny_text[5:30]], []
+    with engine(
+        tiny, max_model_len=128, max_num_batched_tokens=32, max_num_seqs=4, async_scheduling=False
+    ) as llm:
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        sample = executor.sample_tokens
+        monkeypatch.setattr(
+            executor,
+            "sample_tokens",
+            lambda *given, **options: asked.append(1) or sample(*given, **options),
+        )
+        outputs = generate(llm, prompts, greedy(NUM_TOKENS))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        Dense(tiny).check(prompt, output)
+        assert len(output) == NUM_TOKENS
+    assert bool(asked) == (end is SamplingEnd)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K/V leave the pool and come back where the worker is a process of its own: vLLM's mp executor."""
+
+import pytest
+from e2e.disk import ask, check_same, disk_engine, disk_hits, pages, random_prompts
+from e2e.fuzz.models import VOCAB
+from e2e.peers import consumer, decode, free_port, prefill, producer
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+#: By name it is refused, as it is of no use with one device.
+APART = {"distributed_executor_backend": MultiprocExecutor}
+pytestmark = pytest.mark.more
+
+
+@pytest.fixture(autouse=True)
+def spawned(monkeypatch):
+    """A fork of a process that has used MLX hangs."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def test_a_second_engine_finds_what_the_first_one_left_on_disk(tiny, tmp_path):
+    prompts = random_prompts([100, 60], VOCAB)
+    with disk_engine(tiny, tmp_path / "cache") as llm:
+        expected = ask(llm, prompts)
+    (tmp_path / "cache").rename(tmp_path / "other")
+    with disk_engine(tiny, tmp_path / "cache", **APART) as llm:
+        check_same(ask(llm, prompts), expected)
+        assert disk_hits(llm) == 0
+    assert [path.name for path in pages(tmp_path / "cache")] == [
+        path.name for path in pages(tmp_path / "other")
+    ]
+    with disk_engine(tiny, tmp_path / "cache", **APART) as llm:
+        check_same(ask(llm, prompts), expected)
+        assert disk_hits(llm) == 96 + 48
+
+
+def test_prefill_apart_from_decode(tiny):
+    (prompt,) = random_prompts([100], VOCAB)
+    port = free_port()
+    with producer(tiny, port) as p, consumer(tiny, port) as d:
+        expected = decode(d, prompt, prefill(p, prompt))
+    with producer(tiny, port, **APART) as p, consumer(tiny, port, **APART) as d:
+        assert decode(d, prompt, prefill(p, prompt)) == expected
+    assert expected.pulled == 96

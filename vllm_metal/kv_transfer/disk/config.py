@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiskConfig: the settings of the prefix cache on disk, and its row of the registry."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_metal.kv_transfer.disk import layout
+from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
+from vllm_metal.kv_transfer.disk.limits import (
+    DEFAULT_DAILY_WRITE_BYTES,
+    Limits,
+    default_max_bytes,
+)
+from vllm_metal.kv_transfer.disk.stats import DiskStats
+from vllm_metal.kv_transfer.disk.store import DiskStore, DiskView
+from vllm_metal.kv_transfer.fingerprint import PoolContent
+from vllm_metal.kv_transfer.store import StoreConfig
+from vllm_metal.settings import values
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class DiskConfig(StoreConfig):
+    """Where the cache is, and what it may take."""
+
+    name = "disk"
+    asked_by = "'path', the folder of a cache on disk"
+    asking = ("path",)
+    readers = MappingProxyType(
+        {"path": values.path, "bytes": values.size, "daily_writes": values.daily_size}
+    )
+    short = MappingProxyType(
+        {
+            "prefix_cache_dir": "path",
+            "prefix_cache_bytes": "bytes",
+            "prefix_cache_daily_writes": "daily_writes",
+            "prefix_cache_salt_key": "salt_key",
+        }
+    )
+    figures = DiskStats
+
+    directory: Path  # absolute
+    max_bytes: int  # of all that the folder holds
+    daily_write_bytes: int | None  # in a calendar day; None: no limit
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
+        """See `StoreConfig`. Makes the folder, and warns where it is not as it should be."""
+        if "path" in given:
+            _prepare(given["path"], where)
+        elif alone := [key for key in ("bytes", "daily_writes", "salt_key") if key in given]:
+            raise ValueError(f"{where} {alone[0]!r} needs 'path', the folder of the cache on disk")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> DiskConfig:
+        most = given.get("bytes")
+        if most is None:  # of a full disk the default is 0, which is no size
+            most = max(default_max_bytes(given["path"]), 1)
+        daily = given.get("daily_writes", DEFAULT_DAILY_WRITE_BYTES)
+        return DiskConfig(given["path"], most, None if daily == values.UNLIMITED else daily)
+
+    def as_json(self) -> dict[str, Any]:
+        daily = self.daily_write_bytes
+        return {
+            "path": str(self.directory),
+            "bytes": self.max_bytes,
+            "daily_writes": values.UNLIMITED if daily is None else daily,
+        }
+
+    def open(self, engine_id: str) -> DiskStore:
+        limits = Limits(self.max_bytes, self.daily_write_bytes)
+        store = DiskStore(partial(DiskCache, self.directory, limits))
+        logger.info(
+            "The prefix cache is kept in %s: %.3g GB at most, %s",
+            self.directory,
+            self.max_bytes / 1e9,
+            "however much is written a day"
+            if self.daily_write_bytes is None
+            else f"{self.daily_write_bytes / 1e9:.3g} GB written a day at most",
+        )
+        return store
+
+    def view(self, engine_id: str, content: PoolContent, handshake: None) -> DiskView:
+        return DiskView(self.directory, content)
+
+
+def _prepare(directory: Path, where: str) -> None:
+    """Makes the folder, for its owner alone; warns where nothing can be written to it.
+
+    Raises:
+        ValueError: it cannot be made or read, is a file, or holds other things than a cache.
+    """
+    setting = f"the folder of the prefix cache (prefix_cache_dir, or 'path' of {where})"
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{setting}: {directory} is a file; name a folder")
+        layout.make_folder(directory, directory)
+        ours = layout.may_be_cache(directory)
+    except OSError as error:
+        raise ValueError(
+            f"{setting}: {error.filename or directory} cannot be used ({error.strerror or error}); "
+            "name a folder that you may read and write"
+        ) from error
+    if not ours:
+        raise ValueError(
+            f"{setting}: {directory} holds other things; name an empty folder, or a new one"
+        )
+    if directory.stat().st_mode & 0o022:
+        logger.warning(
+            "%s can be written to by other users, who could plant blocks there that change "
+            "answers: run `chmod go-w %s`",
+            directory,
+            directory,
+        )
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written to (%s): the prefix cache serves what is there, and keeps "
+            "nothing new",
+            directory,
+            error.strerror or error,
+        )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PeerConfig: the settings of engines that hand each other pages, and their row of the registry.
+
+Which settings an engine needs follows from its kv_role: a producer prefills, and others get its
+pages; a consumer asks producers for pages, and decodes; kv_both may do either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+from vllm.logger import init_logger
+
+from vllm_metal.kv_transfer.fingerprint import PoolContent
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.store import PeerStats, PeerStore
+from vllm_metal.kv_transfer.peer.view import PeerView
+from vllm_metal.kv_transfer.store import StoreConfig
+from vllm_metal.settings import secret_file, values
+
+logger = init_logger(__name__)
+
+#: Memory of the outbox where the user says nothing: a 16th of the machine's, and no more than
+#: takes 32,768 tokens of an 8B model with 16-bit K/V of 8 heads (131,072 bytes each).
+_DEFAULT_SHARE, _DEFAULT_MOST = 16, 4 << 30
+#: By kv_role a key that is needed, and one that is of no use.
+_OF_ROLE: Mapping[str, tuple[str | None, str | None]] = {
+    "kv_producer": ("listen", "peers"),
+    "kv_consumer": ("peers", "listen"),
+    "kv_both": (None, None),
+}
+_MEANINGS = {
+    "listen": "the address where decoding engines ask for K/V, such as 127.0.0.1:9100",
+    "peers": "the addresses that prefilling engines listen on, such as ['127.0.0.1:9100']",
+}
+
+
+def _address(value: Any) -> Address:
+    """An address.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"must be an address such as '127.0.0.1:9100', not {value!r}")
+    return Address.parse(value)
+
+
+def _addresses(value: Any) -> tuple[Address, ...]:
+    """Several addresses, no two the same.
+
+    Raises:
+        ValueError: it is no list of addresses.
+    """
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"must be a list of addresses such as ['127.0.0.1:9100'], not {value!r}")
+    found = [_address(each) for each in value]
+    if len(set(found)) < len(found):
+        raise ValueError("names an address twice")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class PeerConfig(StoreConfig):
+    """Who asks this engine, and whom it asks."""
+
+    name = "peers"
+    asked_by = "'listen' and 'peers', the addresses of engines that hand each other K/V"
+    asking = ("listen", "peers")
+    readers = MappingProxyType(
+        {
+            "listen": _address,
+            "peers": _addresses,
+            "secret": values.path,
+            "outbox_bytes": values.size,
+        }
+    )
+    figures = PeerStats
+
+    listen: Address | None  # where peers ask for pages; None: nobody may
+    peers: tuple[Address, ...]  # whom to ask for pages
+    secret: Path | None  # file of what all of them share; None: they are on this machine
+    outbox_bytes: int  # most memory of pages that peers may ask for
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.outbox_bytes
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.listen is not None
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:
+        needed, useless = _OF_ROLE[role]
+        if needed is not None and instead is not None and not given.get(needed):
+            meaning = _MEANINGS[needed]
+            raise ValueError(f"kv_role {role!r} needs {where} {needed!r}, {meaning}; or {instead}")
+        if useless is not None and given.get(useless):
+            raise ValueError(
+                f"kv_role {role!r} has no use for {where} {useless!r}: leave it out, or choose "
+                "kv_both"
+            )
+        if "outbox_bytes" in given and "listen" not in given:
+            raise ValueError(
+                f"{where} 'outbox_bytes' needs 'listen': the outbox is for peers that ask"
+            )
+        if cls.is_asked_for(given):
+            _check_secret(cls.of(given), where)
+        elif "secret" in given:
+            raise ValueError(f"{where} 'secret' needs 'listen' or 'peers', who share it")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> PeerConfig:
+        most = given.get("outbox_bytes")
+        if most is None:
+            most = min(psutil.virtual_memory().total // _DEFAULT_SHARE, _DEFAULT_MOST)
+        listen, peers = given.get("listen"), tuple(given.get("peers", ()))
+        return PeerConfig(listen, peers, given.get("secret"), most if listen is not None else 0)
+
+    def read_secret(self) -> bytes:
+        """Reads the secret; empty where there is none.
+
+        Raises:
+            ValueError: its file cannot be used.
+        """
+        return b"" if self.secret is None else secret_file.read(self.secret, "secret")
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.peers:
+            found["peers"] = [str(peer) for peer in self.peers]
+        if self.listen is not None:
+            found |= {"listen": str(self.listen), "outbox_bytes": self.outbox_bytes}
+        if self.secret is not None:
+            found["secret"] = str(self.secret)
+        return found
+
+    def open(self, engine_id: str) -> PeerStore:
+        if self.listen is not None:
+            most = self.outbox_bytes / 1e9
+            logger.info(
+                "Other engines may ask for K/V at %s, of %.3g GB at most", self.listen, most
+            )
+        if self.peers:
+            logger.info("K/V are asked of %s", ", ".join(map(str, self.peers)))
+        secret = self.read_secret()
+        return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
+
+    def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
+        return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
+
+
+def _check_secret(config: PeerConfig, where: str) -> None:
+    """Raises ValueError where there must be one and is none, or its file cannot be used."""
+    listens = () if config.listen is None else (config.listen,)
+    elsewhere = [str(each) for each in (*listens, *config.peers) if not each.is_loopback]
+    if elsewhere and config.secret is None:
+        raise ValueError(
+            f"{where} names {', '.join(elsewhere)}, beyond this machine: whoever reaches that port "
+            "could read prompts out of K/V, or plant K/V that change answers. Give 'secret', a "
+            "file with the same content on all machines: `openssl rand -hex 32 > FILE && chmod "
+            "600 FILE`"
+        )
+    config.read_secret()

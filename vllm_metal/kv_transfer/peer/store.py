@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PeerStore: the worker's side of peers, who ask for pages of the outbox, and are asked for theirs.
+
+`view.py` is the scheduler's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_metal.kv_transfer.fingerprint import PoolContent
+from vllm_metal.kv_transfer.peer.address import Address
+from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.handshake import Terms
+from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.server import PageServer
+from vllm_metal.kv_transfer.store import Shelf, Store
+from vllm_metal.metrics.metric import Metric
+
+
+@dataclass(frozen=True)
+class PeerStats:
+    """Figures of this process."""
+
+    outbox_bytes: int = Metric(
+        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
+    ).field()
+    outbox_limit_bytes: int = Metric(
+        "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
+    ).field()
+    leased_bytes: int = Metric(
+        "gauge",
+        "vllm:kv_outbox_leased_bytes",
+        "Bytes of those that peers have asked for and not got yet.",
+    ).field()
+    num_refused: int = Metric(
+        "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
+    ).field()
+    num_evicted: int = Metric(
+        "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
+    ).field()
+    sent_bytes: int = Metric(
+        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
+    ).field()
+    fetched_bytes: int = Metric(
+        "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
+    ).field()
+    num_failed: int = Metric(
+        "total",
+        "vllm:kv_peer_failed_fetches",
+        "Requests to peers that did not bring all pages.",
+    ).field()
+    num_corrupt: int = Metric(
+        "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
+    ).field()
+
+
+class Clients:
+    """The engines that this one asks, and the terms that it has with them."""
+
+    def __init__(self, engine_id: str, addresses: Sequence[Address], secret: bytes) -> None:
+        """
+        Args:
+            engine_id: of this engine.
+            addresses: whom to ask, best first.
+            secret: what all share; b"": nothing.
+        """
+        self._engine_id = engine_id
+        self._content: PoolContent | None = None  # until there is a pool
+        self.peers = [Peer(each, secret, self.terms, self._difference) for each in addresses]
+
+    def use(self, content: PoolContent) -> None:
+        """Pages are of this content from now on."""
+        self._content = content
+
+    def terms(self) -> Terms:
+        """What this engine's pages are."""
+        assert self._content is not None  # nobody asks or is asked before there is a pool
+        fingerprint, page_bytes = self._content.fingerprint, self._content.page_bytes
+        return Terms(self._engine_id, fingerprint.digest, fingerprint.facts, page_bytes)
+
+    def _difference(self, theirs: Mapping[str, Any]) -> str:
+        assert self._content is not None
+        return self._content.fingerprint.difference(theirs)
+
+    def close(self) -> None:
+        """Ends all that is under way."""
+        for peer in self.peers:
+            peer.close()
+
+
+@dataclass(frozen=True)
+class PeerShelf(Shelf):
+    """Pages that others may ask for, and pages that were found at others.
+
+    A text's namespace has no part: whoever has its hash knows the text and its salt.
+    """
+
+    outbox: Outbox
+    generation: int  # of the outbox: once it was cleared, pages of before do not go there
+    peers: Sequence[Peer]
+
+    def wants(self, key: bytes) -> bool:
+        return self.outbox.max_bytes > 0 and not self.outbox.contains(key)
+
+    def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
+        return self.outbox.put(key, row.data, used_at, self.generation)
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[np.ndarray],
+        hint: Mapping[bytes, int] | None,
+        wanted: Callable[[], bool],
+    ) -> set[int]:
+        """See `Shelf`; the hint is at which peer a page was found."""
+        places: dict[int, list[int]] = {}
+        for index, key in enumerate(keys):
+            if hint is not None and key in hint:
+                places.setdefault(hint[key], []).append(index)
+        filled: set[int] = set()
+        for number, indices in places.items():
+            pages = [keys[i] for i in indices], [rows[i].data for i in indices]
+            if self.peers[number].fetch(*pages, wanted):
+                filled.update(indices)
+        return filled
+
+    def touch(self, keys: Sequence[bytes], used_at: float) -> None:
+        self.outbox.touch(keys, used_at)
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        self.outbox.discard(keys)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        self.withdraw(keys)
+
+
+class PeerStore(Store):
+    """The outbox and who serves it, and the peers that pages are fetched from.
+
+    Its news are the peers that failed, by their place in the settings.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        listen: Address | None,
+        peers: Sequence[Address],
+        secret: bytes,
+        outbox_bytes: int,
+    ) -> None:
+        """
+        Args:
+            engine_id: of this engine.
+            listen: where others ask for pages; None: nobody may.
+            peers: whom pages are fetched from.
+            secret: what all share; b"": nothing.
+            outbox_bytes: most memory of pages that others may ask for.
+        """
+        self._listen = listen
+        self._secret = secret
+        self.outbox = Outbox(outbox_bytes)  # of no bytes where nobody may ask
+        self._server: PageServer | None = None  # until there is a pool
+        self._clients = Clients(engine_id, peers, secret)
+        self._down: set[int] = set()  # peers that were, when the news were told last
+
+    @property
+    def handshake(self) -> Address | None:
+        """Where others ask; None: nobody may."""
+        if self._server is None or self._listen is None:
+            return None
+        return Address(self._listen.host, self._server.port)
+
+    def use(self, content: PoolContent) -> None:
+        """See `Store`.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        self.outbox.clear()  # before the terms change, or pages would go out under the new ones
+        self._clients.use(content)
+        if self._server is None and self._listen is not None:
+            terms = self._clients.terms
+            self._server = PageServer(self._listen, self._secret, self.outbox, terms)
+
+    def shelf(self, namespace: str | None) -> PeerShelf:
+        return PeerShelf(self.outbox, self.outbox.generation, self._clients.peers)
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        self.outbox.expect(keys)
+
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        self.outbox.expect_no_more(keys)
+
+    def news(self) -> list[int] | None:
+        down = {number for number, peer in enumerate(self._clients.peers) if peer.is_down}
+        new, self._down = down - self._down, down
+        return sorted(new) or None
+
+    def figures(self) -> PeerStats:
+        outbox, clients = self.outbox.stats(), [peer.stats() for peer in self._clients.peers]
+        return PeerStats(
+            outbox_bytes=outbox.bytes,
+            outbox_limit_bytes=outbox.max_bytes,
+            leased_bytes=outbox.leased_bytes,
+            num_refused=outbox.num_refused,
+            num_evicted=outbox.num_evicted,
+            sent_bytes=outbox.sent_bytes,
+            fetched_bytes=sum(each.fetched_bytes for each in clients),
+            num_failed=sum(each.failed_fetches for each in clients),
+            num_corrupt=sum(each.bad_checksums for each in clients),
+        )
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._clients.close()
