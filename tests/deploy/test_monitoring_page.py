@@ -37,7 +37,7 @@ def test_minutes_of_alerts():
 def test_every_metric_of_ours_has_a_row():
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
     unregister_vllm_metrics()
-    MetalStatLogger(config, [0])
+    MetalStatLogger(lambda _: {}, config, [0])
     there = {family.name for family in REGISTRY.collect() if family.name.startswith("vllm:metal")}
     unregister_vllm_metrics()
     assert {name.removesuffix("_total") for name in rows("What is exported")} == there
