@@ -42,6 +42,7 @@ from vllm_metal.kv_transfer.peer.messages import (
 )
 from vllm_metal.kv_transfer.peer.page import Checksum
 from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
+from vllm_metal.metrics.metric import Metric
 
 logger = init_logger(__name__)
 
@@ -53,16 +54,25 @@ class _BadPage(Exception):
     """What came is not the page that was asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PeerStats:
     """Counters of all the time of a `Peer`."""
 
     num_asked: int  # pages
     num_found: int
     fetched_pages: int
-    fetched_bytes: int
-    failed_fetches: int  # those that ended without all pages, unwanted ones included
-    bad_checksums: int
+    fetched_bytes: int = Metric(
+        "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
+    ).field()
+    #: Unwanted ones included.
+    failed_fetches: int = Metric(
+        "total",
+        "vllm:kv_peer_failed_fetches",
+        "Requests to peers that did not bring all pages.",
+    ).field()
+    bad_checksums: int = Metric(
+        "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
+    ).field()
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,38 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_metal.kv_transfer.peer.page import Page, checksum
+from vllm_metal.metrics.metric import Metric
 
 #: Of the outbox's bytes, that leases may hold: new pages always find room, whatever peers ask for.
 _LEASED_SHARE = (3, 4)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutboxStats:
     """Figures of an outbox. Pages and bytes are what it holds now, counters of all its time."""
 
-    bytes: int
-    max_bytes: int
     pages: int
-    leased_bytes: int
-    num_put: int
-    num_evicted: int
-    num_refused: int  # pages for which there was no room
     sent_pages: int
-    sent_bytes: int
+    outbox_bytes: int = Metric(
+        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
+    ).field()
+    outbox_limit_bytes: int = Metric(
+        "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
+    ).field()
+    leased_bytes: int = Metric(
+        "gauge",
+        "vllm:kv_outbox_leased_bytes",
+        "Bytes of those that peers have asked for and not got yet.",
+    ).field()
+    num_refused: int = Metric(
+        "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
+    ).field()
+    num_evicted: int = Metric(
+        "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
+    ).field()
+    sent_bytes: int = Metric(
+        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
+    ).field()
 
 
 @dataclass
@@ -69,7 +83,7 @@ class Outbox:
         self._leased_bytes = 0
         self._expected: Counter[bytes] = Counter()
         self._generation = 0
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(num_refused=0, num_evicted=0, sent_pages=0, sent_bytes=0)
 
     # -- pages that are being made
 
@@ -147,7 +161,7 @@ class Outbox:
             if self._find(key) is not None or key in self._copying:
                 return True
             if not self._make_room(size, used_at):
-                self._counts["refused"] += 1
+                self._counts["num_refused"] += 1
                 return False
             self._bytes += size  # before it is copied: the limit holds meanwhile
             self._copying[key] = this_one
@@ -162,7 +176,6 @@ class Outbox:
                     del self._copying[key]
                 if entry is not None and wanted:
                     self._unleased[key] = entry
-                    self._counts["put"] += 1
                 else:
                     self._bytes -= size
         return wanted
@@ -213,7 +226,7 @@ class Outbox:
                 return False
             _, evicted = self._unleased.popitem(last=False)
             self._bytes -= evicted.size
-            self._counts["evicted"] += 1
+            self._counts["num_evicted"] += 1
         return self._bytes + size <= self.max_bytes  # else others are being copied
 
     def _remove(self, key: bytes) -> None:
@@ -312,24 +325,19 @@ class Outbox:
 
     # -- figures
 
-    def count_sent(self, num_pages: int, num_bytes: int) -> None:
-        """Pages went to a peer."""
+    def count_sent(self, num_bytes: int) -> None:
+        """A page went to a peer."""
         with self._changed:
-            self._counts["sent_pages"] += num_pages
-            self._counts["sent_bytes"] += num_bytes
+            self._counts.update(sent_pages=1, sent_bytes=num_bytes)
 
     def stats(self) -> OutboxStats:
         """Figures, at one time."""
         with self._changed:
             self._end_leases()
             return OutboxStats(
-                bytes=self._bytes,
-                max_bytes=self.max_bytes,
                 pages=len(self._unleased) + len(self._leased),
+                outbox_bytes=self._bytes,
+                outbox_limit_bytes=self.max_bytes,
                 leased_bytes=self._leased_bytes,
-                num_put=self._counts["put"],
-                num_evicted=self._counts["evicted"],
-                num_refused=self._counts["refused"],
-                sent_pages=self._counts["sent_pages"],
-                sent_bytes=self._counts["sent_bytes"],
+                **self._counts,
             )

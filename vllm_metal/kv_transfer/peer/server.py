@@ -236,7 +236,7 @@ class PageServer:
                 link.send(NoPage())
                 return
             link.send(Row(page.data.nbytes, page.checksum), raw=page.data)
-            self._outbox.count_sent(1, page.data.nbytes)
+            self._outbox.count_sent(page.data.nbytes)
 
     def _check(self, terms: Terms) -> None:
         if self._terms().identity != terms.identity:
