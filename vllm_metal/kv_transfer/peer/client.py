@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from blake3 import blake3
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.connections import Closed, Connections, NotReached, Unavailable
+from vllm_metal.kv_transfer.peer.connections import Connections, Unavailable
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
 from vllm_metal.kv_transfer.peer.limits import (
@@ -40,18 +41,14 @@ from vllm_metal.kv_transfer.peer.messages import (
     Waiting,
     decode,
 )
-from vllm_metal.kv_transfer.peer.page import Checksum
-from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
+from vllm_metal.kv_transfer.peer.page import checksum
+from vllm_metal.kv_transfer.peer.wire import Link, PeerDown, Unwanted
 from vllm_metal.metrics.metric import Metric
 
 logger = init_logger(__name__)
 
 T = TypeVar("T")
 _LONGEST_REASON = 500  # characters of a message that holds a peer's words
-
-
-class _BadPage(Exception):
-    """What came is not the page that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,15 +220,11 @@ class Peer:
             return otherwise
         try:
             return self._connections.call(work)
-        except handshake.ServerBusy:
-            self._note_down("all its connections are in use")
-        except NotReached as error:
+        except PeerDown as error:
             self._note_down(str(error))
         except ProtocolError as error:
             self._note_down(f"it does not keep to the protocol: {error}")
-        except _BadPage as error:
-            self._note_down(str(error))
-        except (OSError, handshake.Refused, Closed, Unavailable, Unwanted):
+        except (OSError, handshake.Refused, Unavailable, Unwanted):
             pass  # a connection broke, the log has been told why, or nobody wants the answer
         except Exception:
             logger.exception("A call to the peer %s ended by an error", self.address)
@@ -252,12 +245,12 @@ class Peer:
             if isinstance(row, NoPage):
                 return False
             if row.size != place.nbytes:
-                raise _BadPage(f"a page came with {row.size} bytes in place of {place.nbytes}")
-            summed = Checksum()
-            link.receive_row(place, wanted, summed.update)
-            if summed.of(key) != row.checksum:
+                raise PeerDown(f"a page came with {row.size} bytes in place of {place.nbytes}")
+            hashed = blake3()
+            link.receive_row(place, wanted, hashed.update)
+            if checksum(key, hashed) != row.checksum:
                 self._count(bad_checksums=1)
-                raise _BadPage("a page came with a wrong checksum")
+                raise PeerDown("a page came with a wrong checksum")
         return self._terms().identity == own
 
     def _tell(self, message: Renew | Release) -> None:
@@ -269,7 +262,7 @@ class Peer:
 
         self._call(work, None)
 
-    def _introduce(self, link: Link) -> tuple[Terms, Terms]:
+    def _introduce(self, link: Link) -> Terms:
         own = self._terms()
         try:
             theirs = handshake.introduce(link, self._secret, self._session, own)
@@ -280,7 +273,7 @@ class Peer:
             self._refuse(own, str(refused))
             raise
         self._note_good()
-        return own, theirs
+        return own
 
     def _is_current(self, own: Terms) -> bool:
         return own.identity == self._terms().identity

@@ -9,6 +9,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from vllm_metal.kv_transfer.peer.page import Page, checksum
 from vllm_metal.metrics.metric import Metric
 
@@ -168,7 +170,7 @@ class Outbox:
         entry = None
         try:
             data = memoryview(bytes(page))
-            entry = _Entry(Page(data, checksum(key, data)), used_at)
+            entry = _Entry(Page(data, checksum(key, blake3(data))), used_at)
         finally:
             with self._changed:
                 wanted = self._copying.get(key) is this_one  # else it was discarded meanwhile
