@@ -78,7 +78,6 @@ class Outbox:
         self._changed = threading.Condition()
         self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._leased: dict[bytes, _Entry] = {}
-        self._held: dict[int, dict[bytes, None]] = {}  # by holder, a set in order
         self._next_end = float("inf")  # no lease ends before
         self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
         self._bytes = 0  # of all pages, and of those that are being copied
@@ -92,17 +91,12 @@ class Outbox:
     def expect(self, keys: Iterable[bytes]) -> None:
         """Pages are being made; who asks for them waits. Each call is paid by `expect_no_more`."""
         with self._changed:
-            for key in keys:
-                self._expected[key] += 1
+            self._expected.update(iter(keys))
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
         """Pages that were expected are there, or will not come."""
         with self._changed:
-            for key in keys:
-                if self._expected[key] <= 1:
-                    del self._expected[key]
-                else:
-                    self._expected[key] -= 1
+            self._expected -= Counter(iter(keys))  # leaves out what nobody expects now
             self._changed.notify_all()
 
     def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
@@ -114,17 +108,14 @@ class Outbox:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while (left := deadline - time.monotonic()) > 0 and self._any_expected(keys):
+            while (left := deadline - time.monotonic()) > 0 and self.any_expected(keys):
                 self._changed.wait(left)
-            return [key for key in keys if key in self._unleased or key in self._leased]
+            return [key for key in keys if self.contains(key)]
 
     def any_expected(self, keys: Iterable[bytes]) -> bool:
         """Whether one of the pages is being made."""
         with self._changed:
-            return self._any_expected(keys)
-
-    def _any_expected(self, keys: Iterable[bytes]) -> bool:
-        return bool(self._expected) and any(key in self._expected for key in keys)
+            return bool(self._expected) and any(key in self._expected for key in keys)
 
     # -- pages that are there
 
@@ -238,8 +229,6 @@ class Outbox:
             if entry is None:
                 return
             self._leased_bytes -= entry.size
-            for holder in entry.leases:
-                self._drop_held(holder, key)
         self._bytes -= entry.size
 
     # -- leases
@@ -271,7 +260,6 @@ class Outbox:
                     self._leased[key] = self._unleased.pop(key)
                     self._leased_bytes += entry.size
                 entry.leases[holder] = max(ends, entry.leases.get(holder, ends))
-                self._held.setdefault(holder, {})[key] = None
                 num_leased += 1
             self._next_end = min(self._next_end, ends)
         return num_leased
@@ -281,17 +269,17 @@ class Outbox:
         with self._changed:
             self._end_leases()
             ends = self._clock() + seconds
-            for key in self._held.get(holder, ()):
-                leases = self._leased[key].leases
-                leases[holder] = max(ends, leases[holder])
+            for entry in self._leased.values():
+                if holder in entry.leases:
+                    entry.leases[holder] = max(ends, entry.leases[holder])
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
         """Ends leases of a holder: on some pages, or None: on all."""
         with self._changed:
             self._end_leases()
-            held = self._held.get(holder, {})
-            for key in [*held] if keys is None else [key for key in keys if key in held]:
-                self._end_lease(holder, key)
+            for key in [*self._leased] if keys is None else keys:
+                if key in self._leased and holder in self._leased[key].leases:
+                    self._end_lease(holder, key)
 
     def _end_leases(self) -> None:
         """Ends those whose time is over."""
@@ -314,16 +302,9 @@ class Outbox:
     def _end_lease(self, holder: int, key: bytes) -> None:
         entry = self._leased[key]
         del entry.leases[holder]
-        self._drop_held(holder, key)
         if not entry.leases:
             self._unleased[key] = self._leased.pop(key)
             self._leased_bytes -= entry.size
-
-    def _drop_held(self, holder: int, key: bytes) -> None:
-        held = self._held[holder]
-        del held[key]
-        if not held:
-            del self._held[holder]
 
     # -- figures
 
