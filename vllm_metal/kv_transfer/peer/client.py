@@ -72,14 +72,6 @@ class PeerStats:
     ).field()
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Until something changes, the two do not work together."""
-
-    own: Terms
-    until: float  # then it is tried whether the peer has changed
-
-
 class Peer:
     """One server, as its client sees it; every method is for any thread, and none raises.
 
@@ -115,7 +107,8 @@ class Peer:
         self._lock = threading.Lock()
         self._engine_id: str | None = None
         self._down_until: float | None = None
-        self._refusal: _Refusal | None = None
+        self._refused: Terms | None = None  # own terms, that do not go with the peer's
+        self._refused_until = 0.0  # then it is tried whether the peer has changed
         self._trouble: str | None = None  # what the log has said, and is still so
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -292,15 +285,17 @@ class Peer:
 
     def _may_try(self) -> bool:
         with self._lock:
-            now, refusal = self._clock(), self._refusal
+            now, refused = self._clock(), self._refused
             if self._closed or (self._down_until is not None and now < self._down_until):
                 return False
-        return refusal is None or now >= refusal.until or not self._is_current(refusal.own)
+            if refused is None or now >= self._refused_until:
+                return True
+        return not self._is_current(refused)
 
     def _note_good(self) -> None:
         with self._lock:
             trouble, self._trouble = self._trouble, None
-            self._down_until = self._refusal = None
+            self._down_until = self._refused = None
         if trouble is not None:
             logger.info("The peer %s serves pages", self.address)
 
@@ -313,7 +308,7 @@ class Peer:
 
     def _refuse(self, own: Terms, reason: str) -> None:
         with self._lock:
-            self._refusal = _Refusal(own, self._clock() + self._timeouts.refused)
+            self._refused, self._refused_until = own, self._clock() + self._timeouts.refused
         self._say(f"The peer {self.address} is not used: {reason}")
 
     def _say(self, trouble: str) -> None:
