@@ -23,9 +23,9 @@ import vllm.config  # noqa: F401  # before vllm.distributed: they import each ot
 
 from vllm_metal.kv_cache.pages import PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.disk import layout
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.load_jobs import NUM_READERS, PIECE_BYTES
 from vllm_metal.kv_transfer.store_jobs import ROWS_BYTES
 
@@ -89,7 +89,7 @@ class FileBench:
         self._plain = folder / "plain"
         self._plain.mkdir()
         self._repeats = repeats
-        self._cache = DiskCache(folder / "cache", Limits(8 * total_bytes, None))
+        self._cache = DiskStore(folder / "cache", Limits(8 * total_bytes, None))
         self._blocks = self._cache.blocks(_FINGERPRINT, {}, _NAMESPACE)
         self._pages_folder = folder / "cache" / _FINGERPRINT / _NAMESPACE
         self._keys = [os.urandom(36) for _ in range(max(1, total_bytes // page.nbytes))]

@@ -8,9 +8,9 @@ import pytest
 from _kv_files import FileBench, PageShape
 from _kv_streams import Gaps, beside_loads, stuck_disk
 
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 
 class FakeEngine:
@@ -85,7 +85,7 @@ def test_store_and_plain_files_are_both_measured_and_removed(tmp_path: Path) -> 
 def test_a_stuck_disk_keeps_its_writers_until_it_is_free(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    cache = DiskCache(tmp_path, Limits(1 << 20, None))
+    cache = DiskStore(tmp_path, Limits(1 << 20, None))
     blocks = cache.blocks("00" * 16, {})
 
     def write() -> Written:

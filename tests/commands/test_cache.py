@@ -12,10 +12,10 @@ from kv_transfer.disk import naive
 
 from vllm_metal.commands import cache as command
 from vllm_metal.commands.cli import main
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import peek
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 DAY = 86400
 LLAMA, QWEN = "aa" * 16, "bb" * 16
@@ -25,7 +25,7 @@ LLAMA, QWEN = "aa" * 16, "bb" * 16
 def root(tmp_path):
     """Four blocks of one model, one of them old and two of a tenant, and one of another."""
     root = tmp_path / "cache"
-    cache = DiskCache(root, Limits(10**8, None))
+    cache = DiskStore(root, Limits(10**8, None))
     now = time.time()
     llama = {"model": "llama", "weights": "c0ffee" * 10, "kv_cache_dtype": "fp8", "more": [1, 2]}
     for fingerprint, facts, namespace, number, age in [
@@ -100,7 +100,7 @@ def test_ls_as_json(run, root):
 def test_ls_of_a_fingerprint_without_blocks_or_manifest(run, root):
     (root / LLAMA / "manifest.json").unlink()
     run("rm", root, "--fingerprint", QWEN, "--yes")
-    cache = DiskCache(root, Limits(10**8, None))
+    cache = DiskStore(root, Limits(10**8, None))
     cache.blocks("cc" * 16, {"model": "new"})
     naive.wait_until(lambda: "cc" * 16 in cache.manifests())
     cache.close()
@@ -174,7 +174,7 @@ def test_rm_without_a_terminal_wants_to_be_told(run, root, monkeypatch):
 
 
 def test_rm_beside_an_engine(run, root):
-    cache = DiskCache(root, Limits(10**8, None))
+    cache = DiskStore(root, Limits(10**8, None))
     folder = cache.blocks(LLAMA, {"model": "llama"})
     assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is Written.STORED
     assert run("rm", root, "--yes")[0] == 0

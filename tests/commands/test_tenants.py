@@ -8,8 +8,8 @@ from kv_transfer.disk import naive
 from serving_double import SECRET, App, ask, counted, identity, make, ready
 
 from vllm_metal.commands.cli import main
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.serving import tenants_file
 from vllm_metal.settings import salts
 
@@ -111,7 +111,7 @@ def test_a_tenants_blocks_on_disk_go_with_it(served, tmp_path, capsys):
     gate, keys, _, _ = served
     who = {name: identity(gate, keys[name]) for name in ("acme", "other")}
     folders = {name: salts.namespace(SECRET, salts.derive(SECRET, who[name])) for name in who}
-    cache = DiskCache(tmp_path / "disk", Limits(10**8, None))
+    cache = DiskStore(tmp_path / "disk", Limits(10**8, None))
     for number, namespace in enumerate((*folders.values(), "shared")):
         folder = cache.blocks("aa" * 16, {}, namespace)
         folder.write(naive.key(number), naive.block(number), 0.0, 0)

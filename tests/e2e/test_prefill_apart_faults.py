@@ -127,7 +127,7 @@ def test_bytes_that_changed_on_their_way(pair, prompts, alone, monkeypatch):
     monkeypatch.setattr(outbox_module.Outbox, "get", changed)
     found = decode(d, prompts[0], params)
     assert found.tokens == alone[0]
-    assert peer_store(d).figures().num_corrupt == 1
+    assert peer_store(d).figures().bad_checksums == 1
 
 
 def test_a_secret_that_is_another_s(pair, prompts, alone, tmp_path):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 import numpy as np
 import vllm.config  # noqa: F401 — before vllm.distributed, or they import each other
@@ -13,7 +11,6 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.scatter import ScatterKVCache
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
@@ -49,8 +46,8 @@ class SmallPool:
 
 def store_on(folder, limits=None, **options):
     """A PageStore on a folder that it has pages of CONTENT in."""
-    made = partial(DiskCache, folder, limits or Limits(10**8, None), **options)
-    store = PageStore({"disk": DiskStore(made)})
+    disk = DiskStore(folder, limits or Limits(10**8, None), **options)
+    store = PageStore({"disk": disk})
     store.use(CONTENT)
     return store
 

@@ -12,7 +12,6 @@ import pickle
 import time
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -35,7 +34,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_metal.kv_cache.pages import PagePart
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
@@ -322,10 +320,10 @@ class Engine:
         self.poisoned = set()  # requests whose next step makes NaN of their K/V
         self._numbers = itertools.count()
         limits = limits or Limits(10**9, None)
-        disk = DiskStore(partial(DiskCache, cache, limits, **({"clock": clock} if clock else {})))
-        self.folder, self.disk = cache, disk.cache
+        self.folder = cache
+        self.disk = DiskStore(cache, limits, **({"clock": clock} if clock else {}))
         fingerprint = Fingerprint("ab12", {"model": "test"})
-        self.store = PageStore({"disk": disk})
+        self.store = PageStore({"disk": self.disk})
         self.hooks = TransferHooks(self.store, lambda: fingerprint, BLOCK)
         # Steps fail at random here, many of them close to each other.
         self.runner = RecoveringRunner(

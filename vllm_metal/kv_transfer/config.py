@@ -30,19 +30,13 @@ HASH_ALGORITHM: Literal["sha256_cbor"] = "sha256_cbor"
 EXTRA = "--kv-transfer-config kv_connector_extra_config"
 
 
-def _text(expected: str) -> values.Reader:
-    def read(value: Any) -> str:
-        if value != expected:
-            raise ValueError(f"must be {expected!r}, not {value!r}")
+def _only(expected: str | int, why: str = "") -> values.Reader:
+    def read(value: Any) -> str | int:
+        if isinstance(value, bool) or value != expected:
+            raise ValueError(f"must be {expected!r}{why}, not {value!r}")
         return expected
 
     return read
-
-
-def _one(value: Any) -> int:
-    if isinstance(value, bool) or value != 1:
-        raise ValueError(f"must be 1, as each block is kept by itself, not {value!r}")
-    return 1
 
 
 def _tokens(value: Any) -> int:
@@ -54,9 +48,9 @@ def _tokens(value: Any) -> int:
 _READERS: dict[str, values.Reader] = {
     "salt_key": values.path,
     "offload_prompt_only": values.flag,
-    "blocks_per_chunk": _one,
+    "blocks_per_chunk": _only(1, ", as each block is kept by itself"),
     "block_size": _tokens,
-    "spec_name": _text(SPEC),
+    "spec_name": _only(SPEC),
 }
 for _store in STORES:
     _READERS |= _store.readers

@@ -8,7 +8,7 @@ Numbers that only say how much is computed at once, such as --max-model-len, hav
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import PurePath
@@ -75,7 +75,9 @@ class Fingerprint:
             "hash_algorithm": cache.prefix_caching_hash_algo,
             "hash_seed": _hash_seed(cache.prefix_caching_hash_algo),
         }
-        return Fingerprint(facts_of.digest(_without_names(facts)), facts)
+        # Models are what their weights and configurations are, wherever they lie.
+        nameless = _without(facts, lambda key: key == "model")
+        return Fingerprint(facts_of.digest(nameless), facts)
 
     def why_unused(self, others: Iterable[Mapping[str, Any]]) -> str | None:
         """Why a cache with folders holds nothing for this engine, in one line.
@@ -88,7 +90,7 @@ class Fingerprint:
         """
         known = [other for other in others if isinstance(other, Mapping) and other]
         same_model = [other for other in known if other.get("model") == self.facts["model"]]
-        changes = [self._changes(other) for other in same_model or known]
+        changes = [_changes(self.facts, other, "now") for other in same_model or known]
         closest = min(changes, key=len, default=[])
         if not closest:
             return None
@@ -96,17 +98,7 @@ class Fingerprint:
 
     def difference(self, theirs: Mapping[str, Any]) -> str:
         """In what another engine's facts differ from these, in one line."""
-        return "; ".join(self._changes(theirs, "here")) or "its facts are of another kind"
-
-    def _changes(self, other: Mapping[str, Any], this: str = "now") -> list[str]:
-        """What differs, in words; `this` says whose the facts of this fingerprint are."""
-        ours = self.facts
-        names = [*ours, *(name for name in other if name not in ours)]
-        return [
-            change
-            for name in names
-            for change in _change(str(name), other.get(name), ours.get(name), this)
-        ]
+        return "; ".join(_changes(self.facts, theirs, "here")) or "its facts are of another kind"
 
 
 @dataclass(frozen=True)
@@ -117,32 +109,34 @@ class PoolContent:
     page_bytes: tuple[int, ...]  # of a page, by KV cache group
 
 
-def _without_names(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Models are what their weights and configurations are, wherever they lie."""
+def _without(facts: Mapping[str, Any], is_none: Callable[[str], bool]) -> dict[str, Any]:
+    """Less the keys, also of parts, that are no facts."""
     return {
-        key: _without_names(value) if isinstance(value, Mapping) else value
+        key: _without(value, is_none) if isinstance(value, Mapping) else value
         for key, value in facts.items()
-        if key != "model"
+        if not is_none(str(key))
     }
 
 
-def _change(name: str, other: Any, ours: Any, this: str) -> list[str]:
-    """What differs between two values of a fact, in words."""
-    if other == ours:
-        return []
-    if isinstance(other, Mapping) and isinstance(ours, Mapping) and (part := _PARTS.get(name)):
-        keys = [*ours, *(key for key in other if key not in ours)]
-        return [
-            change
-            for key in keys
-            for change in _change(f"{part} {key}", other.get(key), ours.get(key), this)
-        ]
-    values = (_word(other), _word(ours))
-    if None in values or any(
-        word in name for word in ("weights", "hf_config", "seed", "vllm_metal")
-    ):
-        return [f"{name} {'changed' if this == 'now' else 'differ'}"]
-    return [f"{name} {values[0]}, {this} {values[1]}"]
+def _changes(
+    ours: Mapping[str, Any], others: Mapping[str, Any], this: str, part: str = ""
+) -> list[str]:
+    """What differs between facts, in words; `this` says whose `ours` are, `part` of what."""
+    found = []
+    for key in [*ours, *(key for key in others if key not in ours)]:
+        name, own, other = f"{part}{key}", ours.get(key), others.get(key)
+        if own == other:
+            continue
+        values = (_word(other), _word(own))
+        if isinstance(own, Mapping) and isinstance(other, Mapping) and name in _PARTS:
+            found += _changes(own, other, this, f"{_PARTS[name]} ")
+        elif None in values or any(
+            word in name for word in ("weights", "hf_config", "seed", "vllm_metal")
+        ):
+            found.append(f"{name} {'changed' if this == 'now' else 'differ'}")
+        else:
+            found.append(f"{name} {values[0]}, {this} {values[1]}")
+    return found
 
 
 def _word(value: Any) -> str | None:
@@ -159,7 +153,7 @@ def _network(model: ModelConfig) -> dict[str, Any]:
 
     What users change most has a fact of its own, and no part in the digest of all else.
     """
-    config = _without_origin(model.hf_config.to_dict())
+    config = _without(model.hf_config.to_dict(), _is_origin)
     rope, config = _split(config, ("rope", "rotary"))
     quantization, config = _split(config, ("quantization",))
     for scaling in list(rope.values()):
@@ -198,13 +192,9 @@ def _draft(config: VllmConfig) -> dict[str, Any] | None:
     }
 
 
-def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
-    """Less the keys that say where a configuration came from; some are paths of this machine."""
-    return {
-        key: _without_origin(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if not str(key).startswith("_") and key not in _NO_FACTS
-    }
+def _is_origin(key: str) -> bool:
+    """Whether a key says where a configuration came from; some are paths of this machine."""
+    return key.startswith("_") or key in _NO_FACTS
 
 
 def _split(config: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.kv_cache.pages import BlockPages
-from vllm_metal.kv_transfer.messages import PageKeys
+from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore, Shelves
@@ -27,17 +27,6 @@ logger = init_logger(__name__)
 PIECE_BYTES = 8 << 20
 #: Threads that read. Two keep a device busy while one checks what it has read.
 NUM_READERS = 2
-
-
-@dataclass(frozen=True)
-class FinishedLoad:
-    """A job that has ended; where it failed, its request computes its tokens."""
-
-    job_id: int
-    req_id: str
-    num_bytes: int
-    seconds: float
-    failed: bool
 
 
 @dataclass(eq=False)
@@ -131,7 +120,7 @@ class LoadJobs:
         self._read: SimpleQueue[tuple[_Piece, bool]] = SimpleQueue()
         self._ready: deque[_Piece] = deque()
         self._num_reading = 0
-        self._ended: list[FinishedLoad] = []
+        self._ended: list[Ended] = []
 
     def use(self, pages: BlockPages) -> None:
         """There is a pool, and these are its blocks."""
@@ -205,7 +194,7 @@ class LoadJobs:
     def _end(self, job: _Job) -> None:
         del self._of_requests[job.req_id]
         seconds = self._clock() - job.started
-        self._ended.append(FinishedLoad(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
+        self._ended.append(Ended(job.job_id, job.req_id, job.num_bytes, seconds, job.failed))
 
     def read_on(self, most_pieces: int | None = None) -> None:
         """Has the threads read on, as far as there is memory; on the engine's thread.
@@ -246,11 +235,8 @@ class LoadJobs:
         self._read.put((piece, good))
 
     def _take_read(self) -> None:
-        while True:
-            try:
-                piece, good = self._read.get_nowait()
-            except Empty:
-                return
+        while not self._read.empty():
+            piece, good = self._read.get()
             self._num_reading -= 1
             if not good:
                 self._stop(piece.job, failed=True)
@@ -283,7 +269,7 @@ class LoadJobs:
         if not self._of_requests and not self._num_reading:
             self._staging.clear()
 
-    def finished(self) -> list[FinishedLoad]:
+    def finished(self) -> list[Ended]:
         """Jobs that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended

@@ -34,6 +34,17 @@ class PageKeys(LoadStoreSpec):
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A job that has ended, well or not; where a load failed, its request computes its tokens."""
+
+    job_id: int
+    req_id: str
+    num_bytes: int = 0
+    seconds: float = 0.0
+    failed: bool = False
+
+
+@dataclass(frozen=True)
 class Use:
     """Pages of a text, from its first block on, that a request begins with."""
 

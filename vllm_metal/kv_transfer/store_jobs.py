@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.device import errors
 from vllm_metal.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
-from vllm_metal.kv_transfer.messages import PageKeys
+from vllm_metal.kv_transfer.messages import Ended, PageKeys
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore, Shelves
@@ -32,15 +32,6 @@ LOT_BYTES, LOT_STEPS = 8 << 20, 16
 ROWS_BYTES = 4 << 20
 #: Copies some blocks of a group out of the pool.
 Export = Callable[[int, np.ndarray], list[mx.array]]
-
-
-@dataclass
-class Finished:
-    """A job that has ended, well or not."""
-
-    job_id: int
-    num_bytes: int
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -122,7 +113,7 @@ class StoreJobs:
         self._unproven: deque[list[_Lot]] = deque()  # by step that has them, the oldest first
         self._due_bytes = self._staged_bytes = 0
         self._step = 0
-        self._ended: list[Finished] = []
+        self._ended: list[Ended] = []
         self._written: SimpleQueue[tuple[_Lot, list[int]]] = SimpleQueue()
         self._memory = np.empty(0, np.uint8)  # of rows; the store's thread makes it
 
@@ -153,7 +144,7 @@ class StoreJobs:
         found = zip(keys.keys, keys.ends, blocks, strict=True)
         pages = [(key, end, block) for key, end, block in found if shelves.wants(key)]
         if not pages:
-            self.refuse(job_id)
+            self.refuse(job_id, req_id)
             return
         job = _Job(job_id, req_id, shelves, keys.used_at, len(pages), self._clock())
         for key, end, block in pages:
@@ -162,9 +153,9 @@ class StoreJobs:
             self._due.append(_Page(job, group, block, key, end, self._step, size))
             self._due_bytes += size
 
-    def refuse(self, job_id: int) -> None:
+    def refuse(self, job_id: int, req_id: str) -> None:
         """Ends a job of which nothing is kept."""
-        self._ended.append(Finished(job_id, 0, 0.0))
+        self._ended.append(Ended(job_id, req_id))
 
     def end_step(self) -> None:
         """Jobs that were added are due from now on."""
@@ -311,11 +302,8 @@ class StoreJobs:
         return sizes
 
     def _take_written(self) -> None:
-        while True:
-            try:
-                lot, sizes = self._written.get_nowait()
-            except Empty:
-                return
+        while not self._written.empty():
+            lot, sizes = self._written.get()
             self._staged_bytes -= lot.num_bytes
             for page, size in zip(lot.pages, sizes, strict=True):
                 page.job.num_bytes += size
@@ -325,7 +313,8 @@ class StoreJobs:
         job = page.job
         job.pages_left -= 1
         if job.pages_left == 0:
-            self._ended.append(Finished(job.job_id, job.num_bytes, self._clock() - job.started))
+            seconds = self._clock() - job.started
+            self._ended.append(Ended(job.job_id, job.req_id, job.num_bytes, seconds))
 
     def drop(self, which: Callable[[_Page], bool] = lambda page: True) -> int:
         """Gives up due pages; how many."""
@@ -361,7 +350,7 @@ class StoreJobs:
         self._unproven.clear()
         del self._pages
 
-    def finished(self) -> list[Finished]:
+    def finished(self) -> list[Ended]:
         """Jobs that have ended since the last call."""
         self._take_written()
         ended, self._ended = self._ended, []

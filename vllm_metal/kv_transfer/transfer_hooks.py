@@ -163,7 +163,7 @@ class TransferHooks(StepHooks):
     def _add_store(self, job_id: int, job: TransferJob) -> None:
         # A request that ended before there was this pool left nothing in its blocks.
         if job.req_id in self._metadata.void_requests or job.req_id not in self._on_pool:
-            self.store_jobs.refuse(job_id)
+            self.store_jobs.refuse(job_id, job.req_id)
             return
         keys, blocks = _pages(job, job.dst_spec, job.src_spec)
         self.store_jobs.add(job_id, job.req_id, keys, blocks)
@@ -188,7 +188,7 @@ class TransferHooks(StepHooks):
             if computed:
                 self._add_store(job_id, job)
             else:
-                self.store_jobs.refuse(job_id)
+                self.store_jobs.refuse(job_id, job.req_id)
         self._metadata = TransferMetadata({}, {})
         self.store_jobs.end_step()
         self._on_pool -= self._ended

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 #: 2026-03-02 12:00:00 UTC.
 NOON = 1772452800.0
@@ -38,7 +38,7 @@ def make_cache(root, clock):
     made = []
 
     def make(max_bytes=10**7, daily=None, root=root):
-        cache = DiskCache(root, Limits(max_bytes, daily), clock)
+        cache = DiskStore(root, Limits(max_bytes, daily), clock)
         made.append(cache)
         return cache
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kv_transfer.disk import naive
 
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 
 def hang_in(name: str) -> None:
@@ -34,7 +34,7 @@ def hang_in(name: str) -> None:
 def main() -> None:
     root, limit, seed, writes, dies = sys.argv[1:]
     rng = random.Random(int(seed))
-    cache = DiskCache(Path(root), Limits(int(limit), None))
+    cache = DiskStore(Path(root), Limits(int(limit), None))
     folder = cache.blocks(naive.FINGERPRINT, naive.FACTS, f"tenant-{int(seed) % 2}")
     if dies:
         hang_in(dies)

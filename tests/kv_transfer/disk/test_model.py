@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_transfer.disk import naive
 
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 LIMIT = 4096 * 14
 ENGINES = st.integers(0, 1)
@@ -31,7 +31,7 @@ class Cache(RuleBasedStateMachine):
         self.may_hold = set()
 
     def start(self):
-        return DiskCache(self.root, Limits(LIMIT, None), lambda: self.now)
+        return DiskStore(self.root, Limits(LIMIT, None), lambda: self.now)
 
     def folder(self, engine, namespace):
         return self.caches[engine].blocks(naive.FINGERPRINT, naive.FACTS, namespace)

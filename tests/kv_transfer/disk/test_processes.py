@@ -12,10 +12,10 @@ import pytest
 from kv_transfer.disk import naive
 
 from vllm_metal.kv_transfer.disk import maintenance
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 TESTS = Path(__file__).parents[2]
 LIMIT = 4096 * 20
@@ -77,7 +77,7 @@ def test_an_engine_that_is_killed_leaves_nothing_that_stays(root, dies):
         child.send_signal(signal.SIGKILL)
         child.communicate(timeout=60)
         check(root)
-    cache = DiskCache(root, Limits(LIMIT, None))
+    cache = DiskStore(root, Limits(LIMIT, None))
     folder = cache.blocks(naive.FINGERPRINT, naive.FACTS, "tenant-0")
     # Its start removes what the killed ones left, in a thread.
     naive.wait_until(lambda: not naive.files(root, "*.tmp"))
@@ -104,7 +104,7 @@ def test_engines_that_are_killed_at_any_time_keep_the_limit(root):
         child = other
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=60)
-    DiskCache(root, Limits(LIMIT, None)).close()  # its start removes what the others left
+    DiskStore(root, Limits(LIMIT, None)).close()  # its start removes what the others left
     check(root)
     assert not naive.files(root, "*.tmp")
     assert maintenance.verify(root, False, lambda number: None).bad == []

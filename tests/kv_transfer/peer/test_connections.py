@@ -12,8 +12,9 @@ from kv_transfer.peer.engines import make_terms, wait_until
 
 from vllm_metal.kv_transfer.peer import connections as module
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.connections import Closed, Connections, NotReached, Unavailable
+from vllm_metal.kv_transfer.peer.connections import Connections, Unavailable
 from vllm_metal.kv_transfer.peer.limits import Timeouts
+from vllm_metal.kv_transfer.peer.wire import PeerDown
 
 
 class Listener:
@@ -43,7 +44,7 @@ def make(ends, listener):
         timeouts = Timeouts(connect=2.0, no_progress=no_progress)
         terms = make_terms()
         connections = Connections(
-            *(listener.address, lambda link: (terms, terms), is_current, may_connect),
+            *(listener.address, lambda link: terms, is_current, may_connect),
             *(timeouts, most),
         )
         ends.append(connections)
@@ -77,7 +78,7 @@ def test_no_more_than_so_many_at_a_time(make):
 
     def nested(link):
         def inner(other):
-            with pytest.raises(Unavailable):
+            with pytest.raises(Unavailable, match="all in use"):
                 connections.call(lambda third: None)
             return other is not link
 
@@ -106,20 +107,20 @@ def test_who_waits_gets_the_next_that_is_free(make):
 
 def test_none_is_opened_where_it_is_not_worth_trying(make, listener):
     connections = make(may_connect=lambda: False)
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="not to be tried"):
         connections.call(lambda link: link)
 
 
 def test_one_that_stands_still_is_not_reached(make):
     connections = make()
-    with pytest.raises(NotReached, match="stopped answering"):
+    with pytest.raises(PeerDown, match="stopped answering"):
         connections.call(lambda link: link.receive(100))
 
 
 def test_a_host_that_refuses_is_not_reached(make, listener):
     connections = make()
     listener.close()
-    with pytest.raises(NotReached, match="refused"):
+    with pytest.raises(PeerDown, match="refused"):
         connections.call(lambda link: link)
 
 
@@ -138,7 +139,7 @@ def test_closing_ends_what_is_being_connected(monkeypatch, make):
     results = []
 
     def call():
-        with pytest.raises((Closed, NotReached)) as raised:
+        with pytest.raises((Unavailable, PeerDown)) as raised:
             connections.call(lambda link: link.receive(100))
         results.append(raised)
 
@@ -149,7 +150,7 @@ def test_closing_ends_what_is_being_connected(monkeypatch, make):
     closed.set()
     caller.join()
     assert len(results) == 1
-    with pytest.raises(Closed):
+    with pytest.raises(Unavailable, match="closed"):
         connections.call(lambda link: link)
 
 
@@ -159,7 +160,7 @@ def test_closing_wakes_who_waits_for_an_answer_or_a_place(make):
     ended = []
 
     def call(work):
-        with pytest.raises((OSError, Closed)):
+        with pytest.raises((OSError, Unavailable)):
             connections.call(work)
         ended.append(work)
 
@@ -185,6 +186,6 @@ def test_a_network_that_macos_keeps_away_is_told(make, monkeypatch, system, told
 
     monkeypatch.setattr(socket.socket, "connect", denied)
     monkeypatch.setattr(sys, "platform", system)
-    with pytest.raises(NotReached, match=r"^No route to host") as raised:
+    with pytest.raises(PeerDown, match=r"^No route to host") as raised:
         make().call(lambda link: None)
     assert ("Privacy & Security > Local Network" in str(raised.value)) == told

@@ -128,7 +128,7 @@ def test_an_outbox_does_what_a_naive_one_does(seed, clock):
                 naive.now = clock.now - start
         naive.pass_time()
         stats = outbox.stats()
-        assert stats.bytes == naive.held() <= stats.max_bytes == most
+        assert stats.outbox_bytes == naive.held() <= stats.outbox_limit_bytes == most
         assert stats.leased_bytes == naive.held(leased=True) <= most * 3 // 4
         assert stats.num_evicted == naive.evicted and stats.num_refused == naive.refused
         there = [page[0] for page in naive.pages]
@@ -225,7 +225,7 @@ def test_what_is_discarded_while_it_is_copied_does_not_come(monkeypatch, outbox,
 
     monkeypatch.setattr(module, "checksum", interrupted)
     assert not outbox.put(b"a", memoryview(b"page"))
-    assert not outbox.contains(b"a") and outbox.stats().bytes == 0
+    assert not outbox.contains(b"a") and outbox.stats().outbox_bytes == 0
     monkeypatch.undo()
     assert outbox.put(b"a", memoryview(b"page"))
 
@@ -239,7 +239,7 @@ def test_a_copy_that_fails_takes_no_room(monkeypatch, outbox):
     monkeypatch.setattr(module, "checksum", fails)
     with pytest.raises(MemoryError):
         outbox.put(b"a", memoryview(b"page"))
-    assert outbox.stats().bytes == 0 and not outbox.contains(b"a")
+    assert outbox.stats().outbox_bytes == 0 and not outbox.contains(b"a")
 
 
 def test_threads_together_keep_the_limit():
@@ -257,7 +257,7 @@ def test_threads_together_keep_the_limit():
                 outbox.lease(seed, rng.sample(keys, 5), 0.0005)
                 if (page := outbox.get(key)) is not None and bytes(page.data) != pages[key]:
                     errors.append("other bytes")
-                if outbox.stats().bytes > 64 << 10:
+                if outbox.stats().outbox_bytes > 64 << 10:
                     errors.append("too many bytes")
                 outbox.release(seed, None)
         except Exception as error:
@@ -269,4 +269,4 @@ def test_threads_together_keep_the_limit():
     for thread in threads:
         thread.join()
     assert errors == []
-    assert outbox.stats().leased_bytes == 0 and outbox.stats().bytes == 64 << 10
+    assert outbox.stats().leased_bytes == 0 and outbox.stats().outbox_bytes == 64 << 10

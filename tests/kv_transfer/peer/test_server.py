@@ -43,6 +43,7 @@ from vllm_metal.kv_transfer.peer.messages import (
 )
 from vllm_metal.kv_transfer.peer.secret import Challenge
 from vllm_metal.kv_transfer.peer.server import PageServer
+from vllm_metal.kv_transfer.peer.wire import PeerDown
 
 #: Frames of garbage, before and after authentication.
 NUM_UNKNOWN, NUM_KNOWN = 7000, 3000
@@ -96,7 +97,7 @@ def test_one_connection_too_many_is_told_that_it_is_busy(make_server, make_peer,
     links = [introduced(server.port) for _ in range(MAX_CONNECTIONS - 1)]
     links.append(connect(server.port))  # who has proved nothing counts, too
     links[-1].receive_bytes(1)
-    with pytest.raises(handshake.ServerBusy):
+    with pytest.raises(PeerDown, match="in use"):
         introduced(server.port)
     peer = make_peer(server.port)
     assert peer.ask([b"key"]) == set() and peer.is_down

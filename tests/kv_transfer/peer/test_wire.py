@@ -27,7 +27,12 @@ def test_messages_and_rows_go_both_ways(pair):
     link, far = pair
     other = Link(far, 0.4)
     row = bytes(range(256)) * 8000
-    sending = threading.Thread(target=lambda: other.send(Done(), Renew(), raw=memoryview(row)))
+
+    def send():
+        other.send(Done())
+        other.send(Renew(), raw=memoryview(row))
+
+    sending = threading.Thread(target=send)
     sending.start()
     assert decode(link.receive(100), Done) and decode(link.receive(100), Renew)
     into, pieces = bytearray(len(row)), []

@@ -8,19 +8,20 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from vllm_metal.kv_transfer.disk import block_file, eviction, layout
 from vllm_metal.kv_transfer.disk.block_file import BlockFile
+from vllm_metal.kv_transfer.disk.layout import BlockName
 from vllm_metal.kv_transfer.disk.space import Space, Written, is_passing
 from vllm_metal.kv_transfer.disk.stats import Counters
 
 logger = logging.getLogger(__name__)
 
-#: Is told of a block that is not there any more: fingerprint, namespace, key, and whether a bad
-#: file stays in its place, for it cannot be removed.
-Forgotten = Callable[[str, str, bytes, bool], None]
+#: A page that is not to be found any more, and whether a bad file stays in its place, for it cannot
+#: be removed.
+Gone = tuple[BlockName, bool]
 
 
 class Listing:
@@ -82,36 +83,36 @@ class Listing:
                     self._known.update(key for key in found if key is not None)
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a fingerprint stands for, as a file in its folder."""
-
-    path: Path
-    content: bytes
-
-
 class BlockFolder:
     """The blocks of one fingerprint and namespace, by key (1 to 64 bytes, a hash).
 
     Every method may be called from any thread, and none raises. All but `contains` block.
 
-    `DiskCache.blocks` makes them.
+    `DiskStore.blocks` makes them.
     """
 
     def __init__(
         self,
         path: Path,
-        manifest: Manifest,
+        manifest: bytes,
         space: Space,
         counters: Counters,
-        forgotten: Forgotten = lambda *_: None,
+        gone: SimpleQueue[Gone],
     ) -> None:
+        """
+        Args:
+            path: of the namespace's folder.
+            manifest: what the fingerprint stands for, as a file in its folder.
+            space: makes and removes the files.
+            counters: of what is done.
+            gone: gets each page that is not to be found any more.
+        """
         self._path = path
         self._name = "/".join(path.parts[-2:])
         self._manifest = manifest
         self._space = space
         self._counters = counters
-        self._forgotten = forgotten
+        self._gone = gone
         self.listing = Listing(path)
         self._in_flight: set[bytes] = set()  # keys of blocks that threads are writing
         self._in_flight_ends = threading.Condition()
@@ -187,16 +188,14 @@ class BlockFolder:
         """Takes note that a block's file is gone, or is bad and cannot be removed."""
         self.listing.forget(key, stays)
         fingerprint, namespace = self._path.parts[-2:]
-        self._forgotten(fingerprint, namespace, key, stays)
+        self._gone.put((BlockName(fingerprint, namespace, key), stays))
 
     def store_manifest(self) -> None:
         """Writes the manifest, unless it is there."""
-        manifest = self._manifest
-        if not manifest.path.exists():
+        path, content = self._path.parent / layout.MANIFEST, self._manifest
+        if not path.exists():
             self._space.store(
-                manifest.path,
-                len(manifest.content),
-                lambda descriptor: _write_all(descriptor, manifest.content),
+                path, len(content), lambda descriptor: _write_all(descriptor, content)
             )
 
     def _read(self, block: BlockFile, page: memoryview) -> bool:

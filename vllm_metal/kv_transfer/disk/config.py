@@ -6,7 +6,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.disk import layout
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.limits import (
     DEFAULT_DAILY_WRITE_BYTES,
     Limits,
     default_max_bytes,
 )
 from vllm_metal.kv_transfer.disk.stats import DiskStats
-from vllm_metal.kv_transfer.disk.store import DiskStore, DiskView
+from vllm_metal.kv_transfer.disk.store import DiskStore
+from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import values
@@ -78,8 +77,7 @@ class DiskConfig(StoreConfig):
         }
 
     def open(self, engine_id: str) -> DiskStore:
-        limits = Limits(self.max_bytes, self.daily_write_bytes)
-        store = DiskStore(partial(DiskCache, self.directory, limits))
+        store = DiskStore(self.directory, Limits(self.max_bytes, self.daily_write_bytes))
         logger.info(
             "The prefix cache is kept in %s: %.3g GB at most, %s",
             self.directory,

@@ -58,19 +58,12 @@ UNKNOWN = Balance(bytes=2**62, day=0, written=0)
 def peek(root: Path) -> Balance | None:
     """What the ledger of a root says, without waiting for its lock; None: there is none, whole."""
     try:
-        descriptor = os.open(root / layout.LEDGER, os.O_RDONLY | os.O_CLOEXEC)
+        return _balance((root / layout.LEDGER).read_bytes()[:RECORD_BYTES])
     except OSError:
         return None
-    try:
-        return _read(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
-def _read(descriptor: int) -> Balance | None:
-    record = os.pread(descriptor, RECORD_BYTES, 0)
+def _balance(record: bytes) -> Balance | None:
     fields, checksum = record[: _FIELDS.size], record[_FIELDS.size :]
     if len(record) < RECORD_BYTES or checksum != _checksum(fields):
         return None
@@ -100,7 +93,7 @@ class Ledger:
         with self._lock:
             descriptor = self._locked_descriptor()
             try:
-                yield _read(descriptor)
+                yield _balance(os.pread(descriptor, RECORD_BYTES, 0))
             finally:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,27 +130,23 @@ def remove(root: Path, selection: Selection) -> tuple[int, int]:
     Raises:
         OSError: the cache cannot be read or locked, or something could not be removed.
     """
-    ledger = Ledger(root)
-    try:
-        with ledger.locked() as balance:
-            balance = balance or UNKNOWN
-            ledger.enter(balance)
-            found = scan(root)
-            ledger.enter(replace(balance, bytes=found.bytes))
-            meant = [block for block in found.blocks if selection.has(block)]
-            gone = [block for block in meant if eviction.remove(block.path)]
-            left = found.bytes - sum(block.room for block in gone)
-            left -= eviction.remove_empty_folders(root, gone)
-            if selection.is_all:
-                left -= eviction.remove_blockless(root)
-            ledger.enter(replace(balance, bytes=left))
-            if len(gone) < len(meant):
-                raise OSError(f"{len(meant) - len(gone)} blocks could not be removed from {root}")
-            if selection.is_all and not engine_lock.living(root):
-                _remove_root(root)
-            return len(gone), sum(block.room for block in gone)
-    finally:
-        ledger.close()
+    with closing(Ledger(root)) as ledger, ledger.locked() as balance:
+        balance = balance or UNKNOWN
+        ledger.enter(balance)
+        found = scan(root)
+        ledger.enter(replace(balance, bytes=found.bytes))
+        meant = [block for block in found.blocks if selection.has(block)]
+        gone = [block for block in meant if eviction.remove(block.path)]
+        left = found.bytes - sum(block.room for block in gone)
+        left -= eviction.remove_empty_folders(root, gone)
+        if selection.is_all:
+            left -= eviction.remove_blockless(root)
+        ledger.enter(replace(balance, bytes=left))
+        if len(gone) < len(meant):
+            raise OSError(f"{len(meant) - len(gone)} blocks could not be removed from {root}")
+        if selection.is_all and not engine_lock.living(root):
+            _remove_root(root)
+        return len(gone), sum(block.room for block in gone)
 
 
 def _remove_root(root: Path) -> None:
@@ -171,10 +167,9 @@ def verify(root: Path, remove_bad: bool, progress: Callable[[int], None]) -> Ver
         OSError: the cache cannot be read.
     """
     scratch = memoryview(bytearray(_PIECE_BYTES))
-    ledger = Ledger(root)
     num_good = num_removed = 0
     bad = []
-    try:
+    with closing(Ledger(root)) as ledger:
         for block in scan(root, clean=False).blocks:
             try:
                 identity = eviction.identity_of(os.lstat(block.path))
@@ -188,8 +183,6 @@ def verify(root: Path, remove_bad: bool, progress: Callable[[int], None]) -> Ver
                 num_removed += 1
             else:
                 bad.append(block.path)
-    finally:
-        ledger.close()
     return Verified(num_good, bad, num_removed)
 
 

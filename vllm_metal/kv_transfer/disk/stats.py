@@ -60,16 +60,15 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: Counter[str] = Counter()
-        self._total = 0
 
     def add(self, name: str, number: int = 1) -> None:
         with self._lock:
             self._numbers[name] += number
-            self._total += number
 
     def total(self) -> int:
         """The sum of all numbers."""
-        return self._total
+        with self._lock:
+            return self._numbers.total()
 
     def all(self) -> Counter[str]:
         """All numbers, at one time; 0 for what was never added to."""

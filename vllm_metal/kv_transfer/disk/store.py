@@ -1,49 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache on disk as a store of pages: DiskStore keeps them, DiskView looks them up."""
+"""DiskStore: pages of K/V in a folder that engines share and that outlives them.
+
+`view.py` is the scheduler's side.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Listing
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
-from vllm_metal.kv_transfer.disk.space import Written
-from vllm_metal.kv_transfer.disk.stats import DiskStats
+from vllm_metal.kv_transfer.disk import layout, ledger
+from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Gone
+from vllm_metal.kv_transfer.disk.ledger import UNKNOWN
+from vllm_metal.kv_transfer.disk.limits import Limits
+from vllm_metal.kv_transfer.disk.scan import FoundBlock
+from vllm_metal.kv_transfer.disk.space import Space, Written
+from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
 from vllm_metal.kv_transfer.fingerprint import PoolContent
-from vllm_metal.kv_transfer.store import Lookup, Shelf, Store, View
+from vllm_metal.kv_transfer.store import Shelf, Store
 
 logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Gone:
-    """A block that is not to be found any more."""
-
-    fingerprint: str
-    namespace: str
-    key: bytes
-    stays: bool  # a bad file, which cannot be removed
-
-
-@dataclass(frozen=True)
 class DiskShelf(Shelf):
-    """The blocks of a namespace's folder."""
+    """The pages of a namespace's folder."""
 
     folder: BlockFolder
-    cache: DiskCache
+    space: Space
 
     def wants(self, key: bytes) -> bool:
-        return self.cache.takes_blocks() and not self.folder.contains(key)
+        return self.space.takes_files() and not self.folder.contains(key)
 
     def write(self, key: bytes, row: np.ndarray, used_at: float, depth: int) -> bool:
         return self.folder.write(key, row.data, used_at, depth) is Written.STORED
@@ -66,23 +61,79 @@ class DiskShelf(Shelf):
 
 
 class DiskStore(Store):
-    """Keeps pages in a folder that engines share, one folder in it for each content and namespace.
+    """A folder of pages, which several engines may use at once. Every method is for any thread.
 
-    Its news are the blocks that went; those that came are found by looking.
+    It has a folder for each content and namespace. Its news are the pages that went; those that
+    came are found by looking.
     """
 
-    def __init__(self, make_cache: Callable[..., DiskCache]) -> None:
+    def __init__(self, root: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:
         """
+        A thread scans what is there; nothing waits for it but the first write.
+
         Args:
-            make_cache: makes a `DiskCache`, given whom to tell of blocks that are gone.
+            root: is made if it is not there, for its owner only. If it cannot be written, one
+                warning says so, and pages are read only.
+            clock: seconds since the epoch.
+
+        Raises:
+            ValueError: `root` is a folder with other things in it.
+            OSError: it is no folder, or cannot be made or read.
         """
+        self._root = root.absolute()
+        layout.make_folder(self._root, self._root)
+        if not layout.may_be_cache(self._root):
+            raise ValueError(
+                f"{root} holds other things than a prefix cache; name an empty folder, or one that "
+                "does not exist, in prefix_cache_dir"
+            )
+        self._limits = limits
         self._gone: SimpleQueue[Gone] = SimpleQueue()
-        self.cache = make_cache(forgotten=lambda *block: self._gone.put(Gone(*block)))
         self._content: PoolContent | None = None
+        self._counters = Counters()
+        self._folders: dict[tuple[str, str], BlockFolder] = {}
+        self._folders_lock = threading.Lock()
+        self._space = Space(self._root, limits, clock, self._counters, self._forget)
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._last_balance = UNKNOWN
         self._counted = -1  # figures were never told
+        self._in_thread(self._space.start)
+
+    def blocks(
+        self, fingerprint: str, facts: Mapping[str, Any], namespace: str = "shared"
+    ) -> BlockFolder:
+        """The blocks of a fingerprint and namespace; the same object for the same two.
+
+        Args:
+            fingerprint: lower-case hexadecimal digits, a digest of all that K/V depend on.
+            facts: what it is a digest of, for people; JSON. They go into its manifest.
+            namespace: letters, digits, `-` and `_`. Blocks of one are never those of another.
+
+        Raises:
+            ValueError: `fingerprint` or `namespace` is no such name.
+        """
+        if not layout.FINGERPRINT.fullmatch(fingerprint):
+            raise ValueError(f"{fingerprint!r} is no fingerprint: 2 to 128 of 0-9a-f")
+        if not layout.NAMESPACE.fullmatch(namespace):
+            raise ValueError(f"{namespace!r} is no namespace: letters, digits, - and _")
+        with self._folders_lock:
+            if (known := self._folders.get((fingerprint, namespace))) is not None:
+                return known
+            path = self._root / fingerprint / namespace
+            manifest = layout.manifest_content(fingerprint, facts)
+            folder = BlockFolder(path, manifest, self._space, self._counters, self._gone)
+            self._folders[fingerprint, namespace] = folder
+        self._in_thread(folder.store_manifest)
+        self._in_thread(lambda: folder.listing.load(self._closed.is_set))
+        return folder
+
+    def manifests(self) -> dict[str, Mapping[str, Any]]:
+        """Facts of each fingerprint that has a manifest which can be read."""
+        return layout.read_manifests(self._root)
 
     def use(self, content: PoolContent) -> None:
-        fingerprint, others = content.fingerprint, self.cache.manifests()
+        fingerprint, others = content.fingerprint, self.manifests()
         if fingerprint.digest not in others and (reason := fingerprint.why_unused(others.values())):
             logger.info("%s", reason)
         self._content = content
@@ -92,82 +143,58 @@ class DiskStore(Store):
         if namespace is None:
             return None
         fingerprint = self._content.fingerprint
-        folder = self.cache.blocks(fingerprint.digest, fingerprint.facts, namespace)
-        return DiskShelf(folder, self.cache)
+        folder = self.blocks(fingerprint.digest, fingerprint.facts, namespace)
+        return DiskShelf(folder, self._space)
 
     def news(self) -> list[Gone] | None:
         return [self._gone.get() for _ in range(self._gone.qsize())] or None
 
     def figures(self) -> DiskStats | None:
-        counted = self.cache.num_counted()  # first: threads go on counting meanwhile
+        counted = self._counters.total()  # first: threads go on counting meanwhile
         if counted == self._counted:
             return None
         self._counted = counted
-        return self.cache.stats()
+        return self.stats()
+
+    def stats(self) -> DiskStats:
+        """Figures; quick, and never waits."""
+        balance = ledger.peek(self._root)
+        if balance is not None and balance.is_known:
+            self._last_balance = balance  # else it is being written just now, or not there
+        today = self._space.today(self._last_balance)
+        number = self._counters.all()
+        return DiskStats(
+            bytes=today.bytes if today.is_known else 0,
+            max_bytes=self._limits.max_bytes,
+            written_today=today.written,
+            daily_write_bytes=self._limits.daily_write_bytes,
+            written_bytes=number["written_bytes"],
+            read_bytes=number["read_bytes"],
+            num_written=number["written"],
+            num_read=number["read"],
+            num_corrupt=number["corrupt"],
+            num_vanished=number["vanished"],
+            num_evicted=number["evicted"],
+            num_refused={
+                reason: number[f"refused_{reason}"]
+                for reason in ("over_budget", "no_room", "failed", "paused")
+            },
+        )
 
     def close(self) -> None:
-        self.cache.close()
-
-
-class DiskLookup(Lookup):
-    """What a folder has now; it is looked at for each page, and need not be asked before."""
-
-    def __init__(self, listing: Callable[[], Listing]) -> None:
-        """
-        Args:
-            listing: of the folder, at any time: other weights may have been loaded.
-        """
-        self._listing = listing
-
-    def contains(self, key: bytes) -> bool:
-        return self._listing().contains(key)
-
-
-class DiskView(View):
-    """Looks for files by their names; never opens one."""
-
-    source = CacheHitSource.DISK
-
-    def __init__(self, root: Path, content: PoolContent) -> None:
-        """
-        Args:
-            root: the folder of the cache.
-            content: what pages the worker has.
-        """
-        self._root = root
-        self._closed = threading.Event()
-        self._fingerprint = content.fingerprint.digest
-        self._listings: dict[str, Listing] = {}  # by namespace
-
-    def use(self, content: PoolContent) -> None:
-        if content.fingerprint.digest != self._fingerprint:
-            self._fingerprint, self._listings = content.fingerprint.digest, {}
-
-    def look_up(
-        self,
-        namespace: str | None,
-        keys: Callable[[], Sequence[bytes]],
-        params: Mapping[str, Any] | None,
-    ) -> Lookup:
-        return Lookup() if namespace is None else DiskLookup(partial(self._listing, namespace))
-
-    def wants(self, namespace: str | None, key: bytes) -> bool:
-        return namespace is not None and not self._listing(namespace).contains(key)
-
-    def _listing(self, namespace: str) -> Listing:
-        if namespace not in self._listings:
-            made = Listing(self._root / self._fingerprint / namespace)
-            self._listings[namespace] = made
-            load = threading.Thread(
-                target=made.load, args=(self._closed.is_set,), name="prefix-cache-list", daemon=True
-            )
-            load.start()
-        return self._listings[namespace]
-
-    def hear(self, news: list[Gone]) -> None:
-        for gone in news:
-            if gone.fingerprint == self._fingerprint and gone.namespace in self._listings:
-                self._listings[gone.namespace].forget(gone.key, gone.stays)
-
-    def close(self) -> None:
+        """Waits for its threads; refuses later writes. Call it after the last read and write."""
         self._closed.set()
+        for thread in self._threads:
+            thread.join()
+        self._space.close()
+
+    def _forget(self, block: FoundBlock) -> None:
+        name = block.name
+        if (folder := self._folders.get((name.fingerprint, name.namespace))) is not None:
+            folder.listing.forget(name.key)
+        self._gone.put((name, False))
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="prefix-cache-start", daemon=True)
+        self._threads.append(thread)
+        thread.start()

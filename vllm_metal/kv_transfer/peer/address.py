@@ -26,7 +26,7 @@ class Address:
             ValueError: it is none of these; the message says what is wrong.
         """
         if not isinstance(text, str):
-            raise ValueError(f"{text!r} is no address: {_FORM}")
+            raise ValueError(f"must be an address, and {text!r} is no address: {_FORM}")
         host, colon, port = text.rpartition(":")
         if not colon:
             raise ValueError(f"{text!r} has no port: {_FORM}")

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from blake3 import blake3
 from vllm.logger import init_logger
 
 from vllm_metal.kv_transfer.peer import handshake
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.connections import Closed, Connections, NotReached, Unavailable
+from vllm_metal.kv_transfer.peer.connections import Connections, Unavailable
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.lease_keeper import LeaseKeeper
 from vllm_metal.kv_transfer.peer.limits import (
@@ -40,8 +41,9 @@ from vllm_metal.kv_transfer.peer.messages import (
     Waiting,
     decode,
 )
-from vllm_metal.kv_transfer.peer.page import Checksum
-from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
+from vllm_metal.kv_transfer.peer.page import checksum
+from vllm_metal.kv_transfer.peer.wire import Link, PeerDown, Unwanted
+from vllm_metal.metrics.metric import Metric
 
 logger = init_logger(__name__)
 
@@ -49,28 +51,25 @@ T = TypeVar("T")
 _LONGEST_REASON = 500  # characters of a message that holds a peer's words
 
 
-class _BadPage(Exception):
-    """What came is not the page that was asked for."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PeerStats:
     """Counters of all the time of a `Peer`."""
 
     num_asked: int  # pages
     num_found: int
     fetched_pages: int
-    fetched_bytes: int
-    failed_fetches: int  # those that ended without all pages, unwanted ones included
-    bad_checksums: int
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """Until something changes, the two do not work together."""
-
-    own: Terms
-    until: float  # then it is tried whether the peer has changed
+    fetched_bytes: int = Metric(
+        "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
+    ).field()
+    #: Unwanted ones included.
+    failed_fetches: int = Metric(
+        "total",
+        "vllm:kv_peer_failed_fetches",
+        "Requests to peers that did not bring all pages.",
+    ).field()
+    bad_checksums: int = Metric(
+        "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
+    ).field()
 
 
 class Peer:
@@ -108,7 +107,8 @@ class Peer:
         self._lock = threading.Lock()
         self._engine_id: str | None = None
         self._down_until: float | None = None
-        self._refusal: _Refusal | None = None
+        self._refused: Terms | None = None  # own terms, that do not go with the peer's
+        self._refused_until = 0.0  # then it is tried whether the peer has changed
         self._trouble: str | None = None  # what the log has said, and is still so
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -213,15 +213,11 @@ class Peer:
             return otherwise
         try:
             return self._connections.call(work)
-        except handshake.ServerBusy:
-            self._note_down("all its connections are in use")
-        except NotReached as error:
+        except PeerDown as error:
             self._note_down(str(error))
         except ProtocolError as error:
             self._note_down(f"it does not keep to the protocol: {error}")
-        except _BadPage as error:
-            self._note_down(str(error))
-        except (OSError, handshake.Refused, Closed, Unavailable, Unwanted):
+        except (OSError, handshake.Refused, Unavailable, Unwanted):
             pass  # a connection broke, the log has been told why, or nobody wants the answer
         except Exception:
             logger.exception("A call to the peer %s ended by an error", self.address)
@@ -242,12 +238,12 @@ class Peer:
             if isinstance(row, NoPage):
                 return False
             if row.size != place.nbytes:
-                raise _BadPage(f"a page came with {row.size} bytes in place of {place.nbytes}")
-            summed = Checksum()
-            link.receive_row(place, wanted, summed.update)
-            if summed.of(key) != row.checksum:
+                raise PeerDown(f"a page came with {row.size} bytes in place of {place.nbytes}")
+            hashed = blake3()
+            link.receive_row(place, wanted, hashed.update)
+            if checksum(key, hashed) != row.checksum:
                 self._count(bad_checksums=1)
-                raise _BadPage("a page came with a wrong checksum")
+                raise PeerDown("a page came with a wrong checksum")
         return self._terms().identity == own
 
     def _tell(self, message: Renew | Release) -> None:
@@ -259,7 +255,7 @@ class Peer:
 
         self._call(work, None)
 
-    def _introduce(self, link: Link) -> tuple[Terms, Terms]:
+    def _introduce(self, link: Link) -> Terms:
         own = self._terms()
         try:
             theirs = handshake.introduce(link, self._secret, self._session, own)
@@ -270,7 +266,7 @@ class Peer:
             self._refuse(own, str(refused))
             raise
         self._note_good()
-        return own, theirs
+        return own
 
     def _is_current(self, own: Terms) -> bool:
         return own.identity == self._terms().identity
@@ -289,15 +285,17 @@ class Peer:
 
     def _may_try(self) -> bool:
         with self._lock:
-            now, refusal = self._clock(), self._refusal
+            now, refused = self._clock(), self._refused
             if self._closed or (self._down_until is not None and now < self._down_until):
                 return False
-        return refusal is None or now >= refusal.until or not self._is_current(refusal.own)
+            if refused is None or now >= self._refused_until:
+                return True
+        return not self._is_current(refused)
 
     def _note_good(self) -> None:
         with self._lock:
             trouble, self._trouble = self._trouble, None
-            self._down_until = self._refusal = None
+            self._down_until = self._refused = None
         if trouble is not None:
             logger.info("The peer %s serves pages", self.address)
 
@@ -310,7 +308,7 @@ class Peer:
 
     def _refuse(self, own: Terms, reason: str) -> None:
         with self._lock:
-            self._refusal = _Refusal(own, self._clock() + self._timeouts.refused)
+            self._refused, self._refused_until = own, self._clock() + self._timeouts.refused
         self._say(f"The peer {self.address} is not used: {reason}")
 
     def _say(self, trouble: str) -> None:

@@ -40,17 +40,6 @@ _MEANINGS = {
 }
 
 
-def _address(value: Any) -> Address:
-    """An address.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"must be an address such as '127.0.0.1:9100', not {value!r}")
-    return Address.parse(value)
-
-
 def _addresses(value: Any) -> tuple[Address, ...]:
     """Several addresses, no two the same.
 
@@ -59,7 +48,7 @@ def _addresses(value: Any) -> tuple[Address, ...]:
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"must be a list of addresses such as ['127.0.0.1:9100'], not {value!r}")
-    found = [_address(each) for each in value]
+    found = [Address.parse(each) for each in value]
     if len(set(found)) < len(found):
         raise ValueError("names an address twice")
     return tuple(found)
@@ -74,7 +63,7 @@ class PeerConfig(StoreConfig):
     asking = ("listen", "peers")
     readers = MappingProxyType(
         {
-            "listen": _address,
+            "listen": Address.parse,
             "peers": _addresses,
             "secret": values.path,
             "outbox_bytes": values.size,

@@ -7,36 +7,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import Timeouts
-from vllm_metal.kv_transfer.peer.wire import Link, shut_down
+from vllm_metal.kv_transfer.peer.wire import Link, PeerDown, shut_down
 from vllm_metal.settings import local_network
 
 T = TypeVar("T")
 
 
-class Closed(Exception):
-    """Nothing is to be asked any more."""
-
-
 class Unavailable(Exception):
-    """No connection became free in time, or none is to be made now."""
+    """No connection became free in time, none is to be made now, or ever again; says which."""
 
 
-class NotReached(Exception):
-    """The server could not be reached, or stopped answering; says why."""
-
-
+@dataclass(frozen=True, eq=False)
 class Connection:
     """A link to a server that has been introduced."""
 
-    def __init__(self, link: Link, own: Terms, theirs: Terms) -> None:
-        self.link = link
-        self.own = own  # what was offered
-        self.theirs = theirs
+    link: Link
+    own: Terms  # what was offered
 
 
 class Connections:
@@ -45,7 +37,7 @@ class Connections:
     def __init__(
         self,
         address: Address,
-        introduce: Callable[[Link], tuple[Terms, Terms]],
+        introduce: Callable[[Link], Terms],
         is_current: Callable[[Terms], bool],
         may_connect: Callable[[], bool],
         timeouts: Timeouts,
@@ -54,7 +46,7 @@ class Connections:
         """
         Args:
             address: the server's.
-            introduce: shakes hands; returns own terms and the server's, or raises.
+            introduce: shakes hands; returns the terms that were offered, or raises.
             is_current: whether own terms are still these: else a connection is of no use.
             may_connect: whether a new connection is to be tried.
             timeouts: of all waits.
@@ -78,11 +70,10 @@ class Connections:
         One that broke while nobody used it, because the server started again, is replaced once.
 
         Raises:
-            Closed: `close` was called.
-            Unavailable: other calls kept all connections, or `may_connect` said no.
-            NotReached: the server could not be reached, or stood still.
-            Refused: of `introduce`.
-            Anything else that `work` raises.
+            Unavailable: other calls kept all connections, `may_connect` said no, or `close` was
+                called.
+            PeerDown: the server could not be reached, or stood still.
+            Anything else that `introduce` or `work` raises.
         """
         connection = self._take()
         good = False
@@ -98,13 +89,13 @@ class Connections:
                     connection = None
             if connection is None:
                 if not self._may_connect():
-                    raise Unavailable
+                    raise Unavailable("not to be tried")
                 connection = self._open()
                 result = work(connection.link)
             good = True
             return result
         except TimeoutError as error:
-            raise NotReached(f"it stopped answering ({error})") from error
+            raise PeerDown(f"it stopped answering ({error})") from error
         finally:
             self._give_back(connection, good)
 
@@ -126,9 +117,9 @@ class Connections:
             with self._changed:
                 while not self._closed and not self._idle and self._num_open >= self._most:
                     if not self._changed.wait(deadline - time.monotonic()):
-                        raise Unavailable
+                        raise Unavailable("all in use")
                 if self._closed:
-                    raise Closed
+                    raise Unavailable("closed")
                 if not self._idle:
                     self._num_open += 1
                     return None
@@ -154,15 +145,14 @@ class Connections:
         try:
             link = self._connect()
         except OSError as error:
-            raise NotReached(_reason(error)) from error
+            raise PeerDown(_reason(error)) from error
         try:
-            own, theirs = self._introduce(link)
+            return Connection(link, self._introduce(link))
         except BaseException as error:
             self._close_socket(link.sock)
             if isinstance(error, OSError):
-                raise NotReached(_reason(error)) from error
+                raise PeerDown(_reason(error)) from error
             raise
-        return Connection(link, own, theirs)
 
     def _connect(self) -> Link:
         deadline = time.monotonic() + self._timeouts.connect
@@ -175,13 +165,13 @@ class Connections:
             try:
                 with self._changed:
                     if self._closed:
-                        raise Closed
+                        raise Unavailable("closed")
                     self._sockets.add(sock)
                 sock.settimeout(max(left, 0.001))
                 sock.connect(place)
                 with self._changed:
                     if self._closed:  # before it was connected, when nothing could be woken
-                        raise Closed
+                        raise Unavailable("closed")
                 return Link(sock, self._timeouts.no_progress)
             except BaseException as error:
                 self._close_socket(sock)

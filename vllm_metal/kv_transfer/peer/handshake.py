@@ -29,7 +29,7 @@ from vllm_metal.kv_transfer.peer.messages import (
     Welcome,
     decode,
 )
-from vllm_metal.kv_transfer.peer.wire import Link
+from vllm_metal.kv_transfer.peer.wire import Link, PeerDown
 
 _VERSION = struct.Struct("<I")
 PREAMBLE = MAGIC + _VERSION.pack(PROTOCOL_VERSION)
@@ -59,16 +59,8 @@ class Refused(Exception):
     """Two engines cannot work together; its text says why, without saying of whom."""
 
 
-class ServerBusy(Exception):
-    """The server has no connection left."""
-
-
 class WrongSecret(Exception):
     """Somebody could not prove the secret."""
-
-
-class OtherVersion(Exception):
-    """Somebody speaks another version of the protocol, or another protocol."""
 
 
 def greet(link: Link, secret: bytes, terms: Terms) -> int:
@@ -83,7 +75,7 @@ def greet(link: Link, secret: bytes, terms: Terms) -> int:
         The client's session.
 
     Raises:
-        OtherVersion, WrongSecret, Refused: the client is none to serve, and was told so.
+        WrongSecret, Refused: the client is none to serve, and was told so.
         ProtocolError, OSError: the connection is of no use.
     """
     if not secret and not is_loopback_ip(link.peer_ip()):
@@ -92,7 +84,7 @@ def greet(link: Link, secret: bytes, terms: Terms) -> int:
     link.send_bytes(PREAMBLE)
     link.send(Greeting(nonce))
     if link.receive_bytes(len(PREAMBLE)) != PREAMBLE:
-        raise OtherVersion
+        raise Refused("it speaks another version, or another protocol")
     proof = decode(link.receive(MAX_UNKNOWN_BYTES), Proof)
     challenge = secrets.Challenge(nonce, proof.nonce, proof.session)
     if not challenge.is_proof(secret, "client", proof.proof):
@@ -119,7 +111,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
         The server's terms, which may differ.
 
     Raises:
-        ServerBusy: it has no connection left.
+        PeerDown: it has no connection left.
         Refused: the server is none to take pages from.
         ProtocolError, OSError: the connection is of no use.
     """
@@ -136,7 +128,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
         )
     greeting = decode(link.receive(MAX_UNKNOWN_BYTES), Greeting, Busy)
     if isinstance(greeting, Busy):
-        raise ServerBusy
+        raise PeerDown("all its connections are in use")
     challenge = secrets.Challenge(greeting.nonce, secrets.make_nonce(), session)
     proof = Proof(session, challenge.client_nonce, challenge.proof(secret, "client"))
     link.send_bytes(PREAMBLE)

@@ -9,25 +9,41 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from vllm_metal.kv_transfer.peer.page import Page, checksum
+from vllm_metal.metrics.metric import Metric
 
 #: Of the outbox's bytes, that leases may hold: new pages always find room, whatever peers ask for.
 _LEASED_SHARE = (3, 4)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OutboxStats:
     """Figures of an outbox. Pages and bytes are what it holds now, counters of all its time."""
 
-    bytes: int
-    max_bytes: int
     pages: int
-    leased_bytes: int
-    num_put: int
-    num_evicted: int
-    num_refused: int  # pages for which there was no room
     sent_pages: int
-    sent_bytes: int
+    outbox_bytes: int = Metric(
+        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
+    ).field()
+    outbox_limit_bytes: int = Metric(
+        "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
+    ).field()
+    leased_bytes: int = Metric(
+        "gauge",
+        "vllm:kv_outbox_leased_bytes",
+        "Bytes of those that peers have asked for and not got yet.",
+    ).field()
+    num_refused: int = Metric(
+        "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
+    ).field()
+    num_evicted: int = Metric(
+        "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
+    ).field()
+    sent_bytes: int = Metric(
+        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
+    ).field()
 
 
 @dataclass
@@ -62,31 +78,25 @@ class Outbox:
         self._changed = threading.Condition()
         self._unleased: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._leased: dict[bytes, _Entry] = {}
-        self._held: dict[int, dict[bytes, None]] = {}  # by holder, a set in order
         self._next_end = float("inf")  # no lease ends before
         self._copying: dict[bytes, object] = {}  # pages that are being put; other than any before
         self._bytes = 0  # of all pages, and of those that are being copied
         self._leased_bytes = 0
         self._expected: Counter[bytes] = Counter()
         self._generation = 0
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(num_refused=0, num_evicted=0, sent_pages=0, sent_bytes=0)
 
     # -- pages that are being made
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """Pages are being made; who asks for them waits. Each call is paid by `expect_no_more`."""
         with self._changed:
-            for key in keys:
-                self._expected[key] += 1
+            self._expected.update(iter(keys))
 
     def expect_no_more(self, keys: Iterable[bytes]) -> None:
         """Pages that were expected are there, or will not come."""
         with self._changed:
-            for key in keys:
-                if self._expected[key] <= 1:
-                    del self._expected[key]
-                else:
-                    self._expected[key] -= 1
+            self._expected -= Counter(iter(keys))  # leaves out what nobody expects now
             self._changed.notify_all()
 
     def await_pages(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
@@ -98,17 +108,14 @@ class Outbox:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while (left := deadline - time.monotonic()) > 0 and self._any_expected(keys):
+            while (left := deadline - time.monotonic()) > 0 and self.any_expected(keys):
                 self._changed.wait(left)
-            return [key for key in keys if key in self._unleased or key in self._leased]
+            return [key for key in keys if self.contains(key)]
 
     def any_expected(self, keys: Iterable[bytes]) -> bool:
         """Whether one of the pages is being made."""
         with self._changed:
-            return self._any_expected(keys)
-
-    def _any_expected(self, keys: Iterable[bytes]) -> bool:
-        return bool(self._expected) and any(key in self._expected for key in keys)
+            return bool(self._expected) and any(key in self._expected for key in keys)
 
     # -- pages that are there
 
@@ -147,14 +154,14 @@ class Outbox:
             if self._find(key) is not None or key in self._copying:
                 return True
             if not self._make_room(size, used_at):
-                self._counts["refused"] += 1
+                self._counts["num_refused"] += 1
                 return False
             self._bytes += size  # before it is copied: the limit holds meanwhile
             self._copying[key] = this_one
         entry = None
         try:
             data = memoryview(bytes(page))
-            entry = _Entry(Page(data, checksum(key, data)), used_at)
+            entry = _Entry(Page(data, checksum(key, blake3(data))), used_at)
         finally:
             with self._changed:
                 wanted = self._copying.get(key) is this_one  # else it was discarded meanwhile
@@ -162,7 +169,6 @@ class Outbox:
                     del self._copying[key]
                 if entry is not None and wanted:
                     self._unleased[key] = entry
-                    self._counts["put"] += 1
                 else:
                     self._bytes -= size
         return wanted
@@ -213,7 +219,7 @@ class Outbox:
                 return False
             _, evicted = self._unleased.popitem(last=False)
             self._bytes -= evicted.size
-            self._counts["evicted"] += 1
+            self._counts["num_evicted"] += 1
         return self._bytes + size <= self.max_bytes  # else others are being copied
 
     def _remove(self, key: bytes) -> None:
@@ -223,8 +229,6 @@ class Outbox:
             if entry is None:
                 return
             self._leased_bytes -= entry.size
-            for holder in entry.leases:
-                self._drop_held(holder, key)
         self._bytes -= entry.size
 
     # -- leases
@@ -256,7 +260,6 @@ class Outbox:
                     self._leased[key] = self._unleased.pop(key)
                     self._leased_bytes += entry.size
                 entry.leases[holder] = max(ends, entry.leases.get(holder, ends))
-                self._held.setdefault(holder, {})[key] = None
                 num_leased += 1
             self._next_end = min(self._next_end, ends)
         return num_leased
@@ -266,17 +269,17 @@ class Outbox:
         with self._changed:
             self._end_leases()
             ends = self._clock() + seconds
-            for key in self._held.get(holder, ()):
-                leases = self._leased[key].leases
-                leases[holder] = max(ends, leases[holder])
+            for entry in self._leased.values():
+                if holder in entry.leases:
+                    entry.leases[holder] = max(ends, entry.leases[holder])
 
     def release(self, holder: int, keys: Collection[bytes] | None) -> None:
         """Ends leases of a holder: on some pages, or None: on all."""
         with self._changed:
             self._end_leases()
-            held = self._held.get(holder, {})
-            for key in [*held] if keys is None else [key for key in keys if key in held]:
-                self._end_lease(holder, key)
+            for key in [*self._leased] if keys is None else keys:
+                if key in self._leased and holder in self._leased[key].leases:
+                    self._end_lease(holder, key)
 
     def _end_leases(self) -> None:
         """Ends those whose time is over."""
@@ -299,37 +302,25 @@ class Outbox:
     def _end_lease(self, holder: int, key: bytes) -> None:
         entry = self._leased[key]
         del entry.leases[holder]
-        self._drop_held(holder, key)
         if not entry.leases:
             self._unleased[key] = self._leased.pop(key)
             self._leased_bytes -= entry.size
 
-    def _drop_held(self, holder: int, key: bytes) -> None:
-        held = self._held[holder]
-        del held[key]
-        if not held:
-            del self._held[holder]
-
     # -- figures
 
-    def count_sent(self, num_pages: int, num_bytes: int) -> None:
-        """Pages went to a peer."""
+    def count_sent(self, num_bytes: int) -> None:
+        """A page went to a peer."""
         with self._changed:
-            self._counts["sent_pages"] += num_pages
-            self._counts["sent_bytes"] += num_bytes
+            self._counts.update(sent_pages=1, sent_bytes=num_bytes)
 
     def stats(self) -> OutboxStats:
         """Figures, at one time."""
         with self._changed:
             self._end_leases()
             return OutboxStats(
-                bytes=self._bytes,
-                max_bytes=self.max_bytes,
                 pages=len(self._unleased) + len(self._leased),
+                outbox_bytes=self._bytes,
+                outbox_limit_bytes=self.max_bytes,
                 leased_bytes=self._leased_bytes,
-                num_put=self._counts["put"],
-                num_evicted=self._counts["evicted"],
-                num_refused=self._counts["refused"],
-                sent_pages=self._counts["sent_pages"],
-                sent_bytes=self._counts["sent_bytes"],
+                **self._counts,
             )

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from vllm_metal.kv_transfer.peer.limits import PROTOCOL_VERSION
 
-#: Engines on one machine need no secret: whoever can connect is a user of this machine.
-NO_SECRET = b""
 NONCE_BYTES = 32  # as many as SHA-256 gives: none is drawn twice
 PROOF_BYTES = 32  # of SHA-256
 _PURPOSE = b"vllm-metal peer"

@@ -44,10 +44,6 @@ logger = init_logger(__name__)
 _ACCEPT_PAUSE_S = 0.2
 
 
-class _TermsChanged(Exception):
-    """The pages are others than the client agreed to."""
-
-
 class PageServer:
     """Listens, with a thread for each connection; nothing that a peer does reaches beyond it."""
 
@@ -168,7 +164,7 @@ class PageServer:
                 self._answer(link, session, terms)
         except handshake.WrongSecret:
             self._warn("An engine that does not know the 'secret' wanted pages, and got none")
-        except (OSError, ProtocolError, handshake.Refused, handshake.OtherVersion, _TermsChanged):
+        except (OSError, ProtocolError, handshake.Refused):
             pass  # the client's own affair: it goes on without us, or comes again
         except Exception:
             logger.exception("A connection of a peer ended by an error")
@@ -236,11 +232,11 @@ class PageServer:
                 link.send(NoPage())
                 return
             link.send(Row(page.data.nbytes, page.checksum), raw=page.data)
-            self._outbox.count_sent(1, page.data.nbytes)
+            self._outbox.count_sent(page.data.nbytes)
 
     def _check(self, terms: Terms) -> None:
         if self._terms().identity != terms.identity:
-            raise _TermsChanged
+            raise handshake.Refused("the pages are others than it agreed to")
 
 
 def _listen(address: Address, secret: bytes) -> socket.socket:

@@ -7,56 +7,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.client import Peer
+from vllm_metal.kv_transfer.peer.client import Peer, PeerStats
 from vllm_metal.kv_transfer.peer.handshake import Terms
-from vllm_metal.kv_transfer.peer.outbox import Outbox
+from vllm_metal.kv_transfer.peer.outbox import Outbox, OutboxStats
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.store import Shelf, Store
-from vllm_metal.metrics.metric import Metric
 
 
-@dataclass(frozen=True)
-class PeerFigures:
-    """Figures of this process."""
-
-    outbox_bytes: int = Metric(
-        "gauge", "vllm:kv_outbox_bytes", "Bytes of pages that peers may ask for."
-    ).field()
-    outbox_limit_bytes: int = Metric(
-        "gauge", "vllm:kv_outbox_limit_bytes", "Most bytes of those (outbox_bytes)."
-    ).field()
-    leased_bytes: int = Metric(
-        "gauge",
-        "vllm:kv_outbox_leased_bytes",
-        "Bytes of those that peers have asked for and not got yet.",
-    ).field()
-    num_refused: int = Metric(
-        "total", "vllm:kv_outbox_refused", "Pages that the outbox had no room for."
-    ).field()
-    num_evicted: int = Metric(
-        "total", "vllm:kv_outbox_evicted", "Pages that left the outbox to make room."
-    ).field()
-    sent_bytes: int = Metric(
-        "total", "vllm:kv_peer_sent_bytes", "Bytes of pages that peers got from this engine."
-    ).field()
-    fetched_bytes: int = Metric(
-        "total", "vllm:kv_peer_fetched_bytes", "Bytes of pages that this engine got from peers."
-    ).field()
-    num_failed: int = Metric(
-        "total",
-        "vllm:kv_peer_failed_fetches",
-        "Requests to peers that did not bring all pages.",
-    ).field()
-    num_corrupt: int = Metric(
-        "total", "vllm:kv_peer_corrupt_pages", "Pages of peers whose checksum was wrong."
-    ).field()
+@dataclass(frozen=True, kw_only=True)
+class PeerFigures(OutboxStats, PeerStats):
+    """Figures of this process: of its outbox, and of all peers that it asks."""
 
 
 class Clients:
@@ -202,18 +169,9 @@ class PeerStore(Store):
         return sorted(new) or None
 
     def figures(self) -> PeerFigures:
-        outbox, clients = self.outbox.stats(), [peer.stats() for peer in self._clients.peers]
-        return PeerFigures(
-            outbox_bytes=outbox.bytes,
-            outbox_limit_bytes=outbox.max_bytes,
-            leased_bytes=outbox.leased_bytes,
-            num_refused=outbox.num_refused,
-            num_evicted=outbox.num_evicted,
-            sent_bytes=outbox.sent_bytes,
-            fetched_bytes=sum(each.fetched_bytes for each in clients),
-            num_failed=sum(each.failed_fetches for each in clients),
-            num_corrupt=sum(each.bad_checksums for each in clients),
-        )
+        peers = [asdict(peer.stats()) for peer in self._clients.peers]
+        fetched = {each.name: sum(of[each.name] for of in peers) for each in fields(PeerStats)}
+        return PeerFigures(**asdict(self.outbox.stats()), **fetched)
 
     def close(self) -> None:
         if self._server is not None:

@@ -36,6 +36,10 @@ class Unwanted(Exception):
     """Nobody wants any more what is being received."""
 
 
+class PeerDown(Exception):
+    """The server cannot be used now; says why."""
+
+
 class Link:
     """A connected socket, used by one thread at a time; another may `shut_down` its socket."""
 
@@ -51,15 +55,15 @@ class Link:
         sock.settimeout(None)
         _configure(sock, min(_SLICE_S, no_progress_s / 4))
 
-    def send(self, *messages: Message, raw: memoryview | None = None) -> None:
-        """Sends messages, then raw bytes.
+    def send(self, message: Message, raw: memoryview | None = None) -> None:
+        """Sends a message, then raw bytes.
 
         Raises:
             OSError: the connection broke.
             TimeoutError: the other side does not read.
         """
-        head = b"".join(_framed(encode(message)) for message in messages)
-        self.send_bytes(head, raw)
+        body = encode(message)
+        self.send_bytes(_LENGTH.pack(len(body)) + body, raw)
 
     def send_bytes(self, head: bytes, raw: memoryview | None = None) -> None:
         """Sends bytes as they are; raises as `send` does."""
@@ -124,7 +128,7 @@ class Link:
         self,
         row: memoryview,
         wanted: Callable[[], bool],
-        received: Callable[[memoryview], None],
+        received: Callable[[memoryview], object],
     ) -> None:
         """Fills a row with the bytes that come next.
 
@@ -204,10 +208,6 @@ def shut_down(sock: socket.socket) -> None:
     """Ends a connection that another thread may wait for, which wakes it."""
     with contextlib.suppress(OSError):  # it has ended already
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def _framed(body: bytes) -> bytes:
-    return _LENGTH.pack(len(body)) + body
 
 
 def _configure(sock: socket.socket, slice_s: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiskCache: limits hold, and a disk that fails stops nothing."""
+"""DiskStore: limits hold, and a disk that fails stops nothing."""
 
 import errno
 import json
@@ -11,10 +11,10 @@ import pytest
 from kv_transfer.disk import naive
 from kv_transfer.disk.naive import blocks
 
-from vllm_metal.kv_transfer.disk.disk_cache import DiskCache
 from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.store import DiskStore
 
 #: Bytes that the file of `naive.block` counts for, and those of a ledger and a manifest.
 ROOM = 8192
@@ -480,6 +480,6 @@ def test_temporaries_of_dead_engines_go_and_those_of_living_ones_stay(make_cache
 
 
 def test_a_cache_needs_no_clock(root):
-    cache = DiskCache(root, Limits(10**6, None))
+    cache = DiskStore(root, Limits(10**6, None))
     assert write(blocks(cache), 1) is Written.STORED
     cache.close()

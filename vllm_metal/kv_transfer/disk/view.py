@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix cache on disk, the scheduler's side: DiskView looks for files by their names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_metal.kv_transfer.disk.block_folder import Gone, Listing
+from vllm_metal.kv_transfer.fingerprint import PoolContent
+from vllm_metal.kv_transfer.store import Lookup, View
+
+
+class DiskLookup(Lookup):
+    """What a folder has now; it is looked at for each page, and need not be asked before."""
+
+    def __init__(self, listing: Callable[[], Listing]) -> None:
+        """
+        Args:
+            listing: of the folder, at any time: other weights may have been loaded.
+        """
+        self._listing = listing
+
+    def contains(self, key: bytes) -> bool:
+        return self._listing().contains(key)
+
+
+class DiskView(View):
+    """Looks for files by their names; never opens one."""
+
+    source = CacheHitSource.DISK
+
+    def __init__(self, root: Path, content: PoolContent) -> None:
+        """
+        Args:
+            root: the folder of the cache.
+            content: what pages the worker has.
+        """
+        self._root = root
+        self._closed = threading.Event()
+        self._fingerprint = content.fingerprint.digest
+        self._listings: dict[str, Listing] = {}  # by namespace
+
+    def use(self, content: PoolContent) -> None:
+        if content.fingerprint.digest != self._fingerprint:
+            self._fingerprint, self._listings = content.fingerprint.digest, {}
+
+    def look_up(
+        self,
+        namespace: str | None,
+        keys: Callable[[], Sequence[bytes]],
+        params: Mapping[str, Any] | None,
+    ) -> Lookup:
+        return Lookup() if namespace is None else DiskLookup(partial(self._listing, namespace))
+
+    def wants(self, namespace: str | None, key: bytes) -> bool:
+        return namespace is not None and not self._listing(namespace).contains(key)
+
+    def _listing(self, namespace: str) -> Listing:
+        if namespace not in self._listings:
+            made = Listing(self._root / self._fingerprint / namespace)
+            self._listings[namespace] = made
+            load = threading.Thread(
+                target=made.load, args=(self._closed.is_set,), name="prefix-cache-list", daemon=True
+            )
+            load.start()
+        return self._listings[namespace]
+
+    def hear(self, news: list[Gone]) -> None:
+        for name, stays in news:
+            if name.fingerprint == self._fingerprint and name.namespace in self._listings:
+                self._listings[name.namespace].forget(name.key, stays)
+
+    def close(self) -> None:
+        self._closed.set()
