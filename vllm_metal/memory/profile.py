@@ -53,7 +53,7 @@ def requests_profile(
     drafts: int,
 ) -> Callable[[], None]:
     """What runs the few requests of `drafted` with so many drafts each; their pool is there."""
-    step = LargestStep.of_requests(layers, config, kv_cache_type, drafts)
+    step = LargestStep.of(layers, config, kv_cache_type, drafts)
     mx.eval(step.layers.pool_arrays())
     return partial(_run, parts, step)
 
@@ -144,83 +144,55 @@ class LargestStep:
         layers: Sequence[StatefulLayer],
         config: VllmConfig,
         kv_cache_type: type[LayerKVCache],
+        drafts: int | None = None,
         paced: bool = True,
     ) -> LargestStep:
-        """As few prompts of one network as possible.
+        """As few prompts of one network as possible, or the few requests of `drafted`.
 
         Args:
             layers: the network's.
             config: vLLM's.
             kv_cache_type: see StatefulLayer.allocate.
+            drafts: of each request, behind a context of a token; None: all rows are of prompts,
+                from their beginning.
             paced: see PagedLayers.
         """
-        num_tokens, sampled = largest_step(config)
-        longest = min(num_tokens, config.model_config.max_model_len)
-        counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
-        return _over_small_pool(layers, config, kv_cache_type, paced, counts, sampled)
-
-    @staticmethod
-    def of_requests(
-        layers: Sequence[StatefulLayer],
-        config: VllmConfig,
-        kv_cache_type: type[LayerKVCache],
-        drafts: int,
-        paced: bool = True,
-    ) -> LargestStep:
-        """The few requests of `drafted`, each with so many drafts; see `of`."""
-        requests, _ = drafted(config)
-        counts = np.full(requests, 1 + drafts)
-        logits = mx.arange(requests * (1 + drafts), dtype=mx.int32)
-        return _over_small_pool(
-            layers, config, kv_cache_type, paced, counts, logits, np.full(requests, drafts)
+        if drafts is None:
+            num_tokens, sampled = largest_step(config)
+            longest = min(num_tokens, config.model_config.max_model_len)
+            counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
+        else:
+            requests, _ = drafted(config)
+            counts = np.full(requests, 1 + drafts)
+            sampled = mx.arange(requests * (1 + drafts), dtype=mx.int32)
+        block_size = config.cache_config.block_size
+        begin, num_reqs = 0 if drafts is None else 1, len(counts)
+        starts = np.append(0, np.cumsum(counts)).astype(np.int32)
+        lengths = begin + np.diff(starts)
+        width = -(-int(lengths.max()) // block_size)
+        tables = BlockTables(1, num_reqs, width)
+        for req_idx in range(num_reqs):
+            tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
+        places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        positions = (begin + places).astype(np.int32)
+        rows = Rows(
+            req_indices_np=np.arange(num_reqs, dtype=np.int32),
+            query_start_loc_np=starts,
+            seq_lens_np=lengths,
+            positions_np=positions,
+            positions=mx.array(positions),
+            input_ids=mx.zeros(len(positions), mx.int32),
+            logits_indices=sampled,
+            num_drafts_np=None if drafts is None else np.full(num_reqs, drafts, np.int32),
         )
+        elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
+        states = {
+            layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
+            for layer in layers
+        }
+        paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
+        return LargestStep(paged, rows, tables)
 
     def caches(self) -> AbstractContextManager[list[Any]]:
         """The layers' caches, for a forward of the rows; see PagedLayers.step."""
         return self.layers.step(self.rows, self.block_tables)
-
-
-def _over_small_pool(
-    layers: Sequence[StatefulLayer],
-    config: VllmConfig,
-    kv_cache_type: type[LayerKVCache],
-    paced: bool,
-    counts_np: np.ndarray,
-    logits_indices: mx.array,
-    drafts_np: np.ndarray | None = None,
-) -> LargestStep:
-    """
-    Args:
-        layers, config, kv_cache_type, paced: see LargestStep.of.
-        counts_np: [R] int, rows of each request.
-        logits_indices: see Rows.
-        drafts_np: [R] int, how many of them are drafts, behind a context of a token; None: all
-            are of prompts, from their beginning.
-    """
-    block_size = config.cache_config.block_size
-    begin, num_reqs = 0 if drafts_np is None else 1, len(counts_np)
-    starts = np.append(0, np.cumsum(counts_np)).astype(np.int32)
-    lengths = begin + np.diff(starts)
-    width = -(-int(lengths.max()) // block_size)
-    tables = BlockTables(1, num_reqs, width)
-    for req_idx in range(num_reqs):
-        tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
-    places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts_np)
-    positions = (begin + places).astype(np.int32)
-    rows = Rows(
-        req_indices_np=np.arange(num_reqs, dtype=np.int32),
-        query_start_loc_np=starts,
-        seq_lens_np=lengths,
-        positions_np=positions,
-        positions=mx.array(positions),
-        input_ids=mx.zeros(len(positions), mx.int32),
-        logits_indices=logits_indices,
-        num_drafts_np=None if drafts_np is None else drafts_np.astype(np.int32),
-    )
-    elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
-    states = {
-        layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
-        for layer in layers
-    }
-    paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
-    return LargestStep(paged, rows, tables)

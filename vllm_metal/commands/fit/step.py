@@ -58,7 +58,7 @@ def step_peak(
             requests, drafts = (
                 _recorded(
                     parts,
-                    LargestStep.of_requests(layers, config, kv_cache_type, count, paced=False),
+                    LargestStep.of(layers, config, kv_cache_type, count, paced=False),
                     pool_is_there=True,
                 )[0]
                 for count in (0, most)
