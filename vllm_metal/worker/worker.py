@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -17,9 +18,9 @@ from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
-from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload, quantised_share
+from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
-from vllm_metal.memory.profile import profile_step, requests_profile
+from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
 from vllm_metal.metrics.step_meter import StepMeter
 from vllm_metal.metrics.step_rows import StepRows
@@ -39,8 +40,6 @@ from vllm_metal.worker.rehearsal import Room, rehearse
 from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -133,17 +132,16 @@ class MetalWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
         assert self._memory is not None
-        config, layers, kv_cache = self.vllm_config, self.networks.all_layers, self._kv_cache_type
+        networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
+        layers = networks.all_layers
         return self._memory.pool_size(
             config,
             self.get_kv_cache_spec(),
-            self.networks.draft_bytes,
+            networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
-            Workload(
-                self._largest_step,
-                LargestCalls.of(config, layers, kv_cache, self.vocab_size),
-                self._requests_profile if any(layer.state_bytes for layer in layers) else None,
-            ),
+            LargestCalls.of(config, layers, kv_cache, self.vocab_size),
+            self._largest_step,
+            partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,
         )
 
@@ -152,12 +150,6 @@ class MetalWorker(WorkerBase):
         profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
-
-    def _requests_profile(self, drafts: int) -> Callable[[], None]:
-        networks, config = self.networks, self.vllm_config
-        return requests_profile(
-            networks.target, networks.layers, config, self._kv_cache_type, drafts
-        )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_cache_config = kv_cache_config

@@ -29,14 +29,8 @@ from vllm_metal.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
-from vllm_metal.memory.planner import (
-    LargestCalls,
-    Needs,
-    Peaks,
-    at_work,
-    quantised_share,
-    settings_of,
-)
+from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
+from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
 
