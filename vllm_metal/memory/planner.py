@@ -157,11 +157,6 @@ class MemoryPlanner:
             in_use=max(total - self._before.available, 0),
             weights=mx.get_active_memory() - self._other_engines - draft_weights,
             draft_weights=draft_weights,
-            forward=0,
-            attention=0,
-            sampling=0,
-            logits=0,
-            counts=0,
             cache=self._cache,
         )
 
