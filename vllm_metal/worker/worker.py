@@ -54,7 +54,7 @@ class MetalWorker(WorkerBase):
     runner: RecoveringRunner
     transfers: Transfers
     _networks: Networks | None = None
-    _memory: MemoryPlanner | None = None
+    _memory: MemoryPlanner
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
@@ -131,7 +131,6 @@ class MetalWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
-        assert self._memory is not None
         networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
         layers = networks.all_layers
         return self._memory.pool_size(
@@ -164,12 +163,11 @@ class MetalWorker(WorkerBase):
         self._clock = StepClock()
         self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks)
         self._wire()
-        budget = None if self._memory is None else self._memory.limit
-        self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
+        self._meter = StepMeter(self._clock, self._memory.limit, lambda: self.runner.num_failures)
         self._rows = StepRows()  # of the step that was laid out last
 
     def _wire(self) -> None:
-        if self._memory is not None and AdditionalConfig.of(self.vllm_config).wire_memory:
+        if AdditionalConfig.of(self.vllm_config).wire_memory:
             self._memory.wire()
             logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
 
@@ -210,8 +208,7 @@ class MetalWorker(WorkerBase):
             self.model_config.seed,
             CustomProcessors(self.vllm_config),
         )
-        most_drafts = None if self._memory is None else self._memory.most_drafts
-        speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
+        speculator = make_speculator(self.vllm_config, requests, proposer, self._memory.most_drafts)
         return ModelRunner(
             executor,
             requests,
@@ -283,15 +280,12 @@ class MetalWorker(WorkerBase):
         On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
         """
         before = mx.get_active_memory()
-        self._unwire()
-        self.runner.release_pool()
-        if level >= 2:
-            self._release_weights()
+        self.discard(("weights",) if level >= 2 else ())
         logger.info("Asleep: %.2f GiB given back", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Gives back what the tags name: "kv_cache", "weights"."""
-        self._unwire()
+        """Gives back the KV pool, and where the tags name "weights" these."""
+        self._memory.unwire()
         self.runner.release_pool()
         if "weights" in tags:
             self._release_weights()
@@ -303,10 +297,6 @@ class MetalWorker(WorkerBase):
         if tags is None or "kv_cache" in tags:
             self.runner.restore_pool()
             self._wire()
-
-    def _unwire(self) -> None:
-        if self._memory is not None:
-            self._memory.unwire()
 
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.
@@ -372,5 +362,5 @@ class MetalWorker(WorkerBase):
             self.transfers.close()
         shutdown.forget_tokenizers()
         self._release_weights()
-        if self._memory is not None:
+        if hasattr(self, "_memory"):
             self._memory.release()
