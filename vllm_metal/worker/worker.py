@@ -22,8 +22,7 @@ from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
-from vllm_metal.metrics.step_meter import StepMeter
-from vllm_metal.metrics.step_rows import StepRows
+from vllm_metal.metrics.step_meter import StepMeter, StepRows
 from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.dense_check import Told
@@ -37,6 +36,7 @@ from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
+from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class MetalWorker(WorkerBase):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         with self._clock.handing_over() as step:
             output = self.runner.sample_tokens(grammar_output)
-        return self._meter.measured(output, step, self._rows)
+        return LateOutput(partial(self._meter.measured, output, step, self._rows))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()
