@@ -11,7 +11,7 @@ from e2e.harness import engine, greedy
 from prometheus_client import REGISTRY
 
 from vllm_metal.metrics.stat_logger import logger
-from vllm_metal.metrics.step_rows import StepRows
+from vllm_metal.metrics.step_meter import StepRows
 
 NUM_TOKENS = 12
 

@@ -182,15 +182,11 @@ def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, fl
 EIGHT_GB_MAC = Measured(
     source="working set that Metal recommends",
     total=int(5.33 * GIB),
-    other_engines=0,
     in_use=0,
     weights=int(3.68 * GIB),
-    draft_weights=0,
     forward=GIB // 2,
-    attention=0,
     sampling=GIB // 16,
     logits=GIB // 16,
-    counts=0,
     cache=85 * MIB,
 )
 DEFAULTS = Settings(0.92, 2048, 256, 8192)

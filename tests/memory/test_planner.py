@@ -15,7 +15,8 @@ from vllm_metal.attention.layers import AttentionLayer
 from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache.specs import kv_cache_specs
 from vllm_metal.memory.advice import BudgetError
-from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload
+from vllm_metal.memory.planner import MemoryPlanner
+from vllm_metal.memory.profile import LargestCalls
 
 GIB = 2**30
 #: Llama-3.1-8B's.
@@ -56,7 +57,9 @@ class Gpu:
         monkeypatch.setattr(mx, "get_peak_memory", lambda: self.peak)
         monkeypatch.setattr(mx, "reset_peak_memory", lambda: setattr(self, "peak", self.active))
 
-    def workload(self):
+    def work(self):
+        """The largest calls of a step, its forward, and what runs few requests."""
+
         def run(nbytes):
             self.peak = self.active + nbytes
 
@@ -64,7 +67,7 @@ class Gpu:
         step = 2048 * (3 * 14336 + 6 * 4096) * 2
         sampling = VOCAB * 4 * 4  # of a row, in float32
         beside = LargestCalls(None, lambda rows: run(rows * sampling), VOCAB, 256, 2)
-        return Workload(lambda: run(step), beside)
+        return beside, lambda: run(step), None  # no layer keeps states
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def serve(model, monkeypatch):
             (loaded or mac).take_over(patches)
             gpu.active = weights
             try:
-                return memory.pool_size(config, specs, 0, None, gpu.workload(), transfer_bytes)
+                return memory.pool_size(config, specs, 0, None, *gpu.work(), transfer_bytes)
             finally:
                 memory.release()
 

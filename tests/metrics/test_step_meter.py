@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's device time goes to prompts and answers by rows; other figures join the meter's."""
+"""A step's device time goes to prompts and answers by rows, which vLLM's scheduler tells apart;
+other figures join the meter's."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock
-from vllm_metal.metrics.step_meter import StepMeter
-from vllm_metal.metrics.step_rows import StepRows
+from vllm_metal.metrics.step_meter import StepMeter, StepRows
 from vllm_metal.vllm_patches.step_result import StepResult
 
 NOTHING = StepResult(req_ids=[], req_id_to_index={})
@@ -39,9 +40,8 @@ class Engine:
     def step(self, result, prefill, decode):
         with self.clock.laying_out(), self.clock.handing_over() as times:
             self.now += 1
-        output = self.meter.measured(Output(result), times, StepRows(prefill, decode))
         self.now += 3
-        made = output.get_output()
+        made = self.meter.measured(Output(result), times, StepRows(prefill, decode))
         return StepFigures(**made.figures[STEP])
 
 
@@ -75,3 +75,47 @@ def test_figures_that_came_with_the_results_are_neither_lost_nor_in_doubt():
     for wrong in ({"no_such_figure": 1}, {"host_seconds": 1}):
         with pytest.raises(TypeError):
             engine.step(replace(TOKENS, figures={STEP: wrong}), 1, 1)
+
+
+def step(rows, outputs=(), drafts=(), left_out=None):
+    """Rows by request; outputs of those that are not new; drafts reserved, and not used."""
+    made = SchedulerOutput.make_empty()
+    made.num_scheduled_tokens = rows
+    made.total_num_scheduled_tokens = sum(rows.values())
+    made.scheduled_spec_decode_tokens = {
+        name: [0] * number for name, number in dict(drafts).items()
+    }
+    made.num_invalid_spec_tokens = left_out
+    outputs = dict(outputs)
+    made.scheduled_cached_reqs = CachedRequestData(
+        req_ids=list(outputs),
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None] * len(outputs),
+        num_computed_tokens=[0] * len(outputs),
+        num_output_tokens=list(outputs.values()),
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("of", "prefill", "decode"),
+    [
+        (step({}), 0, 0),
+        (step({"new": 7}), 7, 0),
+        (step({"second-chunk": 5, "last-token-of-a-prompt": 1}, {"second-chunk": 0}), 6, 0),
+        (step({"a": 1, "b": 1}, {"a": 1, "b": 30}), 0, 2),
+        (step({"a": 4}, {"a": 1}, {"a": 3}), 0, 4),
+        (step({"a": 4}, {"a": 1}, {"a": 3}, {"a": 2}), 0, 2),
+        (step({"computed-again": 40, "a": 1, "new": 3}, {"computed-again": 9, "a": 2}), 43, 1),
+    ],
+)
+def test_rows_by_what_they_are_for(of, prefill, decode):
+    assert StepRows.of(of) == StepRows(prefill, decode)
+
+
+def test_shares_of_rows():
+    assert StepRows().prefill_share == 0
+    assert StepRows(3, 1).prefill_share == 0.75
+    assert StepRows(3, 1) + StepRows(1, 3) == StepRows(4, 4)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -49,22 +49,18 @@ def of_rows(name: str, otherwise: mx.array | None = None) -> mx.array:
     return _of_rows[name] if otherwise is None else _of_rows.get(name, otherwise)
 
 
-@contextmanager
-def bound(inputs: ForwardInputs) -> Iterator[None]:
+def bound(inputs: ForwardInputs) -> AbstractContextManager[None]:
     """Within, `of_rows` knows the extras of a forward."""
-    with _bound({name: array[:, None] for name, array in inputs.extras}):
-        yield
+    return _bound({name: array[:, None] for name, array in inputs.extras})
 
 
-@contextmanager
-def regrouped(rows: mx.array) -> Iterator[None]:
+def regrouped(rows: mx.array) -> AbstractContextManager[None]:
     """Within, `of_rows` gives the values of some rows, as sequences.
 
     Args:
         rows: [n, L] int32, of the forward's T.
     """
-    with _bound({name: array[:, 0][rows] for name, array in _of_rows.items()}):
-        yield
+    return _bound({name: array[:, 0][rows] for name, array in _of_rows.items()})
 
 
 @contextmanager

@@ -143,56 +143,51 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
 }
 
 
-def attention_layers(
-    model: nn.Module, model_type: str, probes: Mapping[type, Callable[[Any], Probe]] = PROBES
-) -> list[StatefulLayer]:
+def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
     """Reads the layers by building, not running, a forward of one token.
 
     Args:
         model: an mlx-lm model.
         model_type: its family, for messages.
-        probes: by type of mlx-lm's cache, see `PROBES`.
 
     Raises:
         NotImplementedError: a layer keeps state of an unknown kind, or does its own attention.
     """
     try:
-        with library_kernels.noted() as calls:
-            placed = _probed(model, probes, 1)
-        states = _recurrent(placed)
-        if states:
-            longer = _recurrent(_probed(model, probes, 2))
-            for name, probe in states.items():
-                probe.check_shapes_of(longer[name], name)
+        return _layers(model)
     except NotImplementedError as error:
         raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+
+
+def _layers(model: nn.Module) -> list[StatefulLayer]:
+    with library_kernels.noted() as calls:
+        placed = _probed(model, 1)
+    states = _recurrent(placed)
+    if states:
+        longer = _recurrent(_probed(model, 2))
+        for name, probe in states.items():
+            probe.check_shapes_of(longer[name], name)
     sharing = len(placed) < len(model.layers)
     num_calls = [probe.num_calls for probe in placed if isinstance(probe, _AttentionProbe)]
     # Fewer caches than layers: the others read K/V of these, or do not attend.
     if sharing and sum(num_calls) not in (len(model.layers), len(num_calls)):
         raise NotImplementedError(
-            f"model_type {model_type!r} has {len(model.layers)} layers over {len(placed)} caches, "
-            f"of which {sum(num_calls)} attend through the paged cache"
+            f"has {len(model.layers)} layers over {len(placed)} caches, of which {sum(num_calls)} "
+            "attend through the paged cache"
         )
-    try:
-        layers = [
-            probe.layer(name)
-            for index, of_layer in enumerate(placed)
-            for name, probe in _named(index, of_layer)
-        ]
-    except NotImplementedError as error:
-        raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+    layers = [probe.layer(name) for name, probe in _named(placed)]
     return [
         replace(layer, library_calls=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
         for layer in layers
     ]
 
 
-def _probed(
-    model: nn.Module, probes: Mapping[type, Callable[[Any], Probe]], num_tokens: int
-) -> list[Probe | list[Probe]]:
-    """Probes that a forward of so many tokens was built over, as the model's caches stand."""
-    placed = [_probes(cache, probes) for cache in make_prompt_cache(model)]
+def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
+    """Probes that a forward of so many tokens was built over: a list where a layer has several."""
+    placed: list[Probe | list[Probe]] = [
+        [_probe(each) for each in cache.caches] if isinstance(cache, CacheList) else _probe(cache)
+        for cache in make_prompt_cache(model)
+    ]
     if len(placed) < len(model.layers):
         for probe in placed:
             if isinstance(probe, _AttentionProbe):
@@ -207,8 +202,7 @@ def _probed(
 
 
 def _recurrent(placed: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProbe]:
-    named = (pair for index, of_layer in enumerate(placed) for pair in _named(index, of_layer))
-    return {name: probe for name, probe in named if isinstance(probe, RecurrentProbe)}
+    return {name: probe for name, probe in _named(placed) if isinstance(probe, RecurrentProbe)}
 
 
 def decoder_layer(
@@ -227,7 +221,7 @@ def decoder_layer(
         NotImplementedError: it keeps something else; the message goes on after the layer's name.
     """
     cache = KVCache() if window is None else RotatingKVCache(window)
-    probe = _probe(cache, PROBES)
+    probe = _probe(cache)
     try:
         with module_calls.noted(layer):
             layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
@@ -236,24 +230,18 @@ def decoder_layer(
     return probe.layer(name)
 
 
-def _probes(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe | list[Probe]:
-    """The probe of one layer of mlx-lm's: a list where it has several caches."""
-    if isinstance(cache, CacheList):
-        return [_probe(each, probes) for each in cache.caches]
-    return _probe(cache, probes)
+def _named(placed: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe]]:
+    for index, of_layer in enumerate(placed):
+        if isinstance(of_layer, list):
+            for number, probe in enumerate(of_layer):
+                yield f"layers.{index}.{number}", probe
+        else:
+            yield f"layers.{index}", of_layer
 
 
-def _named(index: int, of_layer: Probe | list[Probe]) -> Iterator[tuple[str, Probe]]:
-    if not isinstance(of_layer, list):
-        yield f"layers.{index}", of_layer
-        return
-    for number, probe in enumerate(of_layer):
-        yield f"layers.{index}.{number}", probe
-
-
-def _probe(cache: Any, probes: Mapping[type, Callable[[Any], Probe]]) -> Probe:
-    if type(cache) not in probes:
+def _probe(cache: Any) -> Probe:
+    if type(cache) not in PROBES:
         raise NotImplementedError(
             f"keeps {type(cache).__name__} layers, which the paged path does not serve"
         )
-    return probes[type(cache)](cache)
+    return PROBES[type(cache)](cache)

@@ -169,7 +169,9 @@ class StepOutput(AsyncModelRunnerOutput):
                     logprobs=logprobs.logprobs[rows],
                     sampled_token_ranks=logprobs.sampled_token_ranks[rows],
                 )
-            logprobs = logprobs._replace(cu_num_generated_tokens=_first_rows(token_ids))
+            # First row of each request, whether or not it has any, and the end.
+            first_rows = [0, *np.cumsum([len(ids) for ids in token_ids]).tolist()]
+            logprobs = logprobs._replace(cu_num_generated_tokens=first_rows)
         failures = self._failures()
         return StepResult(
             req_ids=req_ids,
@@ -189,11 +191,6 @@ class StepOutput(AsyncModelRunnerOutput):
             failures=failures,
             figures={STEP: self.figures},
         )
-
-
-def _first_rows(token_ids: list[list[int]]) -> list[int]:
-    """First logprobs row of each request, whether or not it has any, and the end."""
-    return [0, *np.cumsum([len(ids) for ids in token_ids]).tolist()]
 
 
 def _tensors(parts: list[Logprobs]) -> LogprobsTensors:

@@ -190,10 +190,11 @@ def _shorter_requests(now: Change) -> Iterator[Change]:
 def _quantised_cache(now: Change) -> Iterator[Change]:
     share, needed = now.request.quantised, now.request.needed
     if share is not None:
+        request_bytes = max(math.floor(now.settings.request_bytes * share), 1)
         yield replace(
             now,
             advice=f"--kv-cache-dtype fp8, or int8: the KV cache takes {share:.2f} of its bytes",
-            settings=replace(now.settings, request_bytes=_share(now.settings.request_bytes, share)),
+            settings=replace(now.settings, request_bytes=request_bytes),
             request=Request(lambda tokens: math.ceil(needed(tokens) * share)),
         )
 
@@ -247,10 +248,6 @@ def _in_use_beyond_the_share(measured: Measured, settings: Settings) -> int:
         return 0
     alone = replace(measured, in_use=measured.other_engines)
     return room(alone, settings) - room(measured, settings)
-
-
-def _share(nbytes: int, share: float) -> int:
-    return max(math.floor(nbytes * share), 1)
 
 
 def _missing(now: Change) -> int:

@@ -7,6 +7,7 @@ Nothing here asks the device; `vllm_metal.memory.planner` measures. All sizes ar
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,20 +32,20 @@ DRAFTS_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on a device with the networks loaded; bytes."""
+    """What was measured on a device with the networks loaded; bytes. At rest, steps take none."""
 
     source: str  # of `total`, in words
     total: int  # what the device may use at all
-    other_engines: int  # of that, by other engines of this process
-    in_use: int  # by them and by other programs
+    in_use: int  # by other engines of this process and by other programs
     weights: int
-    draft_weights: int
-    forward: int  # the most that a step of max_num_batched_tokens rows needs
-    attention: int  # what it needs besides where a long context is gathered
-    sampling: int  # the most that sampling one chunk of rows needs, after the forward pass
-    logits: int  # of all rows, held while sampling
-    counts: int  # token counts of all requests, for penalties; held at all times
     cache: int  # buffers that MLX may keep for reuse
+    other_engines: int = 0  # of `in_use`, by other engines of this process
+    draft_weights: int = 0
+    forward: int = 0  # the most that a step of max_num_batched_tokens rows needs
+    attention: int = 0  # what it needs besides where a long context is gathered
+    sampling: int = 0  # the most that sampling one chunk of rows needs, after the forward pass
+    logits: int = 0  # of all rows, held while sampling
+    counts: int = 0  # token counts of all requests, for penalties; held at all times
     transfers: int = 0  # staging of K/V on their way to a prefix cache on disk, or from it
     states: StepStates | None = None  # None: no layer keeps states
 
@@ -262,10 +263,7 @@ def _pool_and_states(states: StepStates, settings: Settings, nbytes: int) -> tup
         return nbytes - beside(0), beside(0)
     if most + beside(most) <= nbytes:
         return most, beside(most)
-    fits, beyond = 0, most
-    while beyond - fits > 1:
-        middle = (fits + beyond) // 2
-        fits, beyond = (middle, beyond) if middle + beside(middle) <= nbytes else (fits, middle)
+    fits = bisect_right(range(1, most), nbytes, key=lambda pool: pool + beside(pool))
     return fits, nbytes - fits
 
 
@@ -296,14 +294,7 @@ def fits(measured: Measured, settings: Settings, request: Request) -> bool:
 def longest(measured: Measured, settings: Settings, request: Request) -> int:
     """Tokens of the longest request that the pool holds, up to max_model_len; at least 0."""
     pool = pool_bytes(measured, settings)
-    shortest, longest = 0, settings.max_model_len  # fits; may fit
-    while shortest < longest:
-        middle = (shortest + longest + 1) // 2
-        if request.needed(middle) <= pool:
-            shortest = middle
-        else:
-            longest = middle - 1
-    return shortest
+    return bisect_right(range(1, settings.max_model_len + 1), pool, key=request.needed)
 
 
 def least(settings: Settings, request: Request) -> int:

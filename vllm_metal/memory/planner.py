@@ -26,8 +26,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.memory import advice, budget
 from vllm_metal.memory.budget import AskedPool, Measured, Most, Request, Settings
-from vllm_metal.memory.profile import num_drafts
-from vllm_metal.memory.workload import LargestCalls, Peaks, Workload
+from vllm_metal.memory.profile import LargestCalls, Peaks, num_drafts
 from vllm_metal.sample import rows_at_once
 from vllm_metal.settings.envs import Device
 
@@ -93,7 +92,9 @@ class MemoryPlanner:
         specs: Mapping[str, KVCacheSpec],
         draft_weights: int,
         quantised: float | None,
-        workload: Workload,
+        calls: LargestCalls,
+        forward: Callable[[], None],
+        requests: Callable[[int], Callable[[], None]],
         transfer_bytes: int = 0,
     ) -> int:
         """Bytes for the KV pool; measures with the networks loaded and nothing else.
@@ -103,7 +104,10 @@ class MemoryPlanner:
             specs: of all layers.
             draft_weights: bytes of what is loaded that are the draft network's.
             quantised: share of its bytes that a quantised cache would take; None: it is one.
-            workload: of the model.
+            calls: of the model.
+            forward: runs its largest forward pass.
+            requests: gives what runs the requests of `profile.drafted` with so many drafts, once
+                their pool is there; asked where layers keep states.
             transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
 
         Raises:
@@ -120,12 +124,12 @@ class MemoryPlanner:
             return settings.asked.nbytes
         # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
         waiting = self._kind == "metal"
-        peaks = Peaks(peak_of(workload.forward, waiting))
-        if (requests := workload.requests) is not None:
-            _, most = workload.calls.drafted
+        peaks = Peaks(peak_of(forward, waiting))
+        if calls.states:
+            _, most = calls.drafted
             without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
             peaks = replace(peaks, requests=without, drafts=drafting)
-        measured = at_work(measured, settings, request, workload.calls, peaks)
+        measured = at_work(measured, settings, request, calls, peaks)
         found = advice.check(measured, settings, request)
         logger.info("Memory for the KV cache:\n%s", found.table())
         length = budget.longest(measured, settings, request)
@@ -153,11 +157,6 @@ class MemoryPlanner:
             in_use=max(total - self._before.available, 0),
             weights=mx.get_active_memory() - self._other_engines - draft_weights,
             draft_weights=draft_weights,
-            forward=0,
-            attention=0,
-            sampling=0,
-            logits=0,
-            counts=0,
             cache=self._cache,
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the largest steps that a scheduler may ask for, once, to measure their memory."""
+"""Runs the largest steps and calls that a scheduler may ask for, once, to measure their memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.formats import pool_dtype
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
+from vllm_metal.memory.budget import StepStates
 from vllm_metal.models.loader import mlx_dtype
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
@@ -53,7 +54,7 @@ def requests_profile(
     drafts: int,
 ) -> Callable[[], None]:
     """What runs the few requests of `drafted` with so many drafts each; their pool is there."""
-    step = LargestStep.of_requests(layers, config, kv_cache_type, drafts)
+    step = LargestStep.of(layers, config, kv_cache_type, drafts)
     mx.eval(step.layers.pool_arrays())
     return partial(_run, parts, step)
 
@@ -144,83 +145,118 @@ class LargestStep:
         layers: Sequence[StatefulLayer],
         config: VllmConfig,
         kv_cache_type: type[LayerKVCache],
+        drafts: int | None = None,
         paced: bool = True,
     ) -> LargestStep:
-        """As few prompts of one network as possible.
+        """As few prompts of one network as possible, or the few requests of `drafted`.
 
         Args:
             layers: the network's.
             config: vLLM's.
             kv_cache_type: see StatefulLayer.allocate.
+            drafts: of each request, behind a context of a token; None: all rows are of prompts,
+                from their beginning.
             paced: see PagedLayers.
         """
-        num_tokens, sampled = largest_step(config)
-        longest = min(num_tokens, config.model_config.max_model_len)
-        counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
-        return _over_small_pool(layers, config, kv_cache_type, paced, counts, sampled)
-
-    @staticmethod
-    def of_requests(
-        layers: Sequence[StatefulLayer],
-        config: VllmConfig,
-        kv_cache_type: type[LayerKVCache],
-        drafts: int,
-        paced: bool = True,
-    ) -> LargestStep:
-        """The few requests of `drafted`, each with so many drafts; see `of`."""
-        requests, _ = drafted(config)
-        counts = np.full(requests, 1 + drafts)
-        logits = mx.arange(requests * (1 + drafts), dtype=mx.int32)
-        return _over_small_pool(
-            layers, config, kv_cache_type, paced, counts, logits, np.full(requests, drafts)
+        if drafts is None:
+            num_tokens, sampled = largest_step(config)
+            longest = min(num_tokens, config.model_config.max_model_len)
+            counts = np.diff(np.append(np.arange(0, num_tokens, longest), num_tokens))
+        else:
+            requests, _ = drafted(config)
+            counts = np.full(requests, 1 + drafts)
+            sampled = mx.arange(requests * (1 + drafts), dtype=mx.int32)
+        block_size = config.cache_config.block_size
+        begin, num_reqs = 0 if drafts is None else 1, len(counts)
+        starts = np.append(0, np.cumsum(counts)).astype(np.int32)
+        lengths = begin + np.diff(starts)
+        width = -(-int(lengths.max()) // block_size)
+        tables = BlockTables(1, num_reqs, width)
+        for req_idx in range(num_reqs):
+            tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
+        places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        positions = (begin + places).astype(np.int32)
+        rows = Rows(
+            req_indices_np=np.arange(num_reqs, dtype=np.int32),
+            query_start_loc_np=starts,
+            seq_lens_np=lengths,
+            positions_np=positions,
+            positions=mx.array(positions),
+            input_ids=mx.zeros(len(positions), mx.int32),
+            logits_indices=sampled,
+            num_drafts_np=None if drafts is None else np.full(num_reqs, drafts, np.int32),
         )
+        elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
+        states = {
+            layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
+            for layer in layers
+        }
+        paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
+        return LargestStep(paged, rows, tables)
 
     def caches(self) -> AbstractContextManager[list[Any]]:
         """The layers' caches, for a forward of the rows; see PagedLayers.step."""
         return self.layers.step(self.rows, self.block_tables)
 
 
-def _over_small_pool(
-    layers: Sequence[StatefulLayer],
-    config: VllmConfig,
-    kv_cache_type: type[LayerKVCache],
-    paced: bool,
-    counts_np: np.ndarray,
-    logits_indices: mx.array,
-    drafts_np: np.ndarray | None = None,
-) -> LargestStep:
-    """
-    Args:
-        layers, config, kv_cache_type, paced: see LargestStep.of.
-        counts_np: [R] int, rows of each request.
-        logits_indices: see Rows.
-        drafts_np: [R] int, how many of them are drafts, behind a context of a token; None: all
-            are of prompts, from their beginning.
-    """
-    block_size = config.cache_config.block_size
-    begin, num_reqs = 0 if drafts_np is None else 1, len(counts_np)
-    starts = np.append(0, np.cumsum(counts_np)).astype(np.int32)
-    lengths = begin + np.diff(starts)
-    width = -(-int(lengths.max()) // block_size)
-    tables = BlockTables(1, num_reqs, width)
-    for req_idx in range(num_reqs):
-        tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
-    places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts_np)
-    positions = (begin + places).astype(np.int32)
-    rows = Rows(
-        req_indices_np=np.arange(num_reqs, dtype=np.int32),
-        query_start_loc_np=starts,
-        seq_lens_np=lengths,
-        positions_np=positions,
-        positions=mx.array(positions),
-        input_ids=mx.zeros(len(positions), mx.int32),
-        logits_indices=logits_indices,
-        num_drafts_np=None if drafts_np is None else drafts_np.astype(np.int32),
-    )
-    elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
-    states = {
-        layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
-        for layer in layers
-    }
-    paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)
-    return LargestStep(paged, rows, tables)
+@dataclass(frozen=True)
+class LargestCalls:
+    """The largest attention and sampling calls of a step, run once to measure their memory."""
+
+    attention: Callable[[int], None] | None  # over a context of so many tokens; None: nothing more
+    sampling: Callable[[int], None]  # of so many rows
+    vocab_size: int
+    most_sampled: int  # rows of a step
+    logit_bytes: int  # of one
+    drafted: tuple[int, int] = (1, 0)  # see `drafted`
+    states: tuple[int, ...] = ()  # bytes of a request's, by layer that keeps one
+
+    @staticmethod
+    def of(
+        config: VllmConfig,
+        layers: Sequence[StatefulLayer],
+        kv_cache_type: type[LayerKVCache],
+        vocab_size: int,
+    ) -> LargestCalls:
+        """What an engine with these settings and layers is asked for."""
+        gathers = any(layer.gathers(kv_cache_type) for layer in layers)
+        return LargestCalls(
+            partial(profile_layers, layers, config, kv_cache_type) if gathers else None,
+            partial(profile_sampling, config, vocab_size),
+            vocab_size,
+            most_sampled(config),
+            mlx_dtype(config).size,
+            drafted(config),
+            tuple(layer.state_bytes for layer in layers if layer.state_bytes),
+        )
+
+    def step_states(self, peaks: Peaks, num_tokens: int) -> StepStates | None:
+        """What the states of steps take; None where no layer keeps any.
+
+        A step is taken for the sum of its parts: rows of prompts, as many as it may have, and what
+        each request and each draft takes beyond a row of them. Memory grows with the drafts of a
+        request as a maximum of lines does, so that a line from none to all of them is above it.
+
+        Args:
+            peaks: that were measured.
+            num_tokens: rows that `peaks.forward` is of.
+        """
+        if not self.states:
+            return None
+        requests, drafts = self.drafted
+        # Of the step before, a layer's states are there until the layer begins.
+        beside = max(self.states) - peaks.forward // num_tokens
+        of_drafts = peaks.drafts - peaks.requests
+        return StepStates(
+            max(-(-peaks.requests // requests) + beside, 0),
+            max(-(-of_drafts // (requests * drafts)) + beside, 0) if drafts else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What forward passes take at most; bytes."""
+
+    forward: int  # of max_num_batched_tokens rows of prompts
+    requests: int = 0  # of the requests of `drafted`, without drafts
+    drafts: int = 0  # of the same with all drafts that they may have

@@ -1,18 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a step's figures with its results."""
+"""Sends a step's figures with its results: times, and rows by what they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from vllm_metal.device import mlx_device
 from vllm_metal.metrics.figures import STEP, StepFigures
 from vllm_metal.metrics.step_clock import StepClock, StepTimes
-from vllm_metal.metrics.step_rows import StepRows
 from vllm_metal.vllm_patches.step_result import StepResult, has_results
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows by what they are for; each is one token in one forward pass."""
+
+    prefill: int = 0  # of prompts, and of texts computed again after they were preempted
+    decode: int = 0  # newest tokens of answers, and drafts to verify
+
+    @staticmethod
+    def of(step: SchedulerOutput) -> StepRows:
+        """Counts the rows of a step.
+
+        Args:
+            step: after its forward was built; rows reserved for drafts that got none are left out.
+        """
+        cached = step.scheduled_cached_reqs
+        outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        left_out = step.num_invalid_spec_tokens or {}
+        prefill = decode = 0
+        for req_id, rows in step.num_scheduled_tokens.items():
+            drafts = len(step.scheduled_spec_decode_tokens.get(req_id, ()))
+            if outputs.get(req_id, 0) > 0 and rows == 1 + drafts:
+                decode += rows - left_out.get(req_id, 0)
+            else:
+                prefill += rows
+        return StepRows(prefill, decode)
+
+    def __add__(self, other: StepRows) -> StepRows:
+        return StepRows(self.prefill + other.prefill, self.decode + other.decode)
+
+    @property
+    def prefill_share(self) -> float:
+        """Prompts' part of all rows; 0 where there are none."""
+        return self.prefill / total if (total := self.prefill + self.decode) else 0.0
 
 
 class StepMeter:
@@ -34,16 +71,14 @@ class StepMeter:
 
     def measured(
         self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
-    ) -> AsyncModelRunnerOutput:
-        """The results of a step that was handed over, which will bring its figures."""
-        return _MeasuredOutput(self, output, step, rows)
-
-    def figures(self, step: StepTimes, rows: StepRows, result: StepResult) -> StepFigures:
-        """The figures of a step whose results have come just now, with those measured elsewhere.
+    ) -> StepResult:
+        """The results of a step that was handed over, with its figures; waits for the device.
 
         Its device time is divided by rows: a row of a prompt and one of an answer that are computed
         together cost the same.
         """
+        result = output.get_output()
+        assert isinstance(result, StepResult)
         self._rows += rows
         if result.pool_lost:
             self._clock.drop()
@@ -54,7 +89,7 @@ class StepMeter:
             prefill_seconds = device_seconds * self._rows.prefill_share
             decode_seconds = device_seconds - prefill_seconds
             self._rows = StepRows()
-        return StepFigures(
+        figures = StepFigures(
             host_seconds=step.host_seconds,
             device_seconds=device_seconds,
             prefill_seconds=prefill_seconds,
@@ -64,19 +99,5 @@ class StepMeter:
             failed_steps=self._num_failures(),
             **result.figures.get(STEP, {}),
         )
-
-
-class _MeasuredOutput(AsyncModelRunnerOutput):
-    """Results that the device may still be computing."""
-
-    def __init__(
-        self, meter: StepMeter, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows
-    ) -> None:
-        self._meter, self._output, self._step, self._rows = meter, output, step, rows
-
-    def get_output(self) -> ModelRunnerOutput:
-        result = self._output.get_output()
-        assert isinstance(result, StepResult)
-        figures = self._meter.figures(self._step, self._rows, result)
         result.figures = {**result.figures, STEP: asdict(figures)}
         return result

@@ -8,6 +8,7 @@ import enum
 import functools
 import json
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,14 +64,11 @@ def of_files(files: Iterable[tuple[Path, Path]]) -> str:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Returns the version of each package; None: it is not installed."""
-    return {package: _version(package) for package in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def plain(value: Any, no_fact: Collection[str] = ()) -> Any:

@@ -16,7 +16,7 @@ from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.vllm_patches.step_result import StepResult, has_results
 from vllm_metal.worker.model_runner import ModelRunner
-from vllm_metal.worker.results import LateOutput, PoolLoss, RequestsRefused, Step, no_result
+from vllm_metal.worker.results import LateOutput, RequestsRefused, Step
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -79,7 +79,9 @@ class RecoveringRunner:
         self._pool = -1
         self._building: Step | None = None  # the device has not been given it yet
         self._in_flight: list[Step] = []  # not known to have been computed, the newest last
-        self._untold: PoolLoss | None = None  # the scheduler has not heard of it yet
+        #: By request id, why those fail that a lost pool takes along. None: the scheduler has heard
+        #: of each loss.
+        self._untold: dict[str, str] | None = None
         self._failures_in_a_row = self._steps_since = 0
         self._gave_up: Exception | None = None
         self._runner = self._new_runner()
@@ -144,7 +146,7 @@ class RecoveringRunner:
         self._in_any_case(lambda runner: runner.end_step(step, computed=False))
         self._building = None
         if self._untold is not None:
-            return LateOutput(step, partial(self._no_result, step))
+            return LateOutput(partial(self._result, step, None))
         return StepResult([], {}, kv_connector_output=step.transfers, figures=step.figures)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
@@ -156,36 +158,28 @@ class RecoveringRunner:
         self._in_any_case(lambda runner: runner.end_step(step, computed=False))
         self._building = None
         if output is None or step.pool != self._pool:
-            return LateOutput(step, partial(self._no_result, step))
+            return LateOutput(partial(self._result, step, None))
         step.num_by_graph = self._graphs.num_built
         self._in_flight.append(step)
-        return LateOutput(step, partial(self._result, step, output))
+        return LateOutput(partial(self._result, step, output))
 
     def _attempt(self, call: Callable[[ModelRunner], T]) -> T | None:
         """The call's result; None if it raises, or if the pool is not what the scheduler thinks."""
-        if self._untold is not None:
-            return None
+        return self._in_any_case(call) if self._untold is None else None
+
+    def _in_any_case(self, call: Callable[[ModelRunner], T]) -> T | None:
+        """Makes a call also after a failure; it does nothing where it was made before."""
         runner = self.runner
         try:
             return call(runner)
         except RequestsRefused as refused:
             self._refuse(refused.errors)
         except Exception as error:
-            self._fail(error)
+            self._fail_of_hook(error)
         return None
 
-    def _in_any_case(self, call: Callable[[ModelRunner], None]) -> None:
-        """Makes a call also after a failure; it does nothing where it was made before."""
-        runner = self.runner
-        try:
-            call(runner)
-        except RequestsRefused as refused:
-            self._refuse(refused.errors)
-        except Exception as error:
-            self._fail_of_hook(error)
-
     def _fail_of_hook(self, error: Exception) -> None:
-        """A hook raised: a failure, unless the scheduler is to hear of one anyway."""
+        """A failure, unless the scheduler is to hear of one anyway: then a hook raised."""
         if self._untold is None:
             self._fail(error)
         else:
@@ -195,25 +189,46 @@ class RecoveringRunner:
         """Drafts for the scheduler; None after a failure it has not heard of."""
         return self._attempt(lambda runner: runner.take_draft_token_ids())
 
-    def _result(self, step: Step, output: StepOutput) -> StepResult:
-        """The results of a step that was handed to the device; waits for it."""
+    def _result(self, step: Step, output: StepOutput | None) -> StepResult:
+        """What the scheduler gets of a step, whatever became of it; waits for it.
+
+        Args:
+            step: has what is to be told of transfers.
+            output: what the device was given; None: nothing.
+        """
+        result = None if output is None else self._computed(step, output)
+        if result is None:
+            result = self._no_result(step)
+        result.kv_connector_output = step.transfers
+        result.figures = {**result.figures, **step.figures}
+        return result
+
+    def _computed(self, step: Step, output: StepOutput) -> StepResult | None:
+        """The results of a step that was handed to the device; None: it, or its pool, is lost."""
         if step.pool != self._pool:
-            return self._no_result(step)
+            return None
         try:
             result = output.get_output()
             errors.check()
         except Exception as error:
             self._fail(error)
-            return self._no_result(step)
+            return None
         if has_results(result):  # else nobody waited for the step
             self._known_computed(step)
-        return result if step.pool == self._pool else self._no_result(step)
+        return result if step.pool == self._pool else None
 
     def _no_result(self, step: Step) -> StepResult:
+        """The results of a step that has none; the first after a loss tell the scheduler of it."""
         if self._gave_up is not None:
             raise self._gave_up
         loss, self._untold = self._untold, None
-        return no_result(step, loss)
+        return StepResult(
+            req_ids=step.req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(step.req_ids)},
+            sampled_token_ids=[[] for _ in step.req_ids],
+            failures=loss or {},
+            pool_lost=loss is not None,
+        )
 
     def _known_computed(self, step: Step) -> None:
         """A step was computed, so those before it were as well."""
@@ -271,7 +286,7 @@ class RecoveringRunner:
         """
         if self._runner is None:
             self._runner = self._new_runner()
-            self._untold = self._untold or PoolLoss({})
+            self._untold = self._untold or {}
 
     def _new_runner(self) -> ModelRunner:
         runner = self._make_runner(self._graphs)
@@ -290,7 +305,7 @@ class RecoveringRunner:
         These are no failures in a row: the next request need not be like them. Steps that were
         sent before the scheduler has heard of a loss name requests that are gone; they are told.
         """
-        told = {} if self._untold is None else self._untold.failures
+        told = self._untold or {}
         failures = {
             req_id: f"the request could not be taken in: {type(error).__name__}: {error}"
             for req_id, error in errors.items()
@@ -309,7 +324,7 @@ class RecoveringRunner:
             self.num_failures += 1
             self._drop_runner(lost=True)
             self._runner = self._new_runner()
-        self._untold = PoolLoss(told | failures)
+        self._untold = told | failures
 
     def _lose_pool(self, error: Exception) -> None:
         """Drops pool and runner, and notes what the scheduler must hear."""
@@ -331,8 +346,8 @@ class RecoveringRunner:
             exc_info=error,
         )
         self._forgo_graphs()
-        told = {} if self._untold is None else self._untold.failures
-        self._untold = PoolLoss(dict.fromkeys(req_ids, f"the step failed: {error}") | told)
+        failures = dict.fromkeys(req_ids, f"the step failed: {error}")
+        self._untold = failures | (self._untold or {})
 
     def _forgo_graphs(self) -> None:
         """Forwards are built without graphs from now on, if one may be what failed.

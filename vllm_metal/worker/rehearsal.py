@@ -9,8 +9,8 @@ right (see models.dense_check).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,20 +79,17 @@ def rehearse(
     blocks = room.blocks(num_tokens)
     request = _Request(runner.twin(sampler), prompt.tolist())
     try:
-        request.read_prompt(SamplingParams.from_optional(**_telling(sampling)), blocks)
+        telling = {**sampling, "logprobs": 0, "prompt_logprobs": 0}
+        request.read_prompt(SamplingParams.from_optional(**telling), blocks)
         while num_steps and request.num_computed + rows <= num_tokens:
             request.decode(rows)
             num_steps -= 1
         request.runner.learn()
     finally:
-        request.runner.update_requests(_step({}, finished={REQ_ID}))
+        request.runner.update_requests(_step({}, finished_req_ids={REQ_ID}))
     request.runner.layers.update_blocks([block for group in blocks for block in group], ())
     request.runner.wait()
     return Told(request.token_ids, request.logprobs)
-
-
-def _telling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    return {**sampling, "logprobs": 0, "prompt_logprobs": 0}
 
 
 @dataclass
@@ -109,14 +106,19 @@ class _Request:
         prompt = self.token_ids
         first = min(FIRST_CHUNK, len(prompt))
         new = NewRequestData(REQ_ID, list(prompt), [], sampling, None, blocks, 0, None)
-        self._run(_step({REQ_ID: first}, new=[new]), first)
+        self._run(_step({REQ_ID: first}, scheduled_new_reqs=[new]), first)
         if rest := len(prompt) - first:
-            self._run(_step({REQ_ID: rest}, running=self._running()), rest)
+            self._run(_step({REQ_ID: rest}, scheduled_cached_reqs=self._running()), rest)
 
     def decode(self, rows: int) -> None:
         """Computes one row more, and one for each draft."""
         drafts = {REQ_ID: [-1] * (rows - 1)} if rows > 1 else {}  # the runner proposes them
-        self._run(_step({REQ_ID: rows}, running=self._running(), drafts=drafts), None)
+        step = _step(
+            {REQ_ID: rows},
+            scheduled_cached_reqs=self._running(),
+            scheduled_spec_decode_tokens=drafts,
+        )
+        self._run(step, None)
 
     def _running(self) -> CachedRequestData:
         return CachedRequestData(
@@ -143,20 +145,12 @@ class _Request:
         self.num_computed += len(sampled) if computed is None else computed
 
 
-def _step(
-    num_scheduled_tokens: dict[str, int],
-    new: Sequence[NewRequestData] = (),
-    running: CachedRequestData | None = None,
-    drafts: Mapping[str, list[int]] | None = None,
-    finished: set[str] | None = None,
-) -> SchedulerOutput:
-    return SchedulerOutput(
-        scheduled_new_reqs=list(new),
-        scheduled_cached_reqs=running or CachedRequestData.make_empty(),
+def _step(num_scheduled_tokens: dict[str, int], **news: Any) -> SchedulerOutput:
+    """A step as the scheduler sends it, with these fields of news alone."""
+    num_tokens = sum(num_scheduled_tokens.values())
+    return replace(
+        SchedulerOutput.make_empty(),
         num_scheduled_tokens=num_scheduled_tokens,
-        total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
-        scheduled_spec_decode_tokens=dict(drafts or {}),
-        scheduled_encoder_inputs={},
-        finished_req_ids=finished or set(),
-        free_encoder_mm_hashes=[],
+        total_num_scheduled_tokens=num_tokens,
+        **news,
     )

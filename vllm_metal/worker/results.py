@@ -47,42 +47,15 @@ class RequestsRefused(Exception):
         self.errors = errors
 
 
-@dataclass(frozen=True)
-class PoolLoss:
-    """A pool is gone: what the scheduler hears of it, once."""
-
-    failures: dict[str, str]  # of requests that fail, why; all others start again
-
-
-def no_result(step: Step, loss: PoolLoss | None) -> StepResult:
-    """The results of a step that has none.
-
-    Args:
-        step: the step.
-        loss: what the scheduler is to hear; None: it has heard, and drops these results.
-    """
-    return StepResult(
-        req_ids=step.req_ids,
-        req_id_to_index={req_id: index for index, req_id in enumerate(step.req_ids)},
-        sampled_token_ids=[[] for _ in step.req_ids],
-        failures={} if loss is None else dict(loss.failures),
-        pool_lost=loss is not None,
-    )
-
-
 class LateOutput(AsyncModelRunnerOutput):
     """A step's results, which are found out when vLLM asks for them."""
 
-    def __init__(self, step: Step, result: Callable[[], StepResult]) -> None:
+    def __init__(self, result: Callable[[], StepResult]) -> None:
         """
         Args:
-            step: has what is to be told of transfers, whatever became of the step.
             result: finds the results out.
         """
-        self._result, self._step = result, step
+        self._result = result
 
     def get_output(self) -> StepResult:
-        result = self._result()
-        result.kv_connector_output = self._step.transfers
-        result.figures = {**result.figures, **self._step.figures}
-        return result
+        return self._result()

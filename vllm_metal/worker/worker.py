@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -17,12 +18,11 @@ from vllm_metal.device import mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
-from vllm_metal.memory.planner import LargestCalls, MemoryPlanner, Workload, quantised_share
+from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
-from vllm_metal.memory.profile import profile_step, requests_profile
+from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
 from vllm_metal.metrics.step_clock import StepClock
-from vllm_metal.metrics.step_meter import StepMeter
-from vllm_metal.metrics.step_rows import StepRows
+from vllm_metal.metrics.step_meter import StepMeter, StepRows
 from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
 from vllm_metal.models.dense_check import Told
@@ -36,11 +36,10 @@ from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
 from vllm_metal.worker.rehearsal import Room, rehearse
+from vllm_metal.worker.results import LateOutput
 from vllm_metal.worker.step_end import SamplingEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vllm.tasks import SupportedTask
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -55,7 +54,7 @@ class MetalWorker(WorkerBase):
     runner: RecoveringRunner
     transfers: Transfers
     _networks: Networks | None = None
-    _memory: MemoryPlanner | None = None
+    _memory: MemoryPlanner
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
@@ -132,18 +131,16 @@ class MetalWorker(WorkerBase):
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool."""
-        assert self._memory is not None
-        config, layers, kv_cache = self.vllm_config, self.networks.all_layers, self._kv_cache_type
+        networks, config, kv_cache = self.networks, self.vllm_config, self._kv_cache_type
+        layers = networks.all_layers
         return self._memory.pool_size(
             config,
             self.get_kv_cache_spec(),
-            self.networks.draft_bytes,
+            networks.draft_bytes,
             quantised_share(layers, self._pool_dtype),
-            Workload(
-                self._largest_step,
-                LargestCalls.of(config, layers, kv_cache, self.vocab_size),
-                self._requests_profile if any(layer.state_bytes for layer in layers) else None,
-            ),
+            LargestCalls.of(config, layers, kv_cache, self.vocab_size),
+            self._largest_step,
+            partial(requests_profile, networks.target, networks.layers, config, kv_cache),
             self.transfers.memory_bytes,
         )
 
@@ -152,12 +149,6 @@ class MetalWorker(WorkerBase):
         profile_step(networks.target, networks.layers, self.vllm_config, self._kv_cache_type)
         if networks.draft is not None:
             networks.draft.profile(self._kv_cache_type)
-
-    def _requests_profile(self, drafts: int) -> Callable[[], None]:
-        networks, config = self.networks, self.vllm_config
-        return requests_profile(
-            networks.target, networks.layers, config, self._kv_cache_type, drafts
-        )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_cache_config = kv_cache_config
@@ -172,12 +163,11 @@ class MetalWorker(WorkerBase):
         self._clock = StepClock()
         self.runner = RecoveringRunner(self._make_runner, self.transfers.hooks)
         self._wire()
-        budget = None if self._memory is None else self._memory.limit
-        self._meter = StepMeter(self._clock, budget, lambda: self.runner.num_failures)
+        self._meter = StepMeter(self._clock, self._memory.limit, lambda: self.runner.num_failures)
         self._rows = StepRows()  # of the step that was laid out last
 
     def _wire(self) -> None:
-        if self._memory is not None and AdditionalConfig.of(self.vllm_config).wire_memory:
+        if AdditionalConfig.of(self.vllm_config).wire_memory:
             self._memory.wire()
             logger.info("%.2f GiB are wired: weights and KV pool", mx.get_active_memory() / 2**30)
 
@@ -218,8 +208,7 @@ class MetalWorker(WorkerBase):
             self.model_config.seed,
             CustomProcessors(self.vllm_config),
         )
-        most_drafts = None if self._memory is None else self._memory.most_drafts
-        speculator = make_speculator(self.vllm_config, requests, proposer, most_drafts)
+        speculator = make_speculator(self.vllm_config, requests, proposer, self._memory.most_drafts)
         return ModelRunner(
             executor,
             requests,
@@ -280,7 +269,7 @@ class MetalWorker(WorkerBase):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         with self._clock.handing_over() as step:
             output = self.runner.sample_tokens(grammar_output)
-        return self._meter.measured(output, step, self._rows)
+        return LateOutput(partial(self._meter.measured, output, step, self._rows))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()
@@ -291,15 +280,12 @@ class MetalWorker(WorkerBase):
         On unified memory there is nowhere to move weights out of the way, so level 1 leaves them.
         """
         before = mx.get_active_memory()
-        self._unwire()
-        self.runner.release_pool()
-        if level >= 2:
-            self._release_weights()
+        self.discard(("weights",) if level >= 2 else ())
         logger.info("Asleep: %.2f GiB given back", (before - mx.get_active_memory()) / 2**30)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Gives back what the tags name: "kv_cache", "weights"."""
-        self._unwire()
+        """Gives back the KV pool, and where the tags name "weights" these."""
+        self._memory.unwire()
         self.runner.release_pool()
         if "weights" in tags:
             self._release_weights()
@@ -311,10 +297,6 @@ class MetalWorker(WorkerBase):
         if tags is None or "kv_cache" in tags:
             self.runner.restore_pool()
             self._wire()
-
-    def _unwire(self) -> None:
-        if self._memory is not None:
-            self._memory.unwire()
 
     def reload_weights(self) -> None:
         """Loads the weights again, after their files have changed.
@@ -380,5 +362,5 @@ class MetalWorker(WorkerBase):
             self.transfers.close()
         shutdown.forget_tokenizers()
         self._release_weights()
-        if self._memory is not None:
+        if hasattr(self, "_memory"):
             self._memory.release()

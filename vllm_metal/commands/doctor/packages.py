@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import vllm_metal
@@ -24,16 +25,13 @@ _PRODUCT = 64.0**3  # sum of the product of two matrices of 64 by 64 ones
 
 def versions() -> dict[str, str]:
     """Versions of the installed packages, and of Python."""
-    found = {name: _version(name) for name in _PACKAGES} | {"vllm": releases.installed_vllm()}
-    found["python"] = platform.python_version()
-    return {name: number for name, number in found.items() if number}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if vllm := releases.installed_vllm():
+        found["vllm"] = vllm
+    return found | {"python": platform.python_version()}
 
 
 def check_versions() -> Finding:

@@ -29,14 +29,8 @@ from vllm_metal.kv_cache.specs import choose_block_size, kv_cache_specs
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory import budget
 from vllm_metal.memory.budget import Budget, Measured, Request, Settings
-from vllm_metal.memory.planner import (
-    LargestCalls,
-    Needs,
-    Peaks,
-    at_work,
-    quantised_share,
-    settings_of,
-)
+from vllm_metal.memory.planner import Needs, at_work, quantised_share, settings_of
+from vllm_metal.memory.profile import LargestCalls, Peaks
 from vllm_metal.models.loader import lazy_model
 from vllm_metal.models.parts import ModelParts
 
@@ -145,8 +139,15 @@ def estimate(
     quantised = quantised_share(model.layers, pool_dtype)
     kv_cache_type = _kv_cache_type(model, machine, block_size)
     found, vocab_size = step_peak(model.parts, model.layers, config, kv_cache_type, machine.kind)
+    at_rest = Measured(
+        source=machine.source,
+        total=machine.total,
+        in_use=machine.in_use,
+        weights=model.weights,
+        cache=machine.cache,
+    )
     measured = at_work(
-        _at_rest(model, machine),
+        at_rest,
         settings,
         Request(needs, quantised),
         LargestCalls.of(config, model.layers, kv_cache_type, vocab_size),
@@ -162,20 +163,3 @@ def _kv_cache_type(model: Model, machine: Machine, block_size: int) -> type[Laye
     dtype = MLX_DTYPES[model.dtype]
     refused = any(layer.unsupported(dtype, block_size) for layer in model.layers)
     return ScatterKVCache if refused or machine.kind == "cpu" else KernelKVCache
-
-
-def _at_rest(model: Model, machine: Machine) -> Measured:
-    return Measured(
-        source=machine.source,
-        total=machine.total,
-        other_engines=0,
-        in_use=machine.in_use,
-        weights=model.weights,
-        draft_weights=0,
-        forward=0,
-        attention=0,
-        sampling=0,
-        logits=0,
-        counts=0,
-        cache=machine.cache,
-    )

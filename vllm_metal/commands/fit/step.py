@@ -15,8 +15,7 @@ from vllm_metal.commands.fit.peak import peak
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import Traceable
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.memory.planner import Peaks
-from vllm_metal.memory.profile import LargestStep, drafted
+from vllm_metal.memory.profile import LargestStep, Peaks, drafted
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.settings import envs
 
@@ -58,7 +57,7 @@ def step_peak(
             requests, drafts = (
                 _recorded(
                     parts,
-                    LargestStep.of_requests(layers, config, kv_cache_type, count, paced=False),
+                    LargestStep.of(layers, config, kv_cache_type, count, paced=False),
                     pool_is_there=True,
                 )[0]
                 for count in (0, most)
