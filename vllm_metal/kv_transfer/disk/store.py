@@ -93,7 +93,7 @@ class DiskStore(Store):
         self._counters = Counters()
         self._folders: dict[tuple[str, str], BlockFolder] = {}
         self._folders_lock = threading.Lock()
-        self._space = Space(self._root, limits, clock, self._counters, self._forget)
+        self._space = Space(self._root, limits, clock, self._evicted)
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._last_balance = UNKNOWN
@@ -188,7 +188,8 @@ class DiskStore(Store):
             thread.join()
         self._space.close()
 
-    def _forget(self, block: FoundBlock) -> None:
+    def _evicted(self, block: FoundBlock) -> None:
+        self._counters.add("evicted")
         name = block.name
         if (folder := self._folders.get((name.fingerprint, name.namespace))) is not None:
             folder.listing.forget(name.key)
