@@ -6,16 +6,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
-
-import numpy as np
-from vllm.logger import init_logger
+from typing import TYPE_CHECKING, Any
 
 from vllm_metal.kv_transfer.disk import layout, ledger
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Gone
@@ -24,10 +22,14 @@ from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import FoundBlock
 from vllm_metal.kv_transfer.disk.space import Space, Written
 from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
-from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import Shelf, Store
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
