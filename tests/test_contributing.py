@@ -85,6 +85,7 @@ EXAMPLES = {
             "docs/production.md": "a server whose tenants' prompts are kept",
             "tests/e2e/": "engines that have the store on, to test something else",
             "tests/commands/test_cache.py": "a command of this store alone",
+            "tests/commands/test_tenants.py": "a command that removes a tenant's pages from it",
             "tests/platform/test_refusals.py": "one setting of several",
             "vllm_metal/commands/": "messages that name the setting",
             "vllm_metal/platform/refusals.py": "likewise",

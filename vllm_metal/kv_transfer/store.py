@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 if TYPE_CHECKING:
     import numpy as np
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from vllm_metal.kv_transfer.fingerprint import PoolContent
     from vllm_metal.settings import values
@@ -136,8 +135,7 @@ class Lookup:
 class View:
     """The scheduler's side of a store; all methods are the scheduler thread's, and return soon."""
 
-    #: What vLLM counts hits of this store as.
-    source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    source: ClassVar[CacheHitSource]  # what vLLM counts hits of this store as
 
     def use(self, content: PoolContent) -> None:
         """The worker's pages are others now."""

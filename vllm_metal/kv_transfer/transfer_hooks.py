@@ -92,10 +92,8 @@ class TransferHooks(StepHooks):
 
     def pool_made(self, runner: HookedRunner) -> None:
         pages = runner.layers.block_pages()
-        content, is_first = (
-            PoolContent(self._fingerprint(), pages.sizes),
-            self.store.content is None,
-        )
+        content = PoolContent(self._fingerprint(), pages.sizes)
+        is_first = self.store.content is None
         if self.store.use(content) and not is_first:  # the handshake tells of the first one
             self._untold_content = content
         self.store_jobs.use(pages)

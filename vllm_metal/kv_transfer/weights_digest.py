@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from tqdm.auto import tqdm
 from vllm.logger import init_logger
 
 from vllm_metal.models import loader
+from vllm_metal.settings import secret_file
 from vllm_metal.spec_decode.registry import method_of
 
 if TYPE_CHECKING:
@@ -136,14 +136,8 @@ def _remembered(memo: Path | None) -> dict[str, object]:
 def _remember(memo: Path, renewed: dict[str, list[int | str]]) -> None:
     """Adds to the file, by a rename: another engine may do the same, and the later one stays."""
     kept = {path: known for path, known in _remembered(memo).items() if os.path.exists(path)}
-    name = None
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=memo.parent, prefix=f".{memo.name}.")  # mode 0600
-        with os.fdopen(handle, "w") as file:
-            json.dump(kept | renewed, file, indent=1)
-        os.replace(name, memo)
+        secret_file.write_private(memo, json.dumps(kept | renewed, indent=1))
     except OSError as error:
         logger.warning("Digests of weights are not remembered in %s: %s", memo, error)
-        if name is not None and os.path.exists(name):
-            os.unlink(name)

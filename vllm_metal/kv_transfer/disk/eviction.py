@@ -41,13 +41,10 @@ def evict(
 
 def remove(path: Path) -> bool:
     """Whether a file is gone, now or before."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
         return True
-    except OSError:
-        return False
-    return True
+    return False
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from vllm_metal.kv_transfer.disk.engine_lock import EngineLock
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN, Balance, Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import FoundBlock, RootFiles, scan
-from vllm_metal.kv_transfer.disk.stats import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,6 @@ class Space:
         root: Path,
         limits: Limits,
         clock: Callable[[], float],
-        counters: Counters,
         forget: Callable[[FoundBlock], None],
     ) -> None:
         """
@@ -89,7 +87,6 @@ class Space:
         self._root = root
         self._limits = limits
         self._clock = clock
-        self._counters = counters
         self._forget = forget
         self._ledger = Ledger(root)
         self._engine: EngineLock | None = None
@@ -242,14 +239,10 @@ class Space:
     def _evicted(self, balance: Balance, found: RootFiles, room: int, keep: str | None) -> Balance:
         limit = self._limits.max_bytes
         allowed = min(limit - room, limit * _KEPT_OF_100 // 100)
-        left = eviction.evict(self._root, found, allowed, self._gone, keep)
+        left = eviction.evict(self._root, found, allowed, self._forget, keep)
         balance = replace(balance, bytes=left)
         self._ledger.enter(balance)
         return balance
-
-    def _gone(self, block: FoundBlock) -> None:
-        self._counters.add("evicted")
-        self._forget(block)
 
     def _preallocated(self, path: Path, size: int, room: int) -> _Reserved:
         assert self._engine is not None

@@ -6,16 +6,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
-
-import numpy as np
-from vllm.logger import init_logger
+from typing import TYPE_CHECKING, Any
 
 from vllm_metal.kv_transfer.disk import layout, ledger
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Gone
@@ -24,10 +22,14 @@ from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import FoundBlock
 from vllm_metal.kv_transfer.disk.space import Space, Written
 from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
-from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import Shelf, Store
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class DiskStore(Store):
         self._counters = Counters()
         self._folders: dict[tuple[str, str], BlockFolder] = {}
         self._folders_lock = threading.Lock()
-        self._space = Space(self._root, limits, clock, self._counters, self._forget)
+        self._space = Space(self._root, limits, clock, self._evicted)
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._last_balance = UNKNOWN
@@ -188,7 +190,8 @@ class DiskStore(Store):
             thread.join()
         self._space.close()
 
-    def _forget(self, block: FoundBlock) -> None:
+    def _evicted(self, block: FoundBlock) -> None:
+        self._counters.add("evicted")
         name = block.name
         if (folder := self._folders.get((name.fingerprint, name.namespace))) is not None:
             folder.listing.forget(name.key)

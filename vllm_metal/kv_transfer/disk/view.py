@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,14 @@ from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import Lookup, View
 
 
+@dataclass(frozen=True)
 class DiskLookup(Lookup):
     """What a folder has now; it is looked at for each page, and need not be asked before."""
 
-    def __init__(self, listing: Callable[[], Listing]) -> None:
-        """
-        Args:
-            listing: of the folder, at any time: other weights may have been loaded.
-        """
-        self._listing = listing
+    listing: Callable[[], Listing]  # of the folder, at any time: other weights may have been loaded
 
     def contains(self, key: bytes) -> bool:
-        return self._listing().contains(key)
+        return self.listing().contains(key)
 
 
 class DiskView(View):

@@ -54,19 +54,10 @@ class Address:
 
         A name that stands for nothing, or cannot be asked for, is not loopback.
         """
-        if is_loopback_ip(self.host):
-            return True
         try:
-            ipaddress.ip_address(self.host)
-        except ValueError:
-            pass
-        else:
-            return False  # a number, and no need to ask
-        try:
-            found = self.resolve()
+            return all(is_loopback_ip(str(place[0])) for _, place in self.resolve())
         except OSError:
             return False
-        return all(is_loopback_ip(str(place[0])) for _, place in found)
 
     def resolve(self) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
         """Families and socket addresses that it stands for, IPv4 first; at least one.

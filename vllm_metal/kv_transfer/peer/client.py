@@ -300,10 +300,9 @@ class Peer:
             logger.info("The peer %s serves pages", self.address)
 
     def _note_down(self, reason: str) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._down_until = self._clock() + self._timeouts.down
+        if self._closed:
+            return
+        self.avoid()
         self._say(f"The peer {self.address} cannot be used now ({reason}); prompts are computed")
 
     def _refuse(self, own: Terms, reason: str) -> None:
