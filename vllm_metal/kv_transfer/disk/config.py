@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -20,10 +20,12 @@ from vllm_metal.kv_transfer.disk.limits import (
 )
 from vllm_metal.kv_transfer.disk.stats import DiskStats
 from vllm_metal.kv_transfer.disk.store import DiskStore
-from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import values
+
+if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.disk.view import DiskView
 
 logger = init_logger(__name__)
 
@@ -89,6 +91,8 @@ class DiskConfig(StoreConfig):
         return store
 
     def view(self, engine_id: str, content: PoolContent, handshake: None) -> DiskView:
+        from vllm_metal.kv_transfer.disk.view import DiskView  # of vLLM's scheduler's process
+
         return DiskView(self.directory, content)
 
 

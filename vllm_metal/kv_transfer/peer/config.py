@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from vllm.logger import init_logger
@@ -19,9 +19,11 @@ from vllm.logger import init_logger
 from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
 from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
-from vllm_metal.kv_transfer.peer.view import PeerView
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
+
+if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.peer.view import PeerView
 
 logger = init_logger(__name__)
 
@@ -142,6 +144,8 @@ class PeerConfig(StoreConfig):
         return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
+        from vllm_metal.kv_transfer.peer.view import PeerView  # of vLLM's scheduler's process
+
         return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
 
 
