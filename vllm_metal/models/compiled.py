@@ -89,7 +89,7 @@ class CompiledForwards:
         """Hidden states as a graph computes them; None where there is no graph of such steps.
 
         A shape that comes for the first time is not traced: most of a prompt's never come again.
-        Nor is what a model computes in its first call and keeps.
+        So tables that a model makes in its first call, and keeps, stay out of the graph.
         """
         plans = [scope.plan for scope in self._scopes]
         # Command buffers that end amid a forward cannot be traced.

@@ -212,8 +212,8 @@ class ModelRunner:
     def learn(self, scheduler_output: SchedulerOutput | None = None) -> None:
         """Takes the outcome of earlier steps where there is speculation.
 
-        That of the newest step only where the host must know it, for which it waits; that of all
-        others in any case, which vLLM has read.
+        All steps before the newest are read, as vLLM has read them. The newest is read, and waited
+        for, only where the host must know its outcome.
 
         Args:
             scheduler_output: of the step that is to be laid out; None: the host must know it.
