@@ -130,6 +130,18 @@ class AttentionPlan:
         """FLOPs of a layer."""
         return sum(dispatch.work for dispatch in self.dispatches)
 
+    @property
+    def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
+        """Of each dispatch: the kernel, its rows, if in parts, with statistics under a buffer's."""
+
+        def few(x: Dispatch) -> bool:
+            return 2 * x.num_splits * x.num_rows * self.shape.num_heads < MIN_ELEMENTS
+
+        return tuple(
+            (x.decode, x.rows, x.num_splits > 1, x.num_splits > 1 and few(x))
+            for x in self.dispatches
+        )
+
 
 def plan(
     query_start_loc: np.ndarray,
@@ -203,6 +215,8 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
         # Query rows that fill a tile. A tile of less than one query row may reach into the next,
         # and so see one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
+        if 4 * queries[0] * shape.num_heads < MIN_ELEMENTS:  # of two parts, see `pipelines`
+            queries.append(MIN_ELEMENTS)
         # The shortest context that is split, and one that is split in a window: its first key is
         # rounded down to a strip, so one of four contexts is longest.
         lengths = [queries[0]] + (
@@ -211,7 +225,7 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
             else []
         )
         made = {
-            _variant(trial): trial
+            trial.pipelines: trial
             for trial in (
                 plan(
                     np.array([0, query], np.int32),
@@ -226,13 +240,6 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
             )
         }
         yield from made.values()
-
-
-def _variant(trial: AttentionPlan) -> tuple[bool, bool]:
-    """What sets the pipelines of one tile apart: splits, and statistics too few for a buffer."""
-    (dispatch,) = trial.dispatches
-    statistics = 2 * dispatch.num_splits * dispatch.num_rows * trial.shape.num_heads
-    return dispatch.num_splits > 1, dispatch.num_splits > 1 and statistics < MIN_ELEMENTS
 
 
 def _power_of_two(count: int) -> int:

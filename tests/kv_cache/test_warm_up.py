@@ -118,3 +118,17 @@ def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureF
     with kernel.using(recorder.metal_kernel):
         compile_kernels(ScatterKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert not recorder.pipelines and not capsys.readouterr().err
+
+
+def test_a_tile_of_one_row_alone_is_compiled_for_few_rows_and_for_more():
+    """One head's parts have too few statistics for a buffer until there are more rows."""
+    layer = AttentionLayer("layers.0", 1, 1, 64, None, None)
+    tiles = {layer.kind: Tiles((1,), (), True)}
+    kv_cache_type = KernelKVCache.limited(tiles, moves_blocks=True)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(kv_cache_type, [layer], mx.float16, mx.float16, BLOCK_SIZE)
+        compiled = set(recorder.pipelines)
+        for rows in (1, 9):
+            serve(kv_cache_type, layer, mx.float16, mx.float16, [[(248, rows)]])
+    assert recorder.pipelines - compiled == set()

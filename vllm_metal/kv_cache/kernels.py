@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,11 +38,9 @@ class KernelPlan:
         return sum(plan.num_tokens for plan in plans if plan is not None)
 
     @property
-    def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
-        """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
-        if self.attention is None:  # contexts are gathered by one pipeline
-            return ()
-        return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.attention.dispatches)
+    def pipeline(self) -> Hashable:
+        """What attention launches; contexts are gathered by one pipeline."""
+        return None if self.attention is None else self.attention.pipelines
 
 
 class KernelKVCache(LayerKVCache[KernelPlan], Fenced):

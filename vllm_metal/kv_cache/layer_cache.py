@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, NamedTuple, Protocol, Self
 
@@ -42,8 +42,8 @@ class TrialPlan(Protocol):
         """Rows, for the first slots of the pool."""
 
     @property
-    def pipeline(self) -> tuple[tuple[bool, int, bool], ...]:
-        """What attention launches: of each dispatch, which kernel, its rows, whether in parts."""
+    def pipeline(self) -> Hashable:
+        """What attention launches; equal for plans that launch the same."""
 
 
 @dataclass
