@@ -132,7 +132,7 @@ class AttentionPlan:
 
     @property
     def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
-        """Of each dispatch: the kernel, its rows, if in parts, with statistics under a buffer's."""
+        """What each dispatch launches: kernel, rows, if in parts, if their statistics are few."""
 
         def few(x: Dispatch) -> bool:
             return 2 * x.num_splits * x.num_rows * self.shape.num_heads < MIN_ELEMENTS
