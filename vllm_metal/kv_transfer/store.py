@@ -171,7 +171,11 @@ class View:
 
 
 class StoreConfig:
-    """The settings of a store that the user asked for; `registry.py` lists the subclasses."""
+    """The settings of a store that the user asked for; `registry.py` lists the subclasses.
+
+    They are read wherever vLLM's configuration is, also where nothing is served. So what the two
+    sides need is imported by the methods that make them.
+    """
 
     name: ClassVar[str]
     asked_by: ClassVar[str]  # the settings that ask for it, for messages
@@ -179,7 +183,6 @@ class StoreConfig:
     readers: ClassVar[Mapping[str, values.Reader]]  # of its keys in kv_connector_extra_config
     #: Its keys of --additional-config, and the keys that they stand for.
     short: ClassVar[Mapping[str, str]] = {}
-    figures: ClassVar[type]  # what `Store.figures` gives: a dataclass of `metrics.metric` fields
 
     @classmethod
     def is_asked_for(cls, given: Mapping[str, Any]) -> bool:
@@ -218,6 +221,11 @@ class StoreConfig:
     def is_waited_for(self) -> bool:
         """Whether others wait for pages, which leave the pool as soon as can be then."""
         return False
+
+    @property
+    def figures(self) -> type:
+        """What `Store.figures` gives: a dataclass of `metrics.metric` fields."""
+        raise NotImplementedError
 
     def open(self, engine_id: str) -> Store:
         """Makes the worker's side.

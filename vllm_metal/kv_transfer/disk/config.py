@@ -18,14 +18,14 @@ from vllm_metal.kv_transfer.disk.limits import (
     Limits,
     default_max_bytes,
 )
-from vllm_metal.kv_transfer.disk.stats import DiskStats
-from vllm_metal.kv_transfer.disk.store import DiskStore
-from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import values
 
 if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.disk.stats import DiskStats
+    from vllm_metal.kv_transfer.disk.store import DiskStore
     from vllm_metal.kv_transfer.disk.view import DiskView
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
 
 logger = init_logger(__name__)
 
@@ -48,7 +48,6 @@ class DiskConfig(StoreConfig):
             "prefix_cache_salt_key": "salt_key",
         }
     )
-    figures = DiskStats
 
     directory: Path  # absolute
     max_bytes: int  # of all that the folder holds
@@ -78,7 +77,15 @@ class DiskConfig(StoreConfig):
             "daily_writes": values.UNLIMITED if daily is None else daily,
         }
 
+    @property
+    def figures(self) -> type[DiskStats]:
+        from vllm_metal.kv_transfer.disk.stats import DiskStats
+
+        return DiskStats
+
     def open(self, engine_id: str) -> DiskStore:
+        from vllm_metal.kv_transfer.disk.store import DiskStore
+
         store = DiskStore(self.directory, Limits(self.max_bytes, self.daily_write_bytes))
         logger.info(
             "The prefix cache is kept in %s: %.3g GB at most, %s",
@@ -91,7 +98,7 @@ class DiskConfig(StoreConfig):
         return store
 
     def view(self, engine_id: str, content: PoolContent, handshake: None) -> DiskView:
-        from vllm_metal.kv_transfer.disk.view import DiskView  # of vLLM's scheduler's process
+        from vllm_metal.kv_transfer.disk.view import DiskView
 
         return DiskView(self.directory, content)
 

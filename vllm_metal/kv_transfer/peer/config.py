@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer.fingerprint import PoolContent
 from vllm_metal.kv_transfer.peer.address import Address
-from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
 
 if TYPE_CHECKING:
+    from vllm_metal.kv_transfer.fingerprint import PoolContent
+    from vllm_metal.kv_transfer.peer.store import PeerFigures, PeerStore
     from vllm_metal.kv_transfer.peer.view import PeerView
 
 logger = init_logger(__name__)
@@ -71,7 +71,6 @@ class PeerConfig(StoreConfig):
             "outbox_bytes": values.size,
         }
     )
-    figures = PeerFigures
 
     listen: Address | None  # where peers ask for pages; None: nobody may
     peers: tuple[Address, ...]  # whom to ask for pages
@@ -132,7 +131,15 @@ class PeerConfig(StoreConfig):
             found["secret"] = str(self.secret)
         return found
 
+    @property
+    def figures(self) -> type[PeerFigures]:
+        from vllm_metal.kv_transfer.peer.store import PeerFigures
+
+        return PeerFigures
+
     def open(self, engine_id: str) -> PeerStore:
+        from vllm_metal.kv_transfer.peer.store import PeerStore
+
         if self.listen is not None:
             most = self.outbox_bytes / 1e9
             logger.info(
@@ -144,7 +151,7 @@ class PeerConfig(StoreConfig):
         return PeerStore(engine_id, self.listen, self.peers, secret, self.outbox_bytes)
 
     def view(self, engine_id: str, content: PoolContent, handshake: Address | None) -> PeerView:
-        from vllm_metal.kv_transfer.peer.view import PeerView  # of vLLM's scheduler's process
+        from vllm_metal.kv_transfer.peer.view import PeerView
 
         return PeerView(engine_id, self.peers, self.read_secret(), content, handshake)
 
