@@ -85,6 +85,18 @@ class TransferConfig:
         return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
+def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
+    """The dataclasses of figures of transfers, by whose they are; see `PageStore.figures`."""
+    config = TransferConfig.of(vllm_config)
+    if config is None:
+        return {}
+    from vllm_metal.kv_transfer.page_store import TRANSFERS, TransferStats
+
+    return {name: store.figures for name, store in config.stores.items()} | {
+        TRANSFERS: TransferStats
+    }
+
+
 def _stores(given: Mapping[str, Any]) -> dict[str, StoreConfig]:
     return {kind.name: kind.of(given) for kind in STORES if kind.is_asked_for(given)}
 

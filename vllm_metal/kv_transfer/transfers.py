@@ -10,7 +10,7 @@ from metal_kernels.cache import cache_dir
 from vllm_metal.kv_transfer import weights_digest
 from vllm_metal.kv_transfer.config import TransferConfig
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
-from vllm_metal.kv_transfer.page_store import TRANSFERS, PageStore, TransferStats
+from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.step_hooks import NO_HOOKS, StepHooks
 from vllm_metal.kv_transfer.transfer_hooks import TransferHooks, staging_bytes
 
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_metal.kv_transfer.messages import TransferHandshake
-
-
-def figures_of(vllm_config: VllmConfig) -> dict[str, type]:
-    """The dataclasses of figures of transfers, by whose they are; see `PageStore.figures`."""
-    config = TransferConfig.of(vllm_config)
-    if config is None:
-        return {}
-    return {name: store.figures for name, store in config.stores.items()} | {
-        TRANSFERS: TransferStats
-    }
 
 
 class Transfers:

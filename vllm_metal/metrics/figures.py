@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 from vllm_metal.metrics.metric import Metric
 
@@ -86,6 +87,8 @@ def take_measured() -> dict[str, float]:
 class StepsInWords:
     """The steps since the last line of the log, as that line shows them."""
 
+    _MEANS: ClassVar = {"host": "host_seconds", "device": "device_seconds"}
+
     def __init__(self) -> None:
         self._newest: StepFigures | None = None
         self._sums: dict[str, float] = defaultdict(float)
@@ -94,10 +97,10 @@ class StepsInWords:
     def add(self, figures: StepFigures) -> None:
         """Takes in a step."""
         self._newest = figures
-        for each in fields(figures):
-            if (value := getattr(figures, each.name)) is not None:
-                self._sums[each.name] += value
-                self._counts[each.name] += 1
+        for name in self._MEANS.values():
+            if (value := getattr(figures, name)) is not None:
+                self._sums[name] += value
+                self._counts[name] += 1
 
     def words(self) -> list[str]:
         """Parts of the line; none where there was no step."""
@@ -107,11 +110,8 @@ class StepsInWords:
         if (budget := self._newest.memory_budget_bytes) is not None:
             memory += f" of {budget / _GIB:.2f}"
         times = [
-            f"Mean {of} time of a step: {1e3 * self._mean(name):.1f} ms"
-            for of, name in (("host", "host_seconds"), ("device", "device_seconds"))
-            if self._counts[name]
+            f"Mean {of} time of a step: {1e3 * self._sums[name] / number:.1f} ms"
+            for of, name in self._MEANS.items()
+            if (number := self._counts[name])
         ]
         return [f"{memory} GiB", *times, f"Failed steps: {self._newest.failed_steps}"]
-
-    def _mean(self, name: str) -> float:
-        return self._sums[name] / self._counts[name]

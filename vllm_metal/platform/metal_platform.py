@@ -24,7 +24,7 @@ from vllm.platforms.interface import Platform, PlatformEnum  # noqa: E402
 from metal_kernels.layout import BLOCK_SIZES  # noqa: E402
 from vllm_metal.device import mlx_device  # noqa: E402
 from vllm_metal.kv_cache import formats  # noqa: E402
-from vllm_metal.kv_transfer.config import complete_kv_transfer  # noqa: E402
+from vllm_metal.kv_transfer.config import complete_kv_transfer, figures_of  # noqa: E402
 from vllm_metal.platform.refusals import refuse_unsupported  # noqa: E402
 from vllm_metal.spec_decode.registry import propose_nothing  # noqa: E402
 from vllm_metal.vllm_patches import (  # noqa: E402
@@ -141,7 +141,6 @@ class MetalPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
-        from vllm_metal.kv_transfer.transfers import figures_of
         from vllm_metal.metrics.stat_logger import MetalStatLogger
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
