@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import time
+from threading import Event
+
 import mlx.core as mx
 import numpy as np
 import vllm.config  # noqa: F401 — before vllm.distributed, or they import each other
@@ -11,6 +14,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.fingerprint import Fingerprint, PoolContent
@@ -71,3 +75,28 @@ def on_disk(store, keys):
         content = bytearray(PAGE_BYTES)
         found.append(bytes(content) if folder.read(key, memoryview(content)) else None)
     return found
+
+
+def all_ended(ended_now, wanted):
+    """Waits until jobs have ended, and gives all that ended, each once, by job id."""
+    ended, deadline = {}, time.monotonic() + 20
+    while not ended.keys() >= set(wanted):
+        assert time.monotonic() < deadline, (ended, wanted)
+        for job in ended_now():
+            assert job.job_id not in ended
+            ended[job.job_id] = job
+        time.sleep(0.001)
+    return ended
+
+
+def held_up(monkeypatch, name):
+    """Has a method of each BlockFolder wait; yields the event that ends it."""
+    event, method = Event(), getattr(BlockFolder, name)
+
+    def wait(*args, **kwargs):
+        event.wait(20)
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(BlockFolder, name, wait)
+    yield event
+    event.set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_metal.kv_transfer.config import (
@@ -22,14 +22,6 @@ from vllm_metal.kv_transfer.config import (
 from vllm_metal.kv_transfer.disk import limits
 from vllm_metal.kv_transfer.disk.config import DiskConfig
 from vllm_metal.platform.metal_platform import MetalPlatform
-
-
-@pytest.fixture(scope="module")
-def made():
-    from vllm_metal.models.embedded import embedded_model_path
-
-    model = str(embedded_model_path(dequantize=True))
-    return EngineArgs(model=model, max_model_len=64).create_engine_config()
 
 
 @pytest.fixture

@@ -2,15 +2,22 @@
 """Pages enter the pool within bounds; a load that failed or ended writes nothing any more."""
 
 import time
-from threading import Event
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_transfer.small_pool import PAGE_BYTES, SmallPool, folder_of, keys_of, on_disk, store_on
+from kv_transfer.small_pool import (
+    PAGE_BYTES,
+    SmallPool,
+    all_ended,
+    folder_of,
+    held_up,
+    keys_of,
+    on_disk,
+    store_on,
+)
 
 from vllm_metal.kv_transfer import load_jobs as module
-from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.load_jobs import LoadJobs
 
 NAMES = [f"p{index}" for index in range(8)]
@@ -60,28 +67,13 @@ def turn(loads, most_bytes=10**9):
 
 
 def finish(loads, *wanted):
-    ended, deadline = {}, time.monotonic() + 20
-    while not ended.keys() >= set(wanted):
-        assert time.monotonic() < deadline, (ended, wanted)
-        for job in turn(loads):
-            assert job.job_id not in ended
-            ended[job.job_id] = job
-        time.sleep(0.001)
-    return ended
+    return all_ended(lambda: turn(loads), wanted)
 
 
 @pytest.fixture
 def held(monkeypatch):
     """A disk whose reads wait for an event."""
-    event, read = Event(), BlockFolder.read
-
-    def wait(*args, **kwargs):
-        event.wait(20)
-        return read(*args, **kwargs)
-
-    monkeypatch.setattr(BlockFolder, "read", wait)
-    yield event
-    event.set()
+    yield from held_up(monkeypatch, "read")
 
 
 def test_pages_come_to_their_blocks_bit_by_bit(disk, loads, pool):

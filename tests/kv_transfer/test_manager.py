@@ -26,13 +26,6 @@ MISS, HIT = LookupResult.MISS, LookupResult.HIT
 
 
 @pytest.fixture
-def store(tmp_path):
-    made = store_on(tmp_path / "cache")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def view(tmp_path):
     made = DiskView(tmp_path / "cache", CONTENT)
     yield made

@@ -2,17 +2,23 @@
 """Blocks leave the pool in lots, within bounds, and whatever the disk does no step waits."""
 
 import time
-from threading import Event
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_transfer.small_pool import PAGE_BYTES, SmallPool, keys_of, on_disk, store_on
+from kv_transfer.small_pool import (
+    PAGE_BYTES,
+    SmallPool,
+    all_ended,
+    held_up,
+    keys_of,
+    on_disk,
+    store_on,
+)
 
 from vllm_metal.kv_transfer import store_jobs as module
-from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 from vllm_metal.kv_transfer.page_store import TRANSFERS
 from vllm_metal.kv_transfer.store_jobs import StoreJobs
 
@@ -20,13 +26,6 @@ from vllm_metal.kv_transfer.store_jobs import StoreJobs
 @pytest.fixture
 def pool():
     return SmallPool()
-
-
-@pytest.fixture
-def store(tmp_path):
-    made = store_on(tmp_path / "cache")
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -51,29 +50,13 @@ def step(stores, num_left=0):
 
 
 def finish(stores, *wanted):
-    """Waits until the jobs have ended, and gives all that ended, by job id."""
-    ended, deadline = {}, time.monotonic() + 20
-    while not ended.keys() >= set(wanted):
-        assert time.monotonic() < deadline, (ended, wanted)
-        for job in stores.finished():
-            assert job.job_id not in ended
-            ended[job.job_id] = job
-        time.sleep(0.001)
-    return ended
+    return all_ended(stores.finished, wanted)
 
 
 @pytest.fixture
 def blocked(monkeypatch):
     """A disk that takes nothing until the event is set."""
-    event, write = Event(), BlockFolder.write
-
-    def wait(*args, **kwargs):
-        event.wait(20)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(BlockFolder, "write", wait)
-    yield event
-    event.set()
+    yield from held_up(monkeypatch, "write")
 
 
 def test_pages_go_in_lots_of_bytes(stores, store, pool, monkeypatch):

@@ -7,7 +7,6 @@ import json
 import psutil
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.kv_transfer.config import CONNECTOR, TransferConfig
 from vllm_metal.kv_transfer.peer.address import Address
@@ -16,14 +15,6 @@ from vllm_metal.platform.refusals import refuse_unsupported
 
 HERE, THERE = "127.0.0.1:9100", "127.0.0.1:9101"
 FAR = "192.0.2.7:9100"  # a documentation address, RFC 5737
-
-
-@pytest.fixture(scope="module")
-def made():
-    from vllm_metal.models.embedded import embedded_model_path
-
-    model = str(embedded_model_path(dequantize=True))
-    return EngineArgs(model=model, max_model_len=64).create_engine_config()
 
 
 @pytest.fixture

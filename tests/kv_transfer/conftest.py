@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of stores, jobs and settings have in common."""
+
+import pytest
+from kv_transfer.small_pool import store_on
+from vllm.engine.arg_utils import EngineArgs
+
+
+@pytest.fixture(scope="module")
+def made():
+    """An engine's configuration without transfers; to be copied, not changed."""
+    from vllm_metal.models.embedded import embedded_model_path
+
+    model = str(embedded_model_path(dequantize=True))
+    return EngineArgs(model=model, max_model_len=64).create_engine_config()
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = store_on(tmp_path / "cache")
+    yield made
+    made.close()
