@@ -39,7 +39,6 @@ from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.page_store import PageStore
 from vllm_metal.kv_transfer.transfer_hooks import TransferHooks
-from vllm_metal.vllm_patches.scheduler import end_failed_requests
 from vllm_metal.vllm_patches.step_result import NOT_A_NUMBER, StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.recovery import RecoveringRunner
@@ -301,7 +300,6 @@ class Engine:
             config: of `engine_config`.
             cache: folder of the disk cache.
         """
-        end_failed_requests()
         init_none_hash(sha256_cbor)
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         config.cache_config.num_gpu_blocks = num_blocks
