@@ -10,7 +10,7 @@ from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
-from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
+from vllm_metal.kv_cache.run_plan import RunPlan
 from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
@@ -112,7 +112,7 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
         )
         state.begin_step()
         rows = mx.array(np.concatenate(values).astype(np.float32))
-        (found,) = state.run(RecurrentPlan.from_layout(layout), compute_on(rows))
+        (found,) = state.run(RunPlan.from_layout(layout), compute_on(rows))
         found = np.array(found)[:, 0, 0]
         for place, (index, begin) in enumerate(zip(who, begins, strict=True)):
             expected = texts[index].expected(begin, values[place])
@@ -186,7 +186,7 @@ def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
     layout = StepLayout(bounds, bounds[1:], table, np.zeros(length, np.int32), 16)
     mx.synchronize()
     before = mx.get_active_memory()
-    (found,) = state.run(RecurrentPlan.from_layout(layout), convolve)
+    (found,) = state.run(RunPlan.from_layout(layout), convolve)
     mx.eval(found)
     assert mx.get_active_memory() - before < found.nbytes + inputs.nbytes / 4
     state.wait_for_device()

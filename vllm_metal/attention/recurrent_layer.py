@@ -2,7 +2,7 @@
 """A layer that goes from token to token: its state, and the module that computes it.
 
 The model gets T rows of length 1, so the call of such a module is taken apart: the module is called
-once for each run of sequences (`RecurrentPlan`), with the states before them in mlx-lm's own cache,
+once for each run of sequences (`RunPlan`), with the states before them in mlx-lm's own cache,
 and its results are put back in the order of the rows.
 """
 
@@ -21,7 +21,7 @@ from vllm_metal.attention import forward_inputs
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepScope, Storage
-from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
+from vllm_metal.kv_cache.run_plan import RunPlan
 from vllm_metal.kv_cache.recurrent_state import (
     RecurrentState,
     StateFormat,
@@ -99,7 +99,7 @@ class RecurrentLayer(StatefulLayer):
             yield (None if host is None else host.storage_key, self.form.nbytes), move
 
     def scope(self, state: LayerState) -> StepScope:
-        return StepScope(RecurrentPlan.from_layout)
+        return StepScope(RunPlan.from_layout)
 
     def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
         assert isinstance(state, RecurrentState)
@@ -109,7 +109,7 @@ class RecurrentLayer(StatefulLayer):
 class RecurrentCache(SequenceCache):
     """Stands where a model expects the ArraysCache of such a layer."""
 
-    def __init__(self, state: RecurrentState, scope: StepScope[RecurrentPlan]) -> None:
+    def __init__(self, state: RecurrentState, scope: StepScope[RunPlan]) -> None:
         """
         Args:
             state: the layer's storage.

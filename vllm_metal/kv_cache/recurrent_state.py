@@ -22,7 +22,7 @@ from vllm_metal.kv_cache.layer_state import (
     Traceable,
     joined,
 )
-from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan, Run
+from vllm_metal.kv_cache.run_plan import RunPlan, Run
 
 #: Each part of a state begins at a multiple of this: of the bytes of any dtype.
 _ALIGNMENT = 4
@@ -110,7 +110,7 @@ class RecurrentState(LayerState, Traceable, Restorable):
         self._storage, self._form = storage, form
         self._element_bytes = storage.dtype.size
         self._width = form.nbytes // self._element_bytes  # elements of a state
-        self._pending: list[Pending[RecurrentPlan]] = []  # the states that each plan ends with
+        self._pending: list[Pending[RunPlan]] = []  # the states that each plan ends with
         self._last_rows_np: np.ndarray | None = None
 
     @property
@@ -179,16 +179,16 @@ class RecurrentState(LayerState, Traceable, Restorable):
             self._pending = pending
 
     @property
-    def outputs(self) -> list[Pending[RecurrentPlan]]:
+    def outputs(self) -> list[Pending[RunPlan]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Pending[RecurrentPlan]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[RunPlan]]) -> None:
         self._pending += outputs
 
     def run(
         self,
-        plan: RecurrentPlan,
+        plan: RunPlan,
         compute: Callable[[mx.array, list[mx.array]], tuple[list[mx.array], list[mx.array]]],
     ) -> list[mx.array]:
         """A layer's call over the step's rows, sequence by sequence.

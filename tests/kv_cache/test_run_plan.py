@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_metal.kv_cache.layer_state import StepLayout
-from vllm_metal.kv_cache.recurrent_plan import RecurrentPlan
+from vllm_metal.kv_cache.run_plan import RunPlan
 
 BLOCK = 16
 
@@ -65,7 +65,7 @@ def test_random_steps(seed):
     rng = np.random.default_rng(seed)
     for _ in range(10):
         begins, counts, drafts, tables = random_step(rng)
-        plan = RecurrentPlan.from_layout(layout_of(begins, counts, drafts, tables))
+        plan = RunPlan.from_layout(layout_of(begins, counts, drafts, tables))
         bounds = np.concatenate([[0], np.cumsum(counts)])
         rows_of, kept = played(plan, len(counts), bounds[-1])
         for index, rows in enumerate(rows_of):  # a request's in the order of its text
@@ -100,11 +100,11 @@ def test_calls_do_not_grow_with_requests():
         lengths = [(37 * index) % 64 + 1 for index in range(num_reqs)]
         tables = np.arange(1, 4 * num_reqs + 1).reshape(num_reqs, 4) * [0, 0, 0, 1]
         layout = layout_of([0] * num_reqs, lengths, None, tables, block_size=16)
-        assert len(RecurrentPlan.from_layout(layout).runs) <= 7  # powers of two up to 64
+        assert len(RunPlan.from_layout(layout).runs) <= 7  # powers of two up to 64
 
 
 def test_a_decode_step_is_one_run_in_order():
-    plan = RecurrentPlan.from_layout(
+    plan = RunPlan.from_layout(
         layout_of([5, 9, 30], [1, 1, 1], None, [[1, 0], [2, 0], [3, 4]])
     )
     (run,) = plan.runs
@@ -113,9 +113,9 @@ def test_a_decode_step_is_one_run_in_order():
 
 
 def test_states_are_not_wanted_before_drafts_are_judged():
-    plan = RecurrentPlan.from_layout(layout_of([5], [3], [2], [[1]]))
+    plan = RunPlan.from_layout(layout_of([5], [3], [2], [[1]]))
     with pytest.raises(RuntimeError, match="before its drafts were judged"):
         plan.endings.wanted(None)
-    plan = RecurrentPlan.from_layout(layout_of([5], [3], [0], [[1]]))
+    plan = RunPlan.from_layout(layout_of([5], [3], [0], [[1]]))
     assert plan.endings.wanted(None).tolist() == [0]
     assert isinstance(plan.before, mx.array)

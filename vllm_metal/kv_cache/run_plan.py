@@ -67,7 +67,7 @@ class Endings:
 
 
 @dataclass(frozen=True)
-class RecurrentPlan:
+class RunPlan:
     """A step of one KV cache group."""
 
     before: mx.array  # [R] int32, the block of each request's state
@@ -77,7 +77,7 @@ class RecurrentPlan:
     endings: Endings = field(compare=False)
 
     @staticmethod
-    def from_layout(layout: StepLayout) -> RecurrentPlan:
+    def from_layout(layout: StepLayout) -> RunPlan:
         """Rows of many lengths as runs of powers of two.
 
         So the number of calls grows with the logarithm of the longest prompt, and with the drafts
@@ -93,7 +93,7 @@ class RecurrentPlan:
         fresh_np = begins_np == 0
         runs, places_np, endings = _runs(layout, starts_np, counts_np, begins_np)
         in_order = np.array_equal(places_np, np.arange(len(places_np)))
-        return RecurrentPlan(
+        return RunPlan(
             mx.array(before_np.astype(np.int32)),
             mx.array(fresh_np) if fresh_np.any() else None,
             runs,
