@@ -63,6 +63,11 @@ def regrouped(rows: mx.array) -> AbstractContextManager[None]:
     return _bound({name: array[:, 0][rows] for name, array in _of_rows.items()})
 
 
+def as_one_sequence() -> AbstractContextManager[None]:
+    """Within, `of_rows` gives the values of all rows as one sequence, [1, T, ...]."""
+    return _bound({name: array.swapaxes(0, 1) for name, array in _of_rows.items()})
+
+
 @contextmanager
 def _bound(values: dict[str, mx.array]) -> Iterator[None]:
     global _of_rows

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer that goes from token to token: its state, and the module that computes it.
 
-The model gets T rows of length 1, so the call of such a module is taken apart: the module is called
-once for each run of sequences (`RunPlan`), with the states before them in mlx-lm's own cache,
-and its results are put back in the order of the rows.
+The model gets T rows of length 1. A module whose inside is known (`mlx_patches.recurrences`) is
+called once, with all rows as one sequence, and our operations do what is not token-wise
+(`SequenceLayer`). The call of any other is taken apart: the module is called once for each run of
+sequences (`RunPlan`), with the states before them in mlx-lm's own cache, and its results are put
+back in the order of the rows (`RunLayer`).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -17,18 +20,20 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
+from metal_kernels.sequences import RecurrenceInputs
 from vllm_metal.attention import forward_inputs
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepScope, Storage
+from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.kv_cache.run_plan import RunPlan
-from vllm_metal.kv_cache.recurrent_state import (
-    RecurrentState,
-    StateFormat,
-)
+from vllm_metal.kv_cache.run_state import RunState
+from vllm_metal.kv_cache.sequence_plan import SequencePlan, SequenceScope
+from vllm_metal.kv_cache.sequence_state import SequenceState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches import library_kernels, module_calls, recurrences
 from vllm_metal.mlx_patches.module_calls import ModuleCall, SequenceCache
+from vllm_metal.mlx_patches.recurrences import SequenceCall, handed_to
 
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
@@ -70,15 +75,14 @@ class RecurrentLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> RecurrentState:
-        return RecurrentState(kv_cache_type.of_states(num_blocks, self.form.nbytes), self.form)
+        return self.share(kv_cache_type.of_states(num_blocks, self.form.nbytes))
 
     @property
     def state_bytes(self) -> int:
         return self.form.nbytes
 
-    def share(self, storage: Storage) -> RecurrentState:
-        assert isinstance(storage, LayerKVCache)
-        return RecurrentState(storage, self.form)
+    @abstractmethod
+    def share(self, storage: Storage) -> RecurrentState: ...
 
     def trials(
         self,
@@ -98,18 +102,95 @@ class RecurrentLayer(StatefulLayer):
 
             yield (None if host is None else host.storage_key, self.form.nbytes), move
 
+
+@dataclass(frozen=True)
+class RunLayer(RecurrentLayer):
+    """A layer whose module is called once for each run of sequences."""
+
+    def share(self, storage: Storage) -> RunState:
+        assert isinstance(storage, LayerKVCache)
+        return RunState(storage, self.form)
+
     def scope(self, state: LayerState) -> StepScope:
         return StepScope(RunPlan.from_layout)
 
-    def cache(self, state: LayerState, scope: StepScope) -> RecurrentCache:
-        assert isinstance(state, RecurrentState)
-        return RecurrentCache(state, scope)
+    def cache(self, state: LayerState, scope: StepScope) -> RunCache:
+        assert isinstance(state, RunState)
+        return RunCache(state, scope)
 
 
-class RecurrentCache(SequenceCache):
-    """Stands where a model expects the ArraysCache of such a layer."""
+@dataclass(frozen=True)
+class Inside:
+    """What goes from token to token in a module, besides its convolutions."""
 
-    def __init__(self, state: RecurrentState, scope: StepScope[RunPlan]) -> None:
+    rows: mx.Dtype  # of the convolutions' inputs, or of the recurrence's values
+    num_key_heads: int = 0  # of the recurrence; 0: there is none
+    decays: int = 0  # axes of its decays: 2 by head, 3 by key; 0: they follow from the rates
+    delta: bool = False  # by the delta rule
+    biases: tuple[bool, ...] = ()  # whether each convolution has one
+
+
+@dataclass(frozen=True)
+class SequenceLayer(RecurrentLayer):
+    """A layer whose module is called once for all rows of a step."""
+
+    inside: Inside | None = None  # None: of a layer that was not read off a module
+
+    def share(self, storage: Storage) -> SequenceState:
+        assert isinstance(storage, LayerKVCache)
+        return SequenceState(storage, self.form)
+
+    def scope(self, state: LayerState) -> SequenceScope:
+        assert isinstance(state, SequenceState)
+        return SequenceScope(state.by_kernels)
+
+    def cache(self, state: LayerState, scope: StepScope) -> RowsCache:
+        assert isinstance(state, SequenceState)
+        return RowsCache(state, scope)
+
+
+class RowsCache(SequenceCache):
+    """Stands where a model expects the ArraysCache of a layer whose inside is known."""
+
+    def __init__(self, state: SequenceState, scope: StepScope[SequencePlan]) -> None:
+        """
+        Args:
+            state: the layer's storage.
+            scope: the step at hand; outside one, a call raises RuntimeError.
+        """
+        self._state = state
+        self._scope = scope
+
+    def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        num_rows = self._scope.positions.size
+
+        def run(call: SequenceCall) -> Any:
+            swapped = tree_map(lambda leaf: call if leaf is self else leaf, (list(args), kwargs))
+            new_args, new_kwargs = _one_sequence_of(swapped, num_rows)
+            with handed_to(call), forward_inputs.as_one_sequence():
+                return module(*new_args, **new_kwargs)
+
+        found, left = self._state.call(self._scope.plan, run)
+        results, rebuilt = _results_of(found)
+        # With the results, or what is left would hold what it is made of until the next step.
+        return rebuilt(mx.depends([result.swapaxes(0, 1) for result in results], left))
+
+
+def _one_sequence_of(tree: Any, num_rows: int) -> Any:
+    """Arguments with [1, T, ...] in the place of each array of [T, 1, ...] rows."""
+
+    def regrouped(leaf: Any) -> Any:
+        if isinstance(leaf, mx.array) and leaf.shape[:2] == (num_rows, 1):
+            return leaf.swapaxes(0, 1)
+        return leaf
+
+    return tree_map(regrouped, tree)
+
+
+class RunCache(SequenceCache):
+    """Stands where a model expects the ArraysCache of a layer that is called run by run."""
+
+    def __init__(self, state: RunState, scope: StepScope[RunPlan]) -> None:
         """
         Args:
             state: the layer's storage.
@@ -230,4 +311,55 @@ class RecurrentProbe(ArraysCache):
         form = StateFormat(
             tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
         )
-        return RecurrentLayer(name, form)
+        if not recurrences.known(call.module):
+            return RunLayer(name, form)
+        recurrences.hand_over(call.module)
+        return SequenceLayer(name, form, inside=_inside(call, self, form))
+
+
+def _inside(call: ModuleCall, cache: ArraysCache, form: StateFormat) -> Inside:
+    """Reads what a known module leaves to its cache, by building a call of it."""
+    noted = _Noted(form)
+    args, options = tree_map(
+        lambda leaf: noted if leaf is cache else leaf, (list(call.args), call.options)
+    )
+    with handed_to(noted):
+        call.module(*args, **options)
+    return noted.inside
+
+
+class _Noted(SequenceCall):
+    """Notes the operations of a module."""
+
+    def __init__(self, form: StateFormat) -> None:
+        self._form = form
+        self.inside = Inside(form.dtypes[0])
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._form.shapes)
+
+    def __getitem__(self, index: int) -> mx.array:
+        return mx.zeros((1, 0, *self._form.shapes[index][1:]), self._form.dtypes[index])
+
+    def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+        before = self.inside
+        biases = (*before.biases, bias is not None)
+        self.inside = replace(before, rows=inputs.dtype, biases=biases)
+        return inputs
+
+    def recur(
+        self,
+        queries: mx.array,
+        inputs: RecurrenceInputs,
+        delta: bool,
+        log_rates: mx.array | None = None,
+    ) -> mx.array:
+        self.inside = replace(
+            self.inside,
+            rows=inputs.values.dtype,
+            num_key_heads=inputs.keys.shape[1],
+            decays=0 if inputs.decays is None else inputs.decays.ndim,
+            delta=delta,
+        )
+        return inputs.values

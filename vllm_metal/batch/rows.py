@@ -81,6 +81,7 @@ def step_layout(
         block_tables_np=tables,
         slot_mapping_np=blocks * block_size + rows.positions_np % block_size,
         block_size=block_size,
+        req_indices_np=rows.req_indices_np,
         num_drafts_np=rows.num_drafts_np,
         pace=pace,
         behind=rows.behind,

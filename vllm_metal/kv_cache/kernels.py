@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,9 @@ from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
 from vllm_metal.mlx_patches.seam import Scoring
+
+ResultT = TypeVar("ResultT")
+Launch = Callable[[list[mx.array], int, Sequence[mx.array]], tuple[ResultT, mx.array]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
     #: Whether whole blocks are moved by the kernel; else by MLX's operations.
     moves_blocks: ClassVar[bool] = True
+    #: Whether kernels compute recurrent layers, in the blocks of their states.
+    computes_states: ClassVar[bool] = True
     #: Whether graphs that hold the kernels give the same when MLX builds them again.
     repeatable: ClassVar[bool] = True
 
@@ -185,6 +190,19 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     def write_states(self, blocks_np: np.ndarray, states: mx.array) -> None:
         elements = self.elements_of(self.arrays)
         self._since = [kv_states.write(elements, blocks_np, states, self.split, after=self._since)]
+
+    def update_states(self, plan: object, launch: Launch[ResultT]) -> ResultT:
+        """Has a kernel read states, and write others, within a forward.
+
+        Args:
+            plan: of the layer whose states they are.
+            launch: takes the arrays that states lie in, their `split`, and fences to come after;
+                returns its results, and a fence.
+        """
+        self._newest_plan = plan
+        found, fence = launch(self.elements_of(self.arrays), self.split, self._since)
+        self._since = [fence]
+        return found
 
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
         self._newest_plan = plan

@@ -30,6 +30,7 @@ _NO_STEP = "a paged cache was used outside a step"
 class StepLayout(RaggedLayout):
     """A step's layout for one KV cache group: block tables, slots, and each request's drafts."""
 
+    req_indices_np: np.ndarray | None = None  # [R] int32; None: of a step that nobody goes on from
     num_drafts_np: np.ndarray | None = None  # [R] int32, rows at a request's end; None: no drafts
     pace: Pace | None = None  # of the network, for all its groups; None: MLX ends command buffers
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.

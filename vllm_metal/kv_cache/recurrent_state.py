@@ -4,30 +4,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.op_common import BITS
+from metal_kernels.sequences import StatePart
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import (
-    Fenced,
-    LayerState,
-    Pending,
-    Restorable,
-    Traceable,
-    joined,
-)
-from vllm_metal.kv_cache.run_plan import RunPlan, Run
+from vllm_metal.kv_cache.layer_state import Fenced, LayerState, Pending, PlanT, Traceable
 
-#: Each part of a state begins at a multiple of this: of the bytes of any dtype.
-_ALIGNMENT = 4
-#: Rows of a sequence from which on a copy of its state costs less than what the state holds on to.
-_LONG = 16
+#: Each part of a state begins at a multiple of this: kernels move so many bytes at once.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -79,14 +71,19 @@ class StateFormat:
             start = stop
         return parts
 
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """Where each part lies in a state."""
+        starts = np.cumsum((0, *self.part_bytes)).tolist()
+        columns = zip(starts[:-1], self.shapes, self.dtypes, strict=True)
+        return tuple(StatePart(*column) for column in columns)
 
-class RecurrentState(LayerState, Traceable, Restorable):
+
+class RecurrentState(LayerState, Traceable, Generic[PlanT]):
     """States in the memory of K and V.
 
     A block of the pool belongs to one KV cache group at a time, so layers of several groups share
     memory: of a block that is a recurrent layer's, the rows of K, then of V, hold a state's bits.
-    What a step computed is written when the next one begins: by then it is known which drafts were
-    kept. Without drafts nobody waits for that where the storage is `pipelined`.
     """
 
     def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
@@ -107,11 +104,10 @@ class RecurrentState(LayerState, Traceable, Restorable):
         self._num_used = sum(start < form.nbytes for start in starts)
         spans = list(zip(starts, sizes, strict=True))[: self._num_used]
         self._numbers = [form.numbers(*span) for span in spans]
-        self._storage, self._form = storage, form
+        self._storage, self.form = storage, form
         self._element_bytes = storage.dtype.size
         self._width = form.nbytes // self._element_bytes  # elements of a state
-        self._pending: list[Pending[RunPlan]] = []  # the states that each plan ends with
-        self._last_rows_np: np.ndarray | None = None
+        self._pending: list[Pending[PlanT]] = []  # what each plan's forward left
 
     @property
     def storage(self) -> LayerKVCache:
@@ -125,26 +121,6 @@ class RecurrentState(LayerState, Traceable, Restorable):
     def page_numbers(self) -> list[tuple[tuple[mx.Dtype, int], ...]]:
         return self._numbers
 
-    def begin_step(self) -> None:
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, []
-        last_rows_np, self._last_rows_np = self._last_rows_np, None
-        blocks, states = [], []
-        for written in pending:
-            endings = written.plan.endings
-            wanted = endings.wanted(last_rows_np)
-            blocks.append(endings.blocks_np[wanted])
-            everything = len(wanted) == len(endings.blocks_np)
-            indices = mx.array(wanted.astype(np.int32))
-            states.append(
-                written.arrays if everything else [part[indices] for part in written.arrays]
-            )
-        blocks_np = np.concatenate(blocks)
-        if len(blocks_np):
-            parts = [joined(parts) for parts in zip(*states, strict=True)]
-            self._storage.write_states(blocks_np, self._form.to_bits(parts, self._element_bytes))
-
     def move(self, source: int, target: int) -> mx.array:
         """Copies a state from block to block; returns what is computed once it is there."""
         states = self._storage.read_states(None, mx.array([source], mx.int32), self._width)
@@ -157,9 +133,6 @@ class RecurrentState(LayerState, Traceable, Restorable):
         if self._pending:
             self.begin_step()
             self._storage.wait_for_device()
-
-    def restore(self, last_rows_np: np.ndarray) -> None:
-        self._last_rows_np = last_rows_np
 
     @property
     def traceable(self) -> bool:
@@ -179,70 +152,17 @@ class RecurrentState(LayerState, Traceable, Restorable):
             self._pending = pending
 
     @property
-    def outputs(self) -> list[Pending[RunPlan]]:
+    def outputs(self) -> list[Pending[PlanT]]:
         return list(self._pending)
 
     @outputs.setter
-    def outputs(self, outputs: Sequence[Pending[RunPlan]]) -> None:
+    def outputs(self, outputs: Sequence[Pending[PlanT]]) -> None:
         self._pending += outputs
 
-    def run(
-        self,
-        plan: RunPlan,
-        compute: Callable[[mx.array, list[mx.array]], tuple[list[mx.array], list[mx.array]]],
-    ) -> list[mx.array]:
-        """A layer's call over the step's rows, sequence by sequence.
+    def read(self, plan: PlanT, blocks: mx.array) -> list[mx.array]:
+        """[n, *shape] parts of the states in [n] blocks."""
+        return self.form.from_bits(self._storage.read_states(plan, blocks, self._width))
 
-        Args:
-            plan: of the step.
-            compute: takes [n, L] int32 rows and the [n, *shape] parts of the states before them;
-                returns the layer's results, each [n, L, ...], and the parts of the states after.
-
-        Returns:
-            The results, each [T, 1, ...].
-        """
-        bits = self._storage.read_states(plan, plan.before, self._width)
-        states = self._form.from_bits(bits)
-        if plan.fresh is not None:
-            states = [_zero_where(plan.fresh, part) for part in states]
-        results: list[list[mx.array]] = []
-        ended: list[list[mx.array]] = []
-        for run in plan.runs:
-            of_run = states if run.requests is None else [part[run.requests] for part in states]
-            found, after = compute(run.rows, of_run)
-            dtypes = self._form.dtypes
-            after = [part.astype(dtype) for part, dtype in zip(after, dtypes, strict=True)]
-            results.append([result.flatten(0, 1)[:, None] for result in found])
-            ended.append([_ending(run, part) for part in after])
-            if run.requests is None:
-                states = after
-            else:
-                states = [
-                    _put(part, run.requests, new) for part, new in zip(states, after, strict=True)
-                ]
-        kept = [joined(parts) for parts in zip(*ended, strict=True)]
-        self._pending.append(Pending(plan, kept))
-        whole = [joined(parts) for parts in zip(*results, strict=True)]
-        # With the results, or what states are cut from would be held until the next step begins.
-        whole = mx.depends(whole, kept)
-        return whole if plan.places is None else [result[plan.places] for result in whole]
-
-
-def _ending(run: Run, part: mx.array) -> mx.array:
-    """Selects the end states of a run that later steps may need, of [n, ...] states after it."""
-    if run.kept is not None:
-        return part[run.kept]
-    if run.rows.shape[1] < _LONG:
-        return part
-    return mx.take(part, mx.arange(len(part)), 0)  # it may be a view of all that the module read
-
-
-def _zero_where(fresh: mx.array, part: mx.array) -> mx.array:
-    return mx.where(fresh.reshape(-1, *[1] * (part.ndim - 1)), mx.zeros((), part.dtype), part)
-
-
-def _put(part: mx.array, requests: mx.array, new: mx.array) -> mx.array:
-    """Returns a copy of `part`, [R, ...], whose rows `requests` are replaced by `new`, [n, ...]."""
-    copied = mx.contiguous(part)  # another array: this one may be wanted as it is
-    copied[requests] = new
-    return copied
+    def write(self, blocks_np: np.ndarray, parts: Sequence[mx.array]) -> None:
+        """Puts [n, *shape] parts into [n] blocks."""
+        self._storage.write_states(blocks_np, self.form.to_bits(parts, self._element_bytes))

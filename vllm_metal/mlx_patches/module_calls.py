@@ -60,7 +60,12 @@ class ModuleCall:
     """A call of a module that is under way."""
 
     module: nn.Module
-    arguments: tuple[Any, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]  # arguments by name
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self.args, *self.options.values())
 
 
 _under_way: list[ModuleCall] = []
@@ -78,7 +83,7 @@ def noted(model: nn.Module) -> Iterator[None]:
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            _under_way.append(ModuleCall(self, (*args, *kwargs.values())))
+            _under_way.append(ModuleCall(self, args, kwargs))
             try:
                 return call(self, *args, **kwargs)
             finally:

@@ -16,6 +16,8 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows, step_layout
 from vllm_metal.kv_cache.layer_state import LayerState, Restorable, StepLayout, StepScope
 from vllm_metal.kv_cache.pages import BlockPages
+from vllm_metal.kv_cache.sequence_plan import SequenceScope
+from vllm_metal.kv_cache.sequence_state import SequenceState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 
@@ -52,8 +54,6 @@ class PagedLayers:
         #: Whether a step may be handed to the device while the one before still runs.
         self.pipelined = all(storage.pipelined for storage in self.storages)
         self._restorable = [state for state in self.layer_states if isinstance(state, Restorable)]
-        #: Whether `restore` has anything to do.
-        self.rolls_back = bool(self._restorable)
         # Layers that share a block table and a kind share a step's plan.
         scopes: dict[tuple[int, Hashable], StepScope] = {}
         self._caches: list[Any] = []
@@ -66,6 +66,13 @@ class PagedLayers:
                 caches.append(layer.cache(state, scopes[key]))
             self._caches.append(caches[0] if layer.name == place else tuple(caches))
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
+        self._sequences = [each for each in scopes.values() if isinstance(each, SequenceScope)]
+        #: Whether the host must know which drafts a step kept before the next one is laid out.
+        self.needs_outcome = bool(self._restorable) or not all(
+            scope.by_kernels for scope in self._sequences
+        )
+        #: Whether `learn` has anything to do.
+        self.keeps_states = bool(self._restorable or self._sequences)
         own = [layer_states[layer.name] for layer in layers]
         #: Of this network's own layers, each after the one it lies in.
         self._own_states = list(
@@ -88,17 +95,43 @@ class PagedLayers:
                 sources, targets = np.array(copied, np.int32).T
                 storage.copy_blocks(sources, targets)
 
-    def restore(self, last_rows_np: np.ndarray) -> None:
-        """Takes layers back to the last accepted token, once drafts were rejected.
+    def learn(self, rows: Rows, last_rows_np: np.ndarray) -> None:
+        """Tells layers that keep states which drafts of a step were accepted.
 
-        Called when the newest step's tokens are known, before anything else touches the pool.
+        Called in the order of the steps, once their tokens are known.
 
         Args:
+            rows: of the step.
             last_rows_np: [R] int32, of each request of that step the row of its last token that was
                 accepted.
         """
         for state in self._restorable:
             state.restore(last_rows_np)
+        for scope in self._sequences:
+            scope.kept.learn(rows.query_start_loc_np, last_rows_np)
+
+    def leave(self, req_idx: int) -> None:
+        """A request is gone; another one may take its row."""
+        for scope in self._sequences:
+            scope.kept.leave(req_idx)
+
+    def settle(self, req_indices_np: np.ndarray | None = None) -> None:
+        """Has blocks hold the states after all accepted tokens that the host knows of.
+
+        Between steps: where a request's blocks are kept for others, or for its own return.
+
+        Args:
+            req_indices_np: [n] int32, requests; None: all.
+        """
+        plans = [scope.settling(req_indices_np) for scope in self._sequences]
+        if not any(plans):
+            return
+        for state in self.layer_states:
+            state.begin_step()
+        for plan in plans:
+            for state in self.layer_states:
+                if plan is not None and isinstance(state, SequenceState):
+                    state.settle(plan)
 
     @contextmanager
     def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:

@@ -183,8 +183,9 @@ class ModelRunner:
         Args:
             ends: by request id, how many of its tokens must have their K/V.
         """
-        if self._model.rolls_back:
+        if self._model.keeps_states:
             self.learn()  # a state is in its block once it is known which drafts were kept
+            self._model.settle()
         if self._speculator is not None:
             self._speculator.complete_draft_kv(ends)
 
@@ -196,6 +197,9 @@ class ModelRunner:
         if self._speculator is None:
             return
         paused = scheduler_output.preempted_req_ids or set()
+        if self._model.keeps_states and paused:
+            here = [self._requests[req_id].req_idx for req_id in paused if req_id in self._requests]
+            self._model.settle(np.array(here, np.int32))
         self._speculator.complete_draft_blocks(
             scheduler_output.finished_req_ids, self._model.block_size
         )
@@ -226,8 +230,9 @@ class ModelRunner:
         self._unlearnt = self._unlearnt[len(due) :]
         self.num_waits += sum(not output.is_read for output in due)
         self._speculator.learn(due)
-        if self._model.rolls_back:
-            self._model.restore(newest.last_rows_np())
+        if self._model.keeps_states:
+            for output in due:
+                self._model.learn(output.batch, output.last_rows_np())
 
     def _needs_outcome(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether a step can be laid out only when the host knows what the step before sampled.
@@ -238,7 +243,7 @@ class ModelRunner:
         return (
             self._speculator.reads_text
             or not self._model.pipelined  # it waits in any case
-            or self._model.rolls_back  # the state is put right before it is used
+            or self._model.needs_outcome  # states are put right before they are used
             or scheduler_output.has_structured_output_requests  # masks are made of known drafts
             or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
         )
@@ -255,6 +260,7 @@ class ModelRunner:
         failed = dict(changes.failed)
         for state in changes.left:
             try:
+                self._model.leave(state.req_idx)
                 for column in self._columns:
                     column.leave(state.req_idx)
             except Exception as error:

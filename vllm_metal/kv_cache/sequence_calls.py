@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What computes the inside of a recurrent module: kernels in the pool's blocks, or operations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from metal_kernels import convolution, recurrence
+from metal_kernels.convolution import reference as convolution_reference
+from metal_kernels.recurrence import reference as recurrence_reference
+from metal_kernels.sequences import RecurrenceInputs, StatePart
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.recurrent_state import StateFormat
+from vllm_metal.kv_cache.sequence_plan import SequencePlan
+from vllm_metal.mlx_patches.recurrences import SequenceCall
+
+#: Repeats one operation of a module in another call, over one row of zeros.
+Operation = Callable[[SequenceCall], object]
+
+
+class Call(SequenceCall):
+    """One layer's call in a step: its operations take the parts of a state in their order."""
+
+    def __init__(self, form: StateFormat, plan: SequencePlan, kept: Sequence[mx.array]) -> None:
+        """
+        Args:
+            form: of the states.
+            plan: of the step.
+            kept: rows that the step before kept, in the order of the operations.
+        """
+        self.form, self.plan = form, plan
+        self._parts = iter(form.parts)
+        self._given, self._applied = iter(kept), bool(kept)
+        self._kept: list[mx.array] = []
+        #: The operations, to be repeated in a step without rows of this layer.
+        self.idle: list[Operation] = []
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.form.shapes)
+
+    def __getitem__(self, index: int) -> mx.array:
+        shape, dtype = self.form.shapes[index], self.form.dtypes[index]
+        # Nobody reads the recurrence's; behind an empty one a convolution finds the rows alone.
+        return mx.zeros((1, 0, *shape[1:]), dtype)
+
+    def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+        part = next(self._parts)
+        row, dtype = (1, inputs.shape[1]), inputs.dtype
+        self.idle.append(lambda call: call.convolve(mx.zeros(row, dtype), weight, bias))
+        (kept,) = self._before(1)
+        out, left = self._convolve(part, inputs, kept, weight, bias)
+        self._keep(left, kept)
+        return out
+
+    def recur(
+        self,
+        queries: mx.array,
+        inputs: RecurrenceInputs,
+        delta: bool,
+        log_rates: mx.array | None = None,
+    ) -> mx.array:
+        part = next(self._parts)
+        of_row = [_row_of(each) for each in (queries, *_arrays(inputs))]
+
+        def repeat(call: SequenceCall) -> mx.array:
+            queries, *arrays = (None if row is None else mx.zeros(*row) for row in of_row)
+            return call.recur(queries, RecurrenceInputs(*arrays), delta, log_rates)
+
+        self.idle.append(repeat)
+        names = [array is not None for array in _arrays(inputs)]
+        before = self._before(sum(names))
+        given = iter(before)
+        kept = None
+        if before[0] is not None:
+            kept = RecurrenceInputs(*(next(given) if there else None for there in names))
+        y, left = self._recur(part, queries, inputs, kept, delta, log_rates)
+        for array, old in zip((a for a in _arrays(left) if a is not None), before, strict=True):
+            self._keep(array, old)
+        return y
+
+    def _before(self, count: int) -> list[mx.array | None]:
+        """The rows that the step before kept of the next operation's inputs."""
+        return [next(self._given) if self._applied else None for _ in range(count)]
+
+    def _keep(self, rows: mx.array, before: mx.array | None) -> None:
+        if not self.plan.keeps:
+            return
+        if self.plan.carried is not None:
+            assert before is not None
+            rows = mx.concatenate([rows, before[self.plan.carried]])
+        self._kept.append(rows)
+
+    @property
+    def left(self) -> list[mx.array]:
+        """Arrays for the next step: rows to be applied then."""
+        return self._kept
+
+    @abstractmethod
+    def _convolve(
+        self,
+        part: StatePart,
+        inputs: mx.array,
+        kept: mx.array | None,
+        weight: mx.array,
+        bias: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """[T, C] results, and [num_kept, C] rows to be kept."""
+
+    @abstractmethod
+    def _recur(
+        self,
+        part: StatePart,
+        queries: mx.array,
+        inputs: RecurrenceInputs,
+        kept: RecurrenceInputs | None,
+        delta: bool,
+        log_rates: mx.array | None,
+    ) -> tuple[mx.array, RecurrenceInputs]:
+        """[T, HV, DV] results, and rows to be kept."""
+
+
+class ByKernels(Call):
+    """Our kernels read and write states where they lie."""
+
+    def __init__(
+        self,
+        storage: KernelKVCache,
+        form: StateFormat,
+        plan: SequencePlan,
+        kept: Sequence[mx.array],
+    ) -> None:
+        """
+        Args:
+            storage: that states lie in.
+            form, plan, kept: see Call.
+        """
+        super().__init__(form, plan, kept)
+        self._storage = storage
+
+    def _convolve(
+        self,
+        part: StatePart,
+        inputs: mx.array,
+        kept: mx.array | None,
+        weight: mx.array,
+        bias: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        def launch(
+            pools: list[mx.array], split: int, after: Sequence[mx.array]
+        ) -> tuple[tuple[mx.array, mx.array], mx.array]:
+            out, left, fence = convolution.run(
+                self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after
+            )
+            return (out, left), fence
+
+        return self._storage.update_states(self.plan, launch)
+
+    def _recur(
+        self,
+        part: StatePart,
+        queries: mx.array,
+        inputs: RecurrenceInputs,
+        kept: RecurrenceInputs | None,
+        delta: bool,
+        log_rates: mx.array | None,
+    ) -> tuple[mx.array, RecurrenceInputs]:
+        def launch(
+            pools: list[mx.array], split: int, after: Sequence[mx.array]
+        ) -> tuple[tuple[mx.array, RecurrenceInputs], mx.array]:
+            y, left, fence = recurrence.run(
+                self.plan.sequences,
+                *(queries, inputs, kept, pools, part, delta, log_rates),
+                split=split,
+                after=after,
+            )
+            return (y, left), fence
+
+        return self._storage.update_states(self.plan, launch)
+
+
+class ByOperations(Call):
+    """MLX's operations compute on states that were read; those after the step are written later."""
+
+    def __init__(
+        self,
+        states: Sequence[mx.array],
+        form: StateFormat,
+        plan: SequencePlan,
+        kept: Sequence[mx.array],
+    ) -> None:
+        """
+        Args:
+            states: [N, *shape] parts of the states before the step.
+            form, plan, kept: see Call.
+        """
+        super().__init__(form, plan, kept)
+        self._states = iter(states)
+        self._ended: list[mx.array] = []
+
+    @property
+    def left(self) -> list[mx.array]:
+        """The parts of the states to be written, then the rows to be applied in the next step."""
+        dtypes = self.form.dtypes
+        ended = [part.astype(dtype) for part, dtype in zip(self._ended, dtypes, strict=True)]
+        return [*ended, *self._kept]
+
+    def _convolve(
+        self,
+        part: StatePart,
+        inputs: mx.array,
+        kept: mx.array | None,
+        weight: mx.array,
+        bias: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        assert self.plan.chunks is not None
+        out, ended, left = convolution_reference.run(
+            self.plan.chunks, inputs, kept, weight, bias, next(self._states)
+        )
+        self._ended.append(ended)
+        return out, left
+
+    def _recur(
+        self,
+        part: StatePart,
+        queries: mx.array,
+        inputs: RecurrenceInputs,
+        kept: RecurrenceInputs | None,
+        delta: bool,
+        log_rates: mx.array | None,
+    ) -> tuple[mx.array, RecurrenceInputs]:
+        assert self.plan.chunks is not None
+        y, ended, left = recurrence_reference.run(
+            self.plan.chunks, queries, inputs, kept, next(self._states), delta, log_rates
+        )
+        self._ended.append(ended)
+        return y, left
+
+
+def _arrays(inputs: RecurrenceInputs) -> tuple[mx.array | None, ...]:
+    return inputs.keys, inputs.values, inputs.rates, inputs.decays
+
+
+def _row_of(array: mx.array | None) -> tuple[tuple[int, ...], mx.Dtype] | None:
+    """Shape and dtype of one row of an array."""
+    return None if array is None else ((1, *array.shape[1:]), array.dtype)
