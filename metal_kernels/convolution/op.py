@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""run() convolves a step's rows, each channel by itself: checks and grid, one dispatch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from metal_kernels import kernel, op_common, token_ops
+from metal_kernels.sequences import TILE_ROWS, Sequences, StatePart
+
+_THREADS = 256  # of a threadgroup
+_KERNEL = kernel.load(
+    Path(__file__).with_name("convolution.metal"),
+    input_names=(
+        *("table", "blocks", "tiles"),
+        *("inputs", "kept", "weight", "bias", "key_pool", "value_pool"),
+        *("after_0", "after_1"),
+    ),
+    output_names=("out", "next_kept", "fence"),
+    shared=("states.metal",),
+)
+
+
+def run(
+    sequences: Sequences,
+    inputs: mx.array,
+    kept: mx.array | None,
+    weight: mx.array,
+    bias: mx.array | None,
+    pools: Sequence[mx.array],
+    part: StatePart,
+    split: int = 1,
+    after: Sequence[mx.array] = (),
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Convolves all rows of a step, and brings the states of its requests on.
+
+    A row's output is bias + sum over k of weight[:, k] * input k - K + 1 rows further, where the
+    rows before a request's first of the step are the kept ones that are applied, then the state's;
+    zeros before position 0. A state is a request's newest K - 1 inputs, the oldest first.
+
+    Args:
+        sequences: the step, with num_rows of T.
+        inputs: [T, C] float16, bfloat16 or float32; 8 channels at least.
+        kept: [P', C], the dtype of inputs, what the step before returned; None: no request applies any.
+        weight: [C, K] floats, K from 2 to TILE_ROWS + 1.
+        bias: [C] floats; None: zeros.
+        pools: of keys, and of values where there are any: [Hkv, B * split, ...], row-contiguous,
+            both of one dtype and Hkv, with a multiple of 16 bytes a block and head. Written in
+            place, done once the fence is computed.
+        part: where the [K - 1, C] floats lie among a state's bytes.
+        split: parts of a block.
+        after: fences of the dispatches that must come before.
+
+    Returns:
+        out: [T, C], the dtype of inputs; sums are of float32.
+        kept: [sequences.num_kept, C], the dtype of inputs: the inputs of the step's drafts.
+        fence: [8] uint32.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    table, blocks = token_ops.step_inputs(sequences)
+    num_channels, num_taps = _check(sequences, inputs, kept, weight, bias)
+    state = token_ops.state_template(pools, part, (num_taps - 1, num_channels), split)
+    num_rows = len(inputs)
+    out, next_kept, fence = _KERNEL(
+        inputs=[
+            table,
+            blocks,
+            token_ops.padded(sequences.tiles),
+            token_ops.padded(inputs),
+            token_ops.NO_ROWS[inputs.dtype] if kept is None else kept,
+            weight,
+            token_ops.NO_ROWS[inputs.dtype] if bias is None else bias,
+            pools[0],
+            pools[-1],
+            *op_common.fences(after),
+        ],
+        template=[
+            ("T", inputs.dtype),
+            ("TAPS", num_taps),
+            ("HAS_BIAS", bias is not None),
+            ("BLOCK_SIZE", sequences.block_size),
+            ("TILE_ROWS", TILE_ROWS),
+            *state,
+        ],
+        grid=(num_channels, len(sequences.tiles), 1),
+        threadgroup=(min(_THREADS, num_channels), 1, 1),
+        output_shapes=[
+            (max(num_rows, 1), num_channels),
+            (sequences.num_kept, num_channels),
+            op_common.FENCE_SHAPE,
+        ],
+        output_dtypes=[inputs.dtype, inputs.dtype, op_common.FENCE_DTYPE],
+    )
+    return (out if num_rows else out[:0]), next_kept, fence
+
+
+def _check(
+    sequences: Sequences,
+    inputs: mx.array,
+    kept: mx.array | None,
+    weight: mx.array,
+    bias: mx.array | None,
+) -> tuple[int, int]:
+    """(C, K)."""
+    floats = op_common.VALUE_DTYPES
+    token_ops.check_rows("inputs", inputs, (sequences.num_rows, -1), floats)
+    token_ops.check_rows("weight", weight, (inputs.shape[1], -1), floats)
+    num_channels, num_taps = weight.shape
+    if num_channels < kernel.MIN_ELEMENTS or not 2 <= num_taps <= TILE_ROWS + 1:
+        raise ValueError(
+            f"weight: expected {kernel.MIN_ELEMENTS} channels or more and 2 to {TILE_ROWS + 1} "
+            f"taps, found {weight.shape}"
+        )
+    if kept is not None:
+        token_ops.check_rows("kept", kept, (-1, num_channels), (inputs.dtype,))
+    if bias is not None:
+        token_ops.check_rows("bias", bias, (num_channels,), floats)
+    return num_channels, num_taps

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""run() applies a step's rows to recurrent states: checks, lanes and grid, one dispatch."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from metal_kernels import kernel, op_common, token_ops
+from metal_kernels.sequences import RecurrenceInputs, Sequences, StatePart
+
+_THREADS = 256  # of a threadgroup
+_RUNS = 4  # of four elements, of a row of the state, that a lane holds where it can
+_KINDS = ("keys", "values", "rates", "decays")
+_KERNEL = kernel.load(
+    Path(__file__).with_name("recurrence.metal"),
+    input_names=(
+        *("table", "blocks", "queries", *_KINDS),
+        *(f"kept_{name}" for name in _KINDS),
+        *("log_rates", "key_pool", "value_pool", "after_0", "after_1"),
+    ),
+    output_names=("outputs", *(f"next_{name}" for name in _KINDS), "fence"),
+    shared=("states.metal",),
+)
+# Kinds of decays, as the kernel numbers them.
+_OF_HEADS, _OF_KEYS, _FROM_RATES = range(3)
+
+
+def run(
+    sequences: Sequences,
+    queries: mx.array,
+    inputs: RecurrenceInputs,
+    kept: RecurrenceInputs | None,
+    pools: Sequence[mx.array],
+    part: StatePart,
+    delta: bool,
+    log_rates: mx.array | None = None,
+    split: int = 1,
+    after: Sequence[mx.array] = (),
+) -> tuple[mx.array, RecurrenceInputs, mx.array]:
+    """Applies a step's rows to the states of its requests: S as in `RecurrenceInputs`, y = S q.
+
+    All is computed in float32, whatever the dtypes. A state is rounded to its dtype after each
+    token, so that no result depends on how tokens are cut into steps.
+
+    Args:
+        sequences: the step, with num_rows of T.
+        queries: [T, HK, DK] float16, bfloat16 or float32.
+        inputs: of T rows; keys have the dtype of queries, values one of the same three, rates and
+            decays float32. HV is a multiple of HK.
+        kept: what the step before returned; None: no request applies any.
+        pools: of keys, and of values where there are any: [Hkv, B * split, ...], row-contiguous,
+            both of one dtype and Hkv, with a multiple of 16 bytes a block and head. Written in
+            place, done once the fence is computed.
+        part: where the [HV, DV, DK] floats lie among a state's bytes.
+        delta: by the delta rule.
+        log_rates: [HV, DK] float32, A where inputs.decays is None: decays are exp(rate * A).
+        split: parts of a block.
+        after: fences of the dispatches that must come before.
+
+    Returns:
+        y: [T, HV, DV], the dtype of values.
+        kept: [sequences.num_kept, ...] each: the inputs of the step's drafts.
+        fence: [8] uint32.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    table, blocks = token_ops.step_inputs(sequences)
+    decays = _check(sequences, queries, inputs, kept, log_rates)
+    (num_rows, num_keys, key_size), (num_heads, value_size) = queries.shape, inputs.values.shape[1:]
+    state = token_ops.state_template(pools, part, (num_heads, value_size, key_size), split)
+    run_size = 4 if key_size % 4 == 0 else 1
+    lanes = _lanes(key_size // run_size)
+    threads = -(-num_heads * value_size * lanes // 32) * 32
+    rates, num_kept = inputs.rates, sequences.num_kept
+    kept_shapes = [
+        (num_kept, num_keys, key_size),
+        (num_kept, num_heads, value_size),
+        (num_kept, num_heads),
+        (kernel.MIN_ELEMENTS,) if inputs.decays is None else (num_kept, *inputs.decays.shape[1:]),
+    ]
+    dtypes = [queries.dtype, inputs.values.dtype, rates.dtype, rates.dtype]
+    y, *next_kept, fence = _KERNEL(
+        inputs=[
+            table,
+            blocks,
+            token_ops.padded(queries),
+            *_bound(inputs, dtypes),
+            *_bound(kept, dtypes),
+            token_ops.NO_ROWS[mx.float32] if log_rates is None else token_ops.padded(log_rates),
+            pools[0],
+            pools[-1],
+            *op_common.fences(after),
+        ],
+        template=[
+            ("T", queries.dtype),
+            ("V", inputs.values.dtype),
+            ("HK", num_keys),
+            ("DK", key_size),
+            ("HV", num_heads),
+            ("DV", value_size),
+            ("DELTA", delta),
+            ("DECAYS", decays),
+            ("LANES", lanes),
+            ("RUN", run_size),
+            ("BLOCK_SIZE", sequences.block_size),
+            *state,
+        ],
+        grid=(threads, len(table), 1),
+        threadgroup=(min(_THREADS, threads), 1, 1),
+        output_shapes=[
+            (max(num_rows, 1), num_heads, value_size),
+            *kept_shapes,
+            op_common.FENCE_SHAPE,
+        ],
+        output_dtypes=[inputs.values.dtype, *dtypes, op_common.FENCE_DTYPE],
+    )
+    keys, values, rates, found = next_kept
+    drafts = RecurrenceInputs(keys, values, rates, None if inputs.decays is None else found)
+    return (y if num_rows else y[:0]), drafts, fence
+
+
+def _lanes(runs: int) -> int:
+    """How many lanes share a row: a power of two, 4 at least where there are as many runs."""
+    wanted = max(-(-runs // _RUNS), min(4, runs))
+    return int(min(32, 1 << (wanted - 1).bit_length()))
+
+
+def _bound(rows: RecurrenceInputs | None, dtypes: Sequence[mx.Dtype]) -> list[mx.array]:
+    """Rows as kernels bind them; something in the place of what there is none of."""
+    arrays = [None] * 4 if rows is None else [getattr(rows, name) for name in _KINDS]
+    return [
+        token_ops.NO_ROWS[dtype] if array is None else token_ops.padded(array)
+        for array, dtype in zip(arrays, dtypes, strict=True)
+    ]
+
+
+def _check(
+    sequences: Sequences,
+    queries: mx.array,
+    inputs: RecurrenceInputs,
+    kept: RecurrenceInputs | None,
+    log_rates: mx.array | None,
+) -> int:
+    """The kind of decays."""
+    floats, single = op_common.VALUE_DTYPES, (mx.float32,)
+    token_ops.check_rows("queries", queries, (sequences.num_rows, -1, -1), floats)
+    token_ops.check_rows("inputs.values", inputs.values, (sequences.num_rows, -1, -1), floats)
+    (num_keys, key_size), num_heads = queries.shape[1:], inputs.values.shape[1]
+    if num_heads % num_keys:
+        raise ValueError(f"inputs.values: expected a multiple of {num_keys} heads, as keys have")
+    if (inputs.decays is None) != (log_rates is not None):
+        raise ValueError("inputs.decays and log_rates: expected one of them")
+    decays = _FROM_RATES
+    if inputs.decays is not None:
+        decays = _OF_HEADS if inputs.decays.ndim == 2 else _OF_KEYS
+    if log_rates is not None:
+        token_ops.check_rows("log_rates", log_rates, (num_heads, key_size), single)
+    for name, rows, count in (("inputs", inputs, sequences.num_rows), ("kept", kept, -1)):
+        if rows is None:
+            continue
+        if (rows.decays is None) != (inputs.decays is None):
+            raise ValueError("kept.decays: expected as inputs have")
+        token_ops.check_rows(
+            f"{name}.keys", rows.keys, (count, *queries.shape[1:]), (queries.dtype,)
+        )
+        of_values = (count, *inputs.values.shape[1:])
+        token_ops.check_rows(f"{name}.values", rows.values, of_values, (inputs.values.dtype,))
+        token_ops.check_rows(f"{name}.rates", rows.rates, (count, num_heads), single)
+        if rows.decays is not None:
+            shape = (count, num_heads) if decays == _OF_HEADS else (count, num_heads, key_size)
+            token_ops.check_rows(f"{name}.decays", rows.decays, shape, single)
+    return decays
