@@ -78,6 +78,7 @@ class KeptRows:
 
     def __init__(self) -> None:
         self._entries = Entries.none()
+        self.num_rows = 0  # that the newest step kept, of all requests
         self._step = 0
         self._rows: dict[int, np.ndarray] = {}  # by step, what tells its rows apart
 
@@ -138,14 +139,16 @@ class KeptRows:
             entries.select(np.flatnonzero(rest_np)),
         )
 
-    def add(self, entries: Entries, query_start_loc_np: np.ndarray) -> None:
+    def add(self, entries: Entries, query_start_loc_np: np.ndarray, num_rows: int) -> None:
         """Puts entries in the place of those taken.
 
         Args:
             entries: with `steps_np` -1 where they are of the step at hand.
             query_start_loc_np: that step's own array.
+            num_rows: that it keeps.
         """
         self._step += 1
+        self.num_rows = num_rows
         entries.steps_np[entries.steps_np < 0] = self._step
         rows = {**self._rows, self._step: query_start_loc_np}
         self._rows = {step: rows[step] for step in np.unique(entries.steps_np).tolist()}

@@ -216,9 +216,9 @@ class ByOperations(Call):
         weight: mx.array,
         bias: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
-        assert self.plan.chunks is not None
+        assert self.plan.groups is not None
         out, ended, left = convolution_reference.run(
-            self.plan.chunks, inputs, kept, weight, bias, next(self._states)
+            self.plan.groups, inputs, kept, weight, bias, next(self._states)
         )
         self._ended.append(ended)
         return out, left
@@ -232,9 +232,9 @@ class ByOperations(Call):
         delta: bool,
         log_rates: mx.array | None,
     ) -> tuple[mx.array, RecurrenceInputs]:
-        assert self.plan.chunks is not None
+        assert self.plan.groups is not None
         y, ended, left = recurrence_reference.run(
-            self.plan.chunks, queries, inputs, kept, next(self._states), delta, log_rates
+            self.plan.groups, queries, inputs, kept, next(self._states), delta, log_rates
         )
         self._ended.append(ended)
         return y, left

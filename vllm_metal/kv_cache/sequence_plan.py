@@ -20,9 +20,9 @@ from itertools import count
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import sequences
+from metal_kernels import sequence_groups, sequences
 from metal_kernels.layout import stable
-from metal_kernels.recurrence import chunks
+from metal_kernels.sequence_groups import ReferencePlan
 from metal_kernels.sequences import Sequences
 from vllm_metal.kv_cache.kept_rows import Entries, KeptRows, lag_of
 from vllm_metal.kv_cache.layer_state import StepLayout, StepScope
@@ -41,8 +41,8 @@ class SequencePlan:
     keeps: bool  # whether rows are kept for the next step
     carried: mx.array | None  # [c] int32, rows kept by the step before that are kept once more
     #: Where MLX's operations compute: who is computed together; None: kernels do.
-    chunks: chunks.ReferencePlan | None
-    reads: mx.array | None  # [N] int32, blocks that states are read from; None as `chunks`
+    groups: ReferencePlan | None
+    reads: mx.array | None  # [N] int32, blocks that states are read from; None as `groups`
 
 
 class SequenceScope(StepScope[SequencePlan]):
@@ -62,10 +62,7 @@ class SequenceScope(StepScope[SequencePlan]):
     def _planned(self, layout: StepLayout) -> SequencePlan:
         self._block_size = layout.block_size
         assert layout.req_indices_np is not None
-        found = self.kept.take(layout.req_indices_np)
-        plan, entries = _Step(layout, *found).planned(self.number, self.by_kernels)
-        self.kept.add(entries, layout.query_start_loc_np)
-        return plan
+        return self._step_of(layout, *self.kept.take(layout.req_indices_np))
 
     def settling(self, req_indices_np: np.ndarray | None = None) -> SequencePlan | None:
         """Plans a step without rows that applies the accepted drafts the host knows of.
@@ -81,15 +78,27 @@ class SequenceScope(StepScope[SequencePlan]):
         nothing, starts_np = np.zeros(0, np.int32), np.zeros(1, np.int32)
         _, found_np, settled, carried = self.kept.take(nothing, req_indices_np)
         if not len(settled):
-            self.kept.add(carried, starts_np)
+            self.kept.add(carried, starts_np, self.kept.num_rows)
             return None
         layout = StepLayout(
-            starts_np, nothing, np.zeros((0, 1), np.int32), nothing, self._block_size,
+            *(starts_np, nothing, np.zeros((0, 1), np.int32), nothing, self._block_size),
             req_indices_np=nothing,
         )
-        step = _Step(layout, Entries.none(), found_np, settled, carried)
-        plan, entries = step.planned(self.number, self.by_kernels)
-        self.kept.add(entries, starts_np)
+        return self._step_of(layout, Entries.none(), found_np, settled, carried)
+
+    def _step_of(
+        self,
+        layout: StepLayout,
+        entries: Entries,
+        found_np: np.ndarray,
+        settled: Entries,
+        carried: Entries,
+    ) -> SequencePlan:
+        """Arguments as `KeptRows.take` returns them."""
+        step = _Step(layout, entries, found_np, settled, carried)
+        plan, left = step.planned(self.number, self.by_kernels, self.kept.num_rows)
+        num_kept = plan.sequences.num_kept + step.num_carried if plan.keeps else 0
+        self.kept.add(left, layout.query_start_loc_np, num_kept)
         return plan
 
 
@@ -108,6 +117,7 @@ class _Step:
         self.layout = layout
         self.size = layout.block_size
         self.carried = carried
+        self.num_carried = int(carried.counts_np.sum())
         self.counts_np = np.diff(layout.query_start_loc_np)
         drafts_np = layout.num_drafts_np
         self.drafts_np = np.zeros_like(self.counts_np) if drafts_np is None else drafts_np
@@ -160,8 +170,16 @@ class _Step:
         late = lag_of(self.settled.lag, len(self.settled))
         return mx.concatenate([now, late]), mx.concatenate([before, late])
 
-    def planned(self, scope: int, by_kernels: bool) -> tuple[SequencePlan, Entries]:
-        """The plan, and the entries that it leaves."""
+    def planned(
+        self, scope: int, by_kernels: bool, num_before: int
+    ) -> tuple[SequencePlan, Entries]:
+        """The plan, and the entries that it leaves.
+
+        Args:
+            scope: number of what asks.
+            by_kernels: see SequenceScope.
+            num_before: rows that the step before kept.
+        """
         num_reqs, num_late = len(self.counts_np), len(self.settled)
         begins, since, last, first, most = self._columns()
         rows = np.concatenate([self.counts_np, np.zeros(num_late, np.int32)])
@@ -187,9 +205,11 @@ class _Step:
         else:
             blocks = _without_passed(blocks, since, begins, self.size)
             table = mx.array(table_np)
-        num_carried = int(self.carried.counts_np.sum())
+        num_carried = self.num_carried
         num_kept = stable(num_new + num_carried) if num_new + num_carried else 0
         num_rows = max(int(self.layout.query_start_loc_np[-1]), 1)
+        applies = bool(most.any() or num_carried)
+        num_before = num_before if applies else 0
         num_fresh = max(num_kept - num_carried, 1)
         plan = SequencePlan(
             scope,
@@ -201,12 +221,14 @@ class _Step:
                 num_rows,
                 num_fresh,
             ),
-            applies=bool(most.any() or num_carried),
+            applies=applies,
             keeps=num_kept > 0,
             carried=_rows_of(self.carried) if num_carried else None,
-            chunks=None
+            groups=None
             if by_kernels
-            else chunks.plan(table_np, blocks, self.size, num_rows, num_fresh, most),
+            else sequence_groups.plan(
+                *(table_np, blocks, self.size, num_rows, num_fresh, num_before, most)
+            ),
             reads=None if by_kernels else mx.array(table_np[:, sequences.READ]),
         )
         return plan, self._left(table_np, num_reqs, num_kept - num_carried)

@@ -39,12 +39,12 @@ class SequenceState(RecurrentState[SequencePlan]):
         pending, self._pending = self._pending, []
         for left in pending:
             self._kept.pop(left.plan.scope, None)
-            chunks = left.plan.chunks
-            num_ended = 0 if chunks is None else len(self.form.shapes)
+            groups = left.plan.groups
+            num_ended = 0 if groups is None else len(self.form.shapes)
             if kept := left.arrays[num_ended:]:
                 self._kept[left.plan.scope] = kept
-            if chunks is not None and len(chunks.ends_blocks_np):
-                self.write(chunks.ends_blocks_np, left.arrays[:num_ended])
+            if groups is not None and len(groups.ends_blocks_np):
+                self.write(groups.ends_blocks_np, left.arrays[:num_ended])
 
     @property
     def inputs(self) -> list[mx.array]:

@@ -25,6 +25,7 @@ from vllm_metal.mlx_patches.replacing import spread
 from vllm_metal.vllm_patches.replacing import replace
 
 RELEASES = ("mlx-lm 0.32",)
+_gated_delta, _ssm = gated_delta.gated_delta_update, ssm.ssm_update
 
 #: Modules of mlx_lm.models whose convolutions and recurrence are the only parts that are not
 #: token-wise, by class.
@@ -142,8 +143,8 @@ def known(module: nn.Module) -> bool:
 def hand_over(module: nn.Module) -> None:
     """Prepares calls of a known module within `handed_to`; idempotent."""
     replace(nn.Conv1d, "__call__", _convolved)
-    spread("gated_delta_update", gated_delta.gated_delta_update, _gated_delta_update)
-    spread("ssm_update", ssm.ssm_update, _ssm_update)
+    spread("gated_delta_update", _gated_delta, _gated_delta_update)
+    spread("ssm_update", _ssm, _ssm_update)
     for cls in type(module).__mro__:
         name = cls.__module__.removeprefix("mlx_lm.models."), cls.__name__
         if name == ("mamba", "MambaBlock"):
@@ -181,7 +182,7 @@ def _gated_delta_update(
     """mlx-lm's function of the name, whose rates and decays are computed as there."""
     if _call is None:
         options |= {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
-        found: tuple[mx.array, mx.array] = gated_delta.gated_delta_update(
+        found: tuple[mx.array, mx.array] = _gated_delta(
             q, k, v, a, b, A_log, dt_bias, state, mask, **options
         )
         return found
@@ -211,7 +212,7 @@ def _ssm_update(
 ) -> tuple[mx.array, mx.array | None]:
     """mlx-lm's function of the name, whose steps of time are computed as there."""
     if _call is None:
-        found: tuple[mx.array, mx.array] = ssm.ssm_update(
+        found: tuple[mx.array, mx.array] = _ssm(
             hidden_states, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths
         )
         return found

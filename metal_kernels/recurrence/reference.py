@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrences over sequences in MLX's operations: run() once a layer, by a plan of sequence_groups.py."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from metal_kernels.recurrence.chunks import ChunkStates, Rows, RowStates, through_chunk, through_rows
+from metal_kernels.sequence_groups import Group, ReferencePlan
+from metal_kernels.sequences import RecurrenceInputs
+
+
+def run(
+    plan: ReferencePlan,
+    queries: mx.array,
+    inputs: RecurrenceInputs,
+    kept: RecurrenceInputs | None,
+    states: mx.array,
+    delta: bool,
+    log_rates: mx.array | None = None,
+) -> tuple[mx.array, mx.array, RecurrenceInputs]:
+    """Computes a recurrence through all sequences of a step, in float32.
+
+    Args:
+        plan: of the step.
+        queries: [T, HK, DK], as they multiply the state.
+        inputs: of T rows.
+        kept: of P' rows, kept by the step before; None: it kept nothing.
+        states: [N, HV, DV, DK], before the kept rows.
+        delta: whether by the delta rule.
+        log_rates: [HV, DK] float32, A, where the inputs have no decays.
+
+    Returns:
+        [T, HV, DV] outputs of the values' dtype, [E, HV, DV, DK] states of the dtype they had, and
+        the drafts' inputs, num_kept of them.
+
+    Raises:
+        ValueError: kept rows are to be applied and there are none, or a decay is not given.
+    """
+    if plan.uses_kept and kept is None:
+        raise ValueError("the plan applies kept rows, but none are given")
+    if inputs.decays is None and log_rates is None:
+        raise ValueError("a recurrence without decays needs log_rates")
+    num_heads, num_key_heads = states.shape[1], queries.shape[1]
+    if log_rates is not None:
+        log_rates = log_rates.reshape(num_key_heads, num_heads // num_key_heads, 1, -1)
+    sources = _sources(plan, queries, inputs, kept)
+    outputs, ended = [], []
+    for group in plan.groups:
+        rows = _rows(group, sources)
+        if rows.decays is None and delta:
+            assert log_rates is not None
+            rows = replace(rows, decays=mx.exp(rows.rates * log_rates))
+        state = _states(group, states).reshape(-1, *rows.values.shape[1:3], *states.shape[2:])
+        of_chunks = []
+        for chunk in group.chunks:
+            part = rows.part(chunk.start, chunk.stop)
+            found: ChunkStates | RowStates
+            if part.decays is None:
+                assert log_rates is not None
+                output, found = through_rows(part, state, log_rates)
+            else:
+                output, found = through_chunk(part, state, delta)
+            of_chunks.append(output)
+            if chunk.endings is not None:
+                ended.append(found.after(chunk.endings))
+            if chunk is not group.chunks[-1]:
+                state = found.after(None)
+        outputs.append(_joined(of_chunks, -2))
+    return (
+        _outputs(plan, outputs, inputs.values),
+        _ended(ended, states),
+        _drafts(plan, inputs),
+    )
+
+
+def _joined(parts: list[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+def _ended(ended: list[mx.array], states: mx.array) -> mx.array:
+    """[E, HV, DV, DK] of the chunks' [E', HK, G, DV, DK], of the states' dtype."""
+    if not ended:
+        return states[:0]
+    return _joined(ended, 0).reshape(-1, *states.shape[1:]).astype(states.dtype)
+
+
+def _sources(
+    plan: ReferencePlan, queries: mx.array, inputs: RecurrenceInputs, kept: RecurrenceInputs | None
+) -> tuple[mx.array, RecurrenceInputs]:
+    """What `Group.rows` choose from."""
+    if plan.num_rows == 0:
+        queries = mx.zeros((1, *queries.shape[1:]), queries.dtype)
+    if not plan.uses_kept:
+        return queries, inputs
+    assert kept is not None
+
+    def both(ours: mx.array, theirs: mx.array) -> mx.array:
+        return mx.concatenate([ours, theirs.astype(ours.dtype)])
+
+    decays = None
+    if inputs.decays is not None:
+        assert kept.decays is not None
+        decays = both(inputs.decays, kept.decays)
+    keys, values = both(inputs.keys, kept.keys), both(inputs.values, kept.values)
+    return queries, RecurrenceInputs(keys, values, both(inputs.rates, kept.rates), decays)
+
+
+def _rows(group: Group, sources: tuple[mx.array, RecurrenceInputs]) -> Rows:
+    queries, inputs = sources
+    num_key_heads, num_heads = inputs.keys.shape[1], inputs.values.shape[1]
+    per_head = (num_key_heads, num_heads // num_key_heads)
+    query_rows = group.rows
+    if query_rows is not None:
+        # Kept rows have no queries; what comes out of theirs is of no use.
+        query_rows = mx.minimum(query_rows, len(queries) - 1)
+
+    def padded(source: mx.array, rows: mx.array | None, *last: int) -> mx.array:
+        """[n, HK, 1 or G, L, *]."""
+        taken = source if rows is None else mx.take(source, rows, axis=0)
+        of_groups = taken.astype(mx.float32).reshape(-1, group.length, *last)
+        return of_groups.transpose(0, 2, 3, 1, 4)
+
+    def live(array: mx.array, otherwise: int) -> mx.array:
+        if group.live is None:
+            return array
+        return mx.where(group.live[:, None, None, :, None], array, otherwise)
+
+    decays = inputs.decays
+    if decays is not None:
+        width = 1 if decays.ndim == 2 else decays.shape[-1]
+        decays = live(padded(decays, group.rows, *per_head, width), 1)
+    return Rows(
+        padded(queries, query_rows, num_key_heads, 1, queries.shape[-1]),
+        padded(inputs.keys, group.rows, num_key_heads, 1, queries.shape[-1]),
+        padded(inputs.values, group.rows, *per_head, inputs.values.shape[-1]),
+        live(padded(inputs.rates, group.rows, *per_head, 1), 0),
+        decays,
+    )
+
+
+def _states(group: Group, states: mx.array) -> mx.array:
+    """[n, HV, DV, DK] float32 before the group's rows."""
+    if group.sequences is not None:
+        states = mx.take(states, group.sequences, axis=0)
+    if group.fresh is not None:
+        states = mx.where(group.fresh[:, None, None, None], 0, states)
+    return states.astype(mx.float32)
+
+
+def _outputs(plan: ReferencePlan, outputs: list[mx.array], values: mx.array) -> mx.array:
+    """[T, HV, DV] of the groups' [n, HK, G, L, DV]."""
+    if plan.num_rows == 0:
+        return values
+    padded = [output.transpose(0, 3, 1, 2, 4).reshape(-1, *values.shape[1:]) for output in outputs]
+    rows = _joined(padded, 0)
+    if plan.places is not None:
+        rows = mx.take(rows, plan.places, axis=0)
+    return rows.astype(values.dtype)
+
+
+def _drafts(plan: ReferencePlan, inputs: RecurrenceInputs) -> RecurrenceInputs:
+    """The rows that are kept for the next step."""
+
+    def taken(array: mx.array) -> mx.array:
+        if plan.num_rows == 0:
+            return mx.zeros((plan.num_kept, *array.shape[1:]), array.dtype)
+        return mx.take(array, plan.keep, axis=0)
+
+    decays = None if inputs.decays is None else taken(inputs.decays)
+    return RecurrenceInputs(taken(inputs.keys), taken(inputs.values), taken(inputs.rates), decays)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which sequences of a step go together in MLX's operations, and where their states end.
+
+The host knows all numbers here. A sequence is padded: the kept rows that are applied, rows that
+change nothing up to the most that could have been applied, the step's own rows, again rows that
+change nothing. So steps of one shape differ in the plan's arrays alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.sequences import (
+    FIRST_KEPT,
+    FIRST_ROW,
+    KEEP_AT,
+    NUM_CERTAIN,
+    NUM_KEPT,
+    NUM_ROWS,
+    POSITION,
+    WRITE,
+)
+
+#: Sequences up to this length go together: decode and verification.
+SHORT = 16
+#: Rows that a state goes through at once; what is quadratic in them then costs as much as the rest.
+CHUNK = 32
+#: Inputs that a row of a convolution may have.
+MAX_TAPS = 8
+
+
+@dataclass(frozen=True)
+class Endings:
+    """States that are wanted of a chunk, E of them."""
+
+    sequences: mx.array | None  # [E] int32, of the group; None: of each sequence, in order
+    #: [E, L] bool, the chunk's rows up to the one that the state comes after; None: all rows
+    applied: mx.array | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that a group's states go through at once."""
+
+    start: int  # of the group's L rows
+    stop: int
+    endings: Endings | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences that are computed together, n of them padded to L rows."""
+
+    length: int  # L
+    #: [n * L] int32, of the step's rows followed by the rows kept before; None: the step's, in order
+    rows: mx.array | None
+    live: mx.array | None  # [n, L] bool, the rows that change something; None: all
+    sequences: mx.array | None  # [n] int32, of the N; None: all, in order
+    fresh: mx.array | None  # [n] bool, whose state is zero whatever it holds; None: nobody's
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class ReferencePlan:
+    """The way of N sequences through a step of T rows, in MLX's operations."""
+
+    num_rows: int  # T
+    num_kept: int  # rows to be kept for the next step
+    groups: tuple[Group, ...]
+    places: mx.array | None  # [T] int32, where the groups' rows have each row; None: as they come
+    keep: mx.array  # [num_kept] int32, of the step's rows
+    uses_kept: bool  # whether kept rows may be applied
+    num_kept_before: int  # P', rows that the step before kept; 0: none
+    #: [T, MAX_TAPS] int32, inputs of a convolution, oldest first: the step's rows, those kept before,
+    #: a zero, then the inputs of the N states, the newest of each, the second newest of each, ...
+    taps: mx.array
+    end_taps: mx.array  # [E, MAX_TAPS] int32, the newest inputs after each end, oldest first
+    #: [E] int32, the block of each end state, in the order in which the ops return them; no 0
+    ends_blocks_np: np.ndarray = field(compare=False)
+
+
+def plan(
+    table_np: np.ndarray,
+    blocks_np: np.ndarray,
+    block_size: int,
+    num_rows: int,
+    num_kept: int,
+    num_kept_before: int,
+    bounds_np: np.ndarray,
+) -> ReferencePlan:
+    """Plans a step whose numbers are all known to the host.
+
+    Args:
+        table_np: [N, COLUMNS] int32, `Sequences.table`.
+        blocks_np: [N, W] int32, `Sequences.blocks`.
+        block_size: tokens of a block.
+        num_rows: T.
+        num_kept: rows to be kept for the next step, 1 at least.
+        num_kept_before: rows that the step before kept.
+        bounds_np: [N] int, the most kept rows that could have been applied of each sequence.
+    """
+    step = _Step(table_np, bounds_np, num_rows, num_kept_before)
+    ends = _Ends.find(step, blocks_np, block_size)
+    groups, order, places_np = [], [], np.zeros(num_rows, np.int32)
+    placed = 0
+    for members in _members(step):
+        group, in_group, padded_np = _group(step, ends, members)
+        groups.append(group)
+        order.append(in_group)
+        own = (padded_np < num_rows) & step.own(members, group.length)
+        places_np[padded_np[own]] = placed + np.flatnonzero(own.ravel())
+        placed += padded_np.size
+    order_np = np.concatenate(order)
+    in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
+    return ReferencePlan(
+        num_rows,
+        num_kept,
+        tuple(groups),
+        None if in_order else mx.array(places_np),
+        mx.array(_keep(step, num_kept)),
+        bool(step.bounds_np.any()),
+        num_kept_before,
+        mx.array(_tap_rows(step)),
+        mx.array(_newest(step, ends.sequences_np[order_np], ends.applied_np[order_np], MAX_TAPS)),
+        ends.blocks_np[order_np].astype(np.int32),
+    )
+
+
+class _Step:
+    """A step's table by columns; rows are named as in `Group.rows`."""
+
+    def __init__(
+        self, table_np: np.ndarray, bounds_np: np.ndarray, num_rows: int, num_kept_before: int
+    ) -> None:
+        self.table_np = table_np.astype(np.int64)
+        self.bounds_np = bounds_np.astype(np.int64)
+        self.num_rows, self.num_kept_before = num_rows, num_kept_before
+        self.kept_np = self.table_np[:, NUM_KEPT]
+        self.counts_np = self.table_np[:, NUM_ROWS]
+        self.first_rows_np = self.table_np[:, FIRST_ROW]
+        self.first_kept_np = num_rows + self.table_np[:, FIRST_KEPT]
+        self.lengths_np = self.bounds_np + self.counts_np
+
+    def rows(self, sequences: np.ndarray, applied: np.ndarray) -> np.ndarray:
+        """Rows by their number among those that a sequence applies, kept ones first."""
+        behind = applied - self.kept_np[sequences]
+        kept = self.first_kept_np[sequences] + applied
+        return np.where(behind < 0, kept, self.first_rows_np[sequences] + behind)
+
+    def own(self, members: np.ndarray, length: int) -> np.ndarray:
+        """[n, L], which of the padded rows are the step's."""
+        behind = np.arange(length) - self.bounds_np[members, None]
+        return (behind >= 0) & (behind < self.counts_np[members, None])
+
+    def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """[n, L] rows, and which of them change something.
+
+        Padding repeats a row of the same sequence, so that no other's NaN gets into it.
+        """
+        at, own = np.arange(length)[None], self.own(members, length)
+        kept = at < self.kept_np[members, None]
+        has_kept = self.bounds_np[members] > 0
+        padding = np.where(has_kept, self.first_kept_np[members], 0)
+        padding = np.where(self.counts_np[members] > 0, self.first_rows_np[members], padding)
+        behind = self.first_rows_np[members, None] + at - self.bounds_np[members, None]
+        rows = np.where(own, behind, padding[:, None])
+        return np.where(kept, self.first_kept_np[members, None] + at, rows), own | kept
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """End states: of each sequence that writes one, by sequence, then those of full blocks."""
+
+    sequences_np: np.ndarray  # [E]
+    blocks_np: np.ndarray  # [E]
+    applied_np: np.ndarray  # [E], how many of the sequence's rows come before it, kept ones included
+    padded_np: np.ndarray  # [E], how many of its padded rows do
+    full_np: np.ndarray  # [E] bool
+
+    @staticmethod
+    def find(step: _Step, blocks_np: np.ndarray, block_size: int) -> _Ends:
+        write_np, positions_np = step.table_np[:, WRITE], step.table_np[:, POSITION]
+        totals_np = step.kept_np + step.table_np[:, NUM_CERTAIN]
+        last = np.flatnonzero(write_np)
+        first_np, stop_np = positions_np // block_size, (positions_np + totals_np) // block_size
+        num_full_np = stop_np - first_np
+        owner = np.repeat(np.arange(len(write_np)), num_full_np)
+        before = np.repeat(np.cumsum(num_full_np) - num_full_np, num_full_np)
+        columns = first_np[owner] + np.arange(len(owner)) - before
+        full_blocks = blocks_np[owner, columns]
+        # Where a sequence's last state goes to the same block, that one counts.
+        wanted = (full_blocks != 0) & (full_blocks != write_np[owner])
+        owner, columns, full_blocks = owner[wanted], columns[wanted], full_blocks[wanted]
+        sequences = np.concatenate([last, owner])
+        applied = np.concatenate([totals_np[last], (columns + 1) * block_size - positions_np[owner]])
+        full = np.arange(len(sequences)) >= len(last)
+        missing = step.bounds_np[sequences] - step.kept_np[sequences]
+        within_kept = full & (applied <= step.kept_np[sequences])
+        padded = applied + np.where(within_kept, 0, missing)
+        blocks = np.concatenate([write_np[last], full_blocks])
+        return _Ends(sequences, blocks, applied, padded, full)
+
+
+def _members(step: _Step) -> list[np.ndarray]:
+    """Sequences of each group: short ones, then those of as many chunks as each other."""
+    lengths_np = step.lengths_np
+    num_chunks = np.where(lengths_np <= SHORT, 0, -(-lengths_np // CHUNK))
+    return [np.flatnonzero(num_chunks == number) for number in np.unique(num_chunks)]
+
+
+def _group(
+    step: _Step, ends: _Ends, members: np.ndarray
+) -> tuple[Group, np.ndarray, np.ndarray]:
+    """A group, its end states in order, and [n, L] its rows."""
+    lengths_np = step.lengths_np[members]
+    length = max(int(lengths_np.max()), 1)
+    rows_np, live_np = step.padded(members, length)
+    can_be_dead = step.bounds_np[members].any() or (lengths_np < length).any()
+    as_they_come = np.array_equal(rows_np.ravel(), np.arange(step.num_rows))
+    fresh_np = step.table_np[members, POSITION] == 0
+    chunks, order = _chunks(ends, members, length)
+    group = Group(
+        length,
+        None if as_they_come and not can_be_dead else mx.array(rows_np.ravel().astype(np.int32)),
+        mx.array(live_np) if can_be_dead else None,
+        None if len(members) == len(step.table_np) else mx.array(members.astype(np.int32)),
+        mx.array(fresh_np) if fresh_np.any() else None,
+        chunks,
+    )
+    return group, order, rows_np
+
+
+def _chunks(
+    ends: _Ends, members: np.ndarray, length: int
+) -> tuple[tuple[Chunk, ...], np.ndarray]:
+    """A group's chunks, and its end states in their order."""
+    ours = np.flatnonzero(np.isin(ends.sequences_np, members))
+    found, order = [], []
+    for start in range(0, length, CHUNK):
+        stop = min(start + CHUNK, length)
+        padded = ends.padded_np[ours]
+        # A sequence that applies nothing ends before the first row.
+        here = ours[(padded <= stop) & ((padded > start) | (start == 0))]
+        found.append(Chunk(start, stop, _endings(ends, members, here, start, stop)))
+        order.append(here)
+    return tuple(found), np.concatenate(order)
+
+
+def _endings(
+    ends: _Ends, members: np.ndarray, here: np.ndarray, start: int, stop: int
+) -> Endings | None:
+    if not len(here):
+        return None
+    sequences_np = np.searchsorted(members, ends.sequences_np[here])
+    in_order = np.array_equal(sequences_np, np.arange(len(members)))
+    padded = ends.padded_np[here]
+    # A full block's place changes from step to step, so it does not decide.
+    to_the_end = not ends.full_np[here].any() and (padded == stop).all()
+    applied_np = np.arange(start, stop) < padded[:, None]
+    return Endings(
+        None if in_order else mx.array(sequences_np.astype(np.int32)),
+        None if to_the_end else mx.array(applied_np),
+    )
+
+
+def _keep(step: _Step, num_kept: int) -> np.ndarray:
+    """[num_kept] int32, the drafts' rows."""
+    certain_np = step.table_np[:, NUM_CERTAIN]
+    drafts_np = step.counts_np - certain_np
+    owner = np.repeat(np.arange(len(drafts_np)), drafts_np)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(drafts_np) - drafts_np, drafts_np)
+    keep_np = np.zeros(num_kept, np.int32)
+    keep_np[step.table_np[owner, KEEP_AT] + number] = (
+        step.first_rows_np[owner] + certain_np[owner] + number
+    )
+    return keep_np
+
+
+def _tap_rows(step: _Step) -> np.ndarray:
+    """[T, MAX_TAPS], `ReferencePlan.taps`."""
+    taps_np = np.zeros((step.num_rows, MAX_TAPS), np.int32)
+    owner = np.repeat(np.arange(len(step.counts_np)), step.counts_np)
+    before = np.repeat(np.cumsum(step.counts_np) - step.counts_np, step.counts_np)
+    number = np.arange(len(owner)) - before
+    taps_np[step.first_rows_np[owner] + number] = _newest(
+        step, owner, step.kept_np[owner] + number + 1, MAX_TAPS
+    )
+    return taps_np
+
+
+def _newest(step: _Step, sequences: np.ndarray, applied: np.ndarray, number: int) -> np.ndarray:
+    """[m, number] int32, the newest inputs after so many rows, oldest first."""
+    at = applied[:, None] - np.arange(number, 0, -1)
+    zero = step.num_rows + step.num_kept_before
+    before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences[:, None]
+    fresh = step.table_np[sequences, POSITION] == 0
+    before = np.where(fresh[:, None], zero, before)
+    return np.where(at < 0, before, step.rows(sequences[:, None], at)).astype(np.int32)
