@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -63,7 +64,8 @@ class Call(SequenceCall):
         delta: bool,
         log_rates: mx.array | None = None,
     ) -> mx.array:
-        part = next(self._parts)
+        shape = (*inputs.values.shape[1:], inputs.keys.shape[-1])
+        part = replace(next(self._parts), shape=shape)  # some modules leave out an axis of one
         of_row = [_row_of(each) for each in (queries, *_arrays(inputs))]
 
         def repeat(call: SequenceCall) -> mx.array:
@@ -204,8 +206,8 @@ class ByOperations(Call):
     @property
     def left(self) -> list[mx.array]:
         """The parts of the states to be written, then the rows to be applied in the next step."""
-        dtypes = self.form.dtypes
-        ended = [part.astype(dtype) for part, dtype in zip(self._ended, dtypes, strict=True)]
+        columns = zip(self._ended, self.form.shapes, self.form.dtypes, strict=True)
+        ended = [part.reshape(-1, *shape).astype(dtype) for part, shape, dtype in columns]
         return [*ended, *self._kept]
 
     def _convolve(
@@ -233,8 +235,9 @@ class ByOperations(Call):
         log_rates: mx.array | None,
     ) -> tuple[mx.array, RecurrenceInputs]:
         assert self.plan.groups is not None
+        states = next(self._states).reshape(-1, *part.shape)
         y, ended, left = recurrence_reference.run(
-            self.plan.groups, queries, inputs, kept, next(self._states), delta, log_rates
+            self.plan.groups, queries, inputs, kept, states, delta, log_rates
         )
         self._ended.append(ended)
         return y, left
