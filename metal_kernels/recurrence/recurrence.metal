@@ -151,7 +151,7 @@ UNROLLED for (int i = 0; i < EACH; i++) {
     state[i][j] = 0.0f;
   }
 }
-if (sequence.position > 0) {
+if (sequence.position > 0 && is_there) {
   load_state<DK, LANES>(states, sequence.read, n, lane, state);
 }
 float log_rate[EACH][RUN];

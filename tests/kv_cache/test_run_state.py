@@ -11,7 +11,8 @@ from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.run_plan import RunPlan
-from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
+from vllm_metal.kv_cache.recurrent_state import StateFormat
+from vllm_metal.kv_cache.run_state import RunState
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 
 BLOCK, NUM_BLOCKS, NUM_REQS = 8, 64, 5
@@ -70,7 +71,7 @@ class Text:
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
     rng = np.random.default_rng(3)
-    state = RecurrentState(MEMORIES[memory](pool), FORM)
+    state = RunState(MEMORIES[memory](pool), FORM)
     texts = [Text(rng) for _ in range(NUM_REQS)]
     tables = np.zeros((NUM_REQS, 40), np.int32)
     free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
@@ -144,13 +145,13 @@ def test_numbers_of_a_span():
 
 def test_a_block_without_room_is_refused():
     with pytest.raises(ValueError, match="32 bytes has no room for a state of 64"):
-        RecurrentState(ScatterKVCache(4, 16, KVShape(1, 1, 1), mx.int8), FORM)
+        RunState(ScatterKVCache(4, 16, KVShape(1, 1, 1), mx.int8), FORM)
 
 
 def test_a_block_of_states_is_a_page_of_their_numbers():
     shape = KVShape(1, 4, 4)
     host = ScatterKVCache(NUM_BLOCKS, 16, shape, mx.float16)  # 128 bytes of K: V is not used
-    state = RecurrentState(host, FORM)
+    state = RunState(host, FORM)
     assert [array is host.keys.elements for array in state.page_arrays] == [True]
     assert state.page_numbers == [((mx.float32, 60), (mx.bfloat16, 4))]
     assert state.storage is host  # which looks after them with K and V
@@ -158,7 +159,7 @@ def test_a_block_of_states_is_a_page_of_their_numbers():
 
 @pytest.mark.parametrize("memory", ["alone", "float32"])
 def test_whole_blocks_are_the_storage_s_to_look_after(memory, pool):
-    state = RecurrentState(MEMORIES[memory](pool), FORM)
+    state = RunState(MEMORIES[memory](pool), FORM)
     array = state.page_arrays[0]
     array[0, 3] = 5.0
     mx.eval(array)
@@ -172,7 +173,7 @@ def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
     """Also where the module cuts the state out of all its inputs, as convolutions do."""
     length, width = 4096, 64
     form = StateFormat(((3, width),), (mx.float32,))
-    state = RecurrentState(pool.of_states(8, form.nbytes), form)
+    state = RunState(pool.of_states(8, form.nbytes), form)
     inputs = mx.random.normal((length, width))
     mx.eval(inputs, state.page_arrays)
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of sequences: random steps with drafts equal the recurrence, one token at a time."""
+
+from dataclasses import dataclass, field
+
+import metal_interpreter
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_kernels import kernel
+from metal_kernels.layout import PositionLag
+from metal_kernels.sequences import RecurrenceInputs
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.layer_cache import KVShape
+from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.recurrent_state import StateFormat
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_cache.sequence_plan import SequenceScope
+from vllm_metal.kv_cache.sequence_state import SequenceState
+
+BLOCK, NUM_BLOCKS, NUM_REQS, WIDTH = 8, 90, 6, 40
+TAPS, CHANNELS, HEADS, VALUE, KEY = 3, 16, 2, 4, 8
+FORM = StateFormat(((TAPS - 1, CHANNELS), (HEADS, VALUE, KEY)), (mx.float32, mx.float32))
+MEMORIES = {
+    "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
+    "bfloat16": lambda of: of(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
+}
+
+
+class Weights:
+    """Of a layer: a convolution whose results are keys and values of a gated delta rule."""
+
+    def __init__(self, rng):
+        self.taps = rng.normal(size=(CHANNELS, TAPS)).astype(np.float32)
+
+    def module(self, inputs, call):
+        """[T] numbers of the rows to [T, HV * DV] results."""
+        given = mx.array(np.stack([features(x) for x in inputs]).astype(np.float32))
+        mixed = call.convolve(given, mx.array(self.taps), None)
+        keys, values = mx.split(mixed, 2, axis=1)
+        keys = keys / mx.linalg.norm(keys, axis=1, keepdims=True)
+        rates = mx.array(np.stack([rate(x) for x in inputs]).astype(np.float32))
+        found = RecurrenceInputs(
+            keys[:, None], values.reshape(-1, HEADS, VALUE), rates, 1 - rates / 8
+        )
+        return call.recur(keys[:, None], found, delta=True).flatten(1)
+
+    def texts(self, values):
+        """The same of one text in float64, token by token."""
+        given = np.stack([features(x) for x in values])
+        given = np.concatenate([np.zeros((TAPS - 1, CHANNELS)), given])
+        state, out = np.zeros((HEADS, VALUE, KEY)), []
+        for place, x in enumerate(values):
+            mixed = (given[place : place + TAPS] * self.taps.T).sum(0)
+            key, value = mixed[: CHANNELS // 2], mixed[CHANNELS // 2 :].reshape(HEADS, VALUE)
+            key = key / np.linalg.norm(key)
+            r = rate(x)[:, None]
+            state = state * (1 - r / 8)[..., None]
+            state = state + (r * (value - state @ key))[..., None] * key
+            out.append((state @ key).ravel())
+        return np.stack(out)
+
+
+def features(x):
+    return np.sin(x * np.arange(1, CHANNELS + 1) * 0.7 + np.arange(CHANNELS))
+
+
+def rate(x):
+    return 1 / (1 + np.exp(-np.cos(x * np.array([1.3, 2.1]))))
+
+
+@dataclass
+class Text:
+    """A request: its numbers, how many are computed, and its blocks as the scheduler has them."""
+
+    values: list[float]
+    computed: int = 0
+    blocks: dict[int, int] = field(default_factory=dict)
+
+
+class Play:
+    """Requests over one layer; blocks come and go as vLLM's "align" mode has it."""
+
+    def __init__(self, memory, pool, lagging):
+        self.rng = rng = np.random.default_rng(3)
+        self.weights, self.lagging = Weights(rng), lagging
+        self.state = SequenceState(MEMORIES[memory](pool), FORM)
+        self.scope = SequenceScope(self.state.by_kernels)
+        self.texts = [self.text() for _ in range(NUM_REQS)]
+        self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
+        self.free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
+        # Of the step before: by request what is not accepted and the host does not know.
+        self.rejected = np.zeros(NUM_REQS, np.int32)
+
+    def text(self):
+        return Text(self.rng.normal(size=3000).tolist())
+
+    def leave(self, who):
+        self.scope.kept.leave(who)
+        self.free += [block for block in self.tables[who].tolist() if block]
+        self.tables[who] = 0
+        self.texts[who] = self.text()
+        self.rejected[who] = 0
+
+    def step(self, who, drafts, rows):
+        """Runs a step and judges its drafts.
+
+        Args:
+            who: [R] requests.
+            drafts: [R] drafts of each.
+            rows: [R] rows of each that are no drafts.
+        """
+        rng, counts = self.rng, rows + drafts
+        begins = np.array([self.texts[index].computed for index in who])
+        accepted = np.array([int(rng.integers(0, n + 1)) for n in drafts])
+        numbers = []
+        for index, begin, count, n, right in zip(who, begins, counts, drafts, accepted, strict=True):
+            given = list(self.texts[index].values[begin : begin + count])
+            given[count - n + right :] = [value + 1 for value in given[count - n + right :]]
+            numbers.append(given)
+            # Blocks wholly before the newest computed token are no longer the request's.
+            for block in range(max(begin - 1, 0) // BLOCK):
+                if self.tables[index, block]:
+                    self.free.insert(0, int(self.tables[index, block]))
+                    self.tables[index, block] = 0
+        for index, begin, count in zip(who, begins, counts, strict=True):
+            for block in range(begin // BLOCK, (begin + count - 1) // BLOCK + 1):
+                if not self.tables[index, block]:
+                    self.tables[index, block] = self.free.pop(0)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        late = self.rejected[who] * self.lagging
+        behind = None
+        if late.any():
+            behind = PositionLag(mx.array(late.astype(np.int32)), late)
+        layout = StepLayout(
+            starts,
+            (begins + late + counts).astype(np.int32),
+            self.tables[who],
+            np.zeros(starts[-1], np.int32),
+            BLOCK,
+            req_indices_np=np.array(who, np.int32),
+            num_drafts_np=drafts.astype(np.int32) if drafts.any() else None,
+            behind=behind,
+        )
+        self.state.begin_step()
+        self.scope.begin(mx.zeros(int(starts[-1]), mx.int32), layout)
+        flat = np.concatenate(numbers)
+        found, _ = self.state.call(
+            self.scope.plan, lambda call: self.weights.module(flat, call)
+        )
+        self.scope.end()
+        found = np.array(found)
+        for place, index in enumerate(who):
+            text = self.texts[index]
+            expected = self.weights.texts([*text.values[: begins[place]], *numbers[place]])
+            np.testing.assert_allclose(
+                found[starts[place] : starts[place + 1]], expected[begins[place] :], atol=2e-5
+            )
+            text.computed += counts[place] - drafts[place] + accepted[place]
+        if not self.lagging:
+            self.scope.kept.learn(starts, starts[1:] - 1 - drafts + accepted)
+        self.rejected[who] = drafts - accepted
+        return starts, starts[1:] - 1 - drafts + accepted
+
+
+@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+def pool(request):
+    """The class of memories."""
+    with kernel.using(metal_interpreter.Checker("random:1").metal_kernel):
+        yield request.param
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
+    play = Play(memory, pool, lagging=False)
+    rng = play.rng
+    for step in range(60):
+        who = np.flatnonzero(rng.integers(0, 3, NUM_REQS))
+        if not len(who):
+            continue
+        drafts = rng.integers(0, 5, len(who)) if step % 3 else np.zeros(len(who), int)
+        rows = 1 + rng.integers(0, 20, len(who)) * (rng.integers(0, 4, len(who)) == 0)
+        play.step(who, drafts, rows)
+        if step % 7 == 6:
+            play.leave(int(rng.integers(NUM_REQS)))
+    assert max(text.computed for text in play.texts) > 4 * BLOCK
