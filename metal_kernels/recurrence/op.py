@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """run() applies a step's rows to recurrent states: checks, lanes and grid, one dispatch."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 

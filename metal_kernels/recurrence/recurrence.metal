@@ -106,7 +106,9 @@ template <int DK, int LANES, typename Place, int EACH, int RUN>
 inline void load_state(
     const thread Place& states, int block, uint n, uint lane, thread float (&state)[EACH][RUN]) {
   UNROLLED for (int i = 0; i < EACH; i++) {
-    load_run(states.at(block, n * DK + run_start<DK, LANES, RUN>(i, lane)), state[i]);
+    if (has_run<DK, LANES, RUN>(i, lane)) {
+      load_run(states.at(block, n * DK + run_start<DK, LANES, RUN>(i, lane)), state[i]);
+    }
   }
 }
 
@@ -151,7 +153,7 @@ UNROLLED for (int i = 0; i < EACH; i++) {
     state[i][j] = 0.0f;
   }
 }
-if (sequence.position > 0) {
+if (sequence.position > 0 && is_there) {  // others would read what is written meanwhile
   load_state<DK, LANES>(states, sequence.read, n, lane, state);
 }
 float log_rate[EACH][RUN];
