@@ -45,6 +45,12 @@ class Step:
         )
 
 
+def one_request(rows, certain, num_kept=0, position=0, read=1, write=1, blocks=(0,) * 8, keep=8):
+    """A step of a single request, whose kept rows are the first ones."""
+    columns = [0, rows, certain, 0, num_kept, position, read, write, 0]
+    return Step(np.array([columns]), np.array([blocks]), rows, keep)
+
+
 class Traffic:
     """Steps of `num_requests` requests at a time."""
 
