@@ -270,7 +270,7 @@ MISTAKES = {
         "convolution.metal",
         "inline device S* state_of(",
         "inline const device S* state_of(",
-        "    *state_of<S, P, KEYS, VALUES, NUM_HEADS, START>(",
+        "j, channel, given.channels, key_pool, value_pool, num_blocks, block) =",
     ),
     "a row taken for threadgroup memory": (
         "recurrence.metal",

@@ -20,6 +20,8 @@ from metal_kernels.sequences import TILE_ROWS, Sequences, StatePart
 
 BLOCK_SIZE = 5
 OF_REQUEST = 4  # blocks of the pool that are a request's own; block 0 is nobody's
+#: The next state and the output, of a state and "kept" or "inputs" and a row of those.
+Apply = Callable[[np.ndarray, str, int], tuple[np.ndarray, np.ndarray | None]]
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
@@ -94,12 +96,13 @@ class Played:
 def play(
     step: Step,
     read: Callable[[int], np.ndarray],
-    apply: Callable[[np.ndarray, str, int], tuple[np.ndarray, np.ndarray]],
+    apply: Apply,
 ) -> Played:
-    """Goes through a step: apply(state, "kept" or "inputs", row) is the next state and the output.
+    """Goes through a step.
 
     Args:
         read: a block's state before the step; of block -1, that before a request's first token.
+        apply: what a token does.
     """
     played = Played({}, {}, {})
     for request, columns in enumerate(step.table.tolist()):
@@ -122,6 +125,26 @@ def play(
         if num_kept + certain == 0 and write:
             played.states[write] = state
     return played
+
+
+def numbers(array: mx.array) -> np.ndarray:
+    """An array in float64."""
+    return np.array(array.astype(mx.float32), np.float64)
+
+
+def convolved(
+    inputs: mx.array, kept: mx.array | None, weight: mx.array, bias: mx.array | None
+) -> Apply:
+    """`apply` of convolutions, of the arrays that the op takes."""
+    rows = {"inputs": numbers(inputs), "kept": None if kept is None else numbers(kept)}
+    factors = numbers(weight).reshape(weight.shape[:2]).T
+    offset = 0.0 if bias is None else numbers(bias)
+
+    def apply(state: np.ndarray, kind: str, row: int) -> tuple[np.ndarray, np.ndarray]:
+        window = np.concatenate([state, rows[kind][row][None]])
+        return window[1:], offset + (factors * window).sum(axis=0)
+
+    return apply
 
 
 @dataclass(frozen=True)

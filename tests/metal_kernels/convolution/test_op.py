@@ -12,6 +12,8 @@ from tests.metal_kernels.sequences_play import (
     Kind,
     Traffic,
     check_states,
+    convolved,
+    numbers,
     one_request,
     part_of,
     play,
@@ -30,10 +32,6 @@ CASES = {
 }
 
 
-def numbers(array):
-    return np.array(array.astype(F32), np.float64)
-
-
 def draw(rng, shape, dtype):
     return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
@@ -41,17 +39,6 @@ def draw(rng, shape, dtype):
 def tolerance(dtype):
     """Of a sum, whose terms are exact in float32 but for a few bits."""
     return {"atol": 1e-5, "rtol": {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]}
-
-
-def naive(weight, bias, inputs, kept):
-    """`apply` of `play`: arrays are float64."""
-
-    def apply(state, kind, row):
-        given = kept[row] if kind == "kept" else inputs[row]
-        window = np.concatenate([state, given[None]])
-        return window[1:], bias + (weight.T * window).sum(axis=0)
-
-    return apply
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -64,7 +51,6 @@ def test_steps_in_a_row(name, schedule):
     part = StatePart(start, (taps - 1, CHANNELS), state_dtype)
     weight = draw(rng, (CHANNELS, taps, 1)[: 2 + taps % 2], dtype)
     bias = draw(rng, (CHANNELS,), dtype) if taps > 2 else None
-    add = numbers(bias) if taps > 2 else 0.0
     kept = after = None
     with kernel.using(metal_interpreter.Checker(schedule).metal_kernel):
         for _ in range(5):
@@ -72,12 +58,10 @@ def test_steps_in_a_row(name, schedule):
             inputs = draw(rng, (step.num_rows, CHANNELS), dtype)
             before = kind.blocks(pools)
             states = part_of(before, part)
-            rows = numbers(inputs), None if kept is None else numbers(kept)
-            of_weight = numbers(weight).reshape(CHANNELS, taps)
             wanted = play(
                 step,
                 lambda block, states=states: np.zeros(part.shape) if block < 0 else states[block],
-                naive(of_weight, add, *rows),
+                convolved(inputs, kept, weight, bias),
             )
             out, kept, fence = convolution.run(
                 step.sequences(), inputs, kept, weight, bias, pools, part, kind.split, after or ()
