@@ -665,13 +665,6 @@ _OVERFLOWS: _Faults = {
             "const uint start = (head * num_blocks + block) * OF_KEYS",
         ),
     ],
-    (STATES, "convolution", BOUNDS): [
-        (
-            "offset in 31 bits",
-            "const ulong start = (head * num_blocks + block) * OF_KEYS",
-            "const int start = (head * num_blocks + block) * OF_KEYS",
-        ),
-    ],
     (BLOCKS, "copy", WRONG): [
         ("source's offset in 32 bits", "(head_start + s", "static_cast<uint>(head_start + s"),
         ("target's offset in 32 bits", "(head_start + t", "static_cast<uint>(head_start + t"),
