@@ -54,8 +54,10 @@ class RecurrenceInputs:
     A state is HV heads of [DV, DK]; head h has the keys of head h // (HV / HK). With k, v of the
     row, decay d, rate r:
 
-        S <- S * d;  S <- S + r * (v - S k) k^T   by the delta rule (Yang et al. 2024, arXiv:2412.06464)
-        S <- S * d + r * v k^T                     in state-space models (Dao and Gu 2024, arXiv:2405.21060)
+        S <- S * d;  S <- S + r * (v - S k) k^T   by the delta rule
+        S <- S * d + r * v k^T                    in state-space models
+
+    (Yang et al. 2024, arXiv:2412.06464; Dao and Gu 2024, arXiv:2405.21060.)
     """
 
     keys: mx.array  # [T, HK, DK]

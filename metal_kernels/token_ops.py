@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ops share that go from token to token: checks of a step and of a state's place, small inputs."""
+"""What ops share that go from token to token: checks of a step, and of where states lie."""
 
 import math
 from collections.abc import Sequence

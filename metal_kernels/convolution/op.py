@@ -42,8 +42,9 @@ def run(
     Args:
         sequences: the step, with num_rows of T.
         inputs: [T, C] float16, bfloat16 or float32; 8 channels at least.
-        kept: [P', C], the dtype of inputs, what the step before returned; None: no request applies any.
-        weight: [C, K] floats, K from 2 to TILE_ROWS + 1.
+        kept: [P', C], the dtype of inputs, what the step before returned; None: no request applies
+            any.
+        weight: [C, K] or [C, K, 1] floats, K from 2 to TILE_ROWS + 1.
         bias: [C] floats; None: zeros.
         pools: of keys, and of values where there are any: [Hkv, B * split, ...], row-contiguous,
             both of one dtype and Hkv, with a multiple of 16 bytes a block and head. Written in
@@ -107,8 +108,9 @@ def _check(
     """(C, K)."""
     floats = op_common.VALUE_DTYPES
     token_ops.check_rows("inputs", inputs, (sequences.num_rows, -1), floats)
-    token_ops.check_rows("weight", weight, (inputs.shape[1], -1), floats)
-    num_channels, num_taps = weight.shape
+    behind = (1,) if weight.ndim == 3 else ()
+    token_ops.check_rows("weight", weight, (inputs.shape[1], -1, *behind), floats)
+    num_channels, num_taps = weight.shape[:2]
     if num_channels < kernel.MIN_ELEMENTS or not 2 <= num_taps <= TILE_ROWS + 1:
         raise ValueError(
             f"weight: expected {kernel.MIN_ELEMENTS} channels or more and 2 to {TILE_ROWS + 1} "

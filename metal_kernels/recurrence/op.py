@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """run() applies a step's rows to recurrent states: checks, lanes and grid, one dispatch."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from metal_kernels import kernel, op_common, token_ops
 from metal_kernels.sequences import RecurrenceInputs, Sequences, StatePart
 
 _THREADS = 256  # of a threadgroup
-_RUNS = 4  # of four elements, of a row of the state, that a lane holds where it can
+_RUNS = 2  # of four elements of a state's row, that a lane holds: with more, registers spill
 _KINDS = ("keys", "values", "rates", "decays")
 _KERNEL = kernel.load(
     Path(__file__).with_name("recurrence.metal"),

@@ -106,7 +106,9 @@ template <int DK, int LANES, typename Place, int EACH, int RUN>
 inline void load_state(
     const thread Place& states, int block, uint n, uint lane, thread float (&state)[EACH][RUN]) {
   UNROLLED for (int i = 0; i < EACH; i++) {
-    load_run(states.at(block, n * DK + run_start<DK, LANES, RUN>(i, lane)), state[i]);
+    if (has_run<DK, LANES, RUN>(i, lane)) {
+      load_run(states.at(block, n * DK + run_start<DK, LANES, RUN>(i, lane)), state[i]);
+    }
   }
 }
 
@@ -141,7 +143,12 @@ const device Sequence& sequence = ((const device Sequence*)table)[request];
 const device int* full_blocks = blocks + static_cast<ulong>(request) * blocks_shape[1];
 const ulong num_blocks = key_pool_shape[1] / SPLIT;
 const States<S, P, START, KEYS, VALUES, NUM_HEADS> states = {key_pool, value_pool, num_blocks};
+const int start = sequence.position;
+const int write = sequence.write;
+const int keep_at = sequence.keep_at;
 const int num_kept = sequence.num_kept;
+const int first_kept = sequence.first_kept;
+const int first_row = sequence.first_row - num_kept;  // so that token t is row first_row + t
 const int certain = num_kept + sequence.num_certain;
 const int count = num_kept + sequence.num_rows;
 
@@ -151,7 +158,7 @@ UNROLLED for (int i = 0; i < EACH; i++) {
     state[i][j] = 0.0f;
   }
 }
-if (sequence.position > 0 && is_there) {
+if (start > 0 && is_there) {  // others would read what is written meanwhile
   load_state<DK, LANES>(states, sequence.read, n, lane, state);
 }
 float log_rate[EACH][RUN];
@@ -162,9 +169,9 @@ if (DECAYS == 2) {
 for (int t = 0;; t++) {
   // Of t tokens that were applied: the state, if it is certain and wanted.
   if (t <= certain) {
-    const int position = sequence.position + t;
+    const int position = start + t;
     const bool is_full = t > 0 && position % BLOCK_SIZE == 0;
-    const int own = t == certain ? sequence.write : 0;
+    const int own = t == certain ? write : 0;
     const int full = is_full ? full_blocks[position / BLOCK_SIZE - 1] : 0;
     if (own != 0 && is_there) {
       store_state<DK, LANES>(states, own, n, lane, state);
@@ -178,7 +185,7 @@ for (int t = 0;; t++) {
   }
 
   const bool is_kept = t < num_kept;
-  const ulong row = is_kept ? sequence.first_kept + t : sequence.first_row + t - num_kept;
+  const ulong row = (is_kept ? first_kept : first_row) + t;
   const device T* key_row = (is_kept ? kept_keys : keys) + (row * HK + key_head) * DK;
   const device T* query_row = is_kept ? key_row : queries + (row * HK + key_head) * DK;
   float key[EACH][RUN];
@@ -218,7 +225,7 @@ for (int t = 0;; t++) {
   }
 
   if (t >= certain && is_there) {
-    const ulong to = sequence.keep_at + t - certain;
+    const ulong to = keep_at + t - certain;
     const bool is_first = n % DV == 0;  // of the head's rows
     if (lane == 0) {
       next_values[to * (HV * DV) + n] = value;

@@ -9,10 +9,21 @@ import pytest
 from metal_interpreter import Coverage
 
 import metal_kernels
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
+from metal_kernels import (
+    convolution,
+    kernel,
+    kv_blocks,
+    kv_gather,
+    kv_states,
+    kv_write,
+    paged_attention,
+    recurrence,
+)
 from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.sequences import RecurrenceInputs, StatePart
 from tests.metal_kernels.elf import reads_elf
 from tests.metal_kernels.paged_attention.batches import make_batch
+from tests.metal_kernels.sequences_play import one_request
 
 pytestmark = reads_elf
 METAL = [path.name for path in Path(metal_kernels.__file__).parent.rglob("*.metal")]
@@ -62,6 +73,20 @@ def write_and_gather(dtype, cache):
     kv_gather.gather(pools[0], table, dtype, [fence], scales[0])
 
 
+def bring_states_on(pools, key_size, decays):
+    """By a convolution and a recurrence, from one block to another, through the last of a block."""
+    step = one_request(3, 2, 1, 2, 1, 2, (3, 0, 0, 0, 0, 0, 0, 0)).sequences()
+    rows = mx.ones((3, 2, key_size))
+    convolution.run(
+        *(step, rows.reshape(3, -1), rows.reshape(3, -1), mx.ones((2 * key_size, 4)), None, pools),
+        StatePart(0, (3, 2 * key_size), F16),
+    )
+    inputs = RecurrenceInputs(rows, mx.ones((3, 2, 4)), mx.ones((3, 2)), decays)
+    log_rates = mx.ones((2, key_size)) if decays is None else None
+    part = StatePart(1280, (2, 4, key_size), F16)  # of V
+    recurrence.run(step, rows, inputs, inputs, pools, part, True, log_rates)
+
+
 @pytest.fixture(scope="module")
 def report():
     coverage = Coverage()
@@ -75,6 +100,9 @@ def report():
         kv_blocks.zero(pools, np.array([0]))
         states, read = kv_states.read(pools, mx.array([1]), 40)
         kv_states.write(pools, np.array([2]), states, after=[read])
+        pools *= 2
+        for key_size, decays in ((20, mx.ones((3, 2))), (9, mx.ones((3, 2, 9))), (8, None)):
+            bring_states_on(pools, key_size, decays)
     return coverage.report()
 
 

@@ -10,10 +10,21 @@ import pytest
 from metal_interpreter import CompileError, Strict
 
 import metal_kernels
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
+from metal_kernels import (
+    convolution,
+    kernel,
+    kv_blocks,
+    kv_gather,
+    kv_states,
+    kv_write,
+    paged_attention,
+    recurrence,
+)
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
+from metal_kernels.sequences import RecurrenceInputs, StatePart
 from tests.metal_kernels.paged_attention.batches import make_batch
+from tests.metal_kernels.sequences_play import one_request
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 VALUES = (F16, BF16, F32)
@@ -79,6 +90,30 @@ def move(dtype):
     kv_states.write(pools[:1], np.array([2]), states)
 
 
+def convolve(dtype, cache=None):
+    pools = [mx.zeros((2, 4, 16, 64), cache or dtype)]
+    convolution.run(
+        *(one_request(3, 1).sequences(), mx.zeros((3, 8), dtype), None),
+        *(mx.zeros((8, 4), dtype), mx.zeros(8, dtype)),
+        *(pools, StatePart(0, (3, 8), dtype)),
+    )
+
+
+def recur(dtype, cache=None, key_size=8, decays=0):
+    of_decays = {0: (3, 2), 1: (3, 2, key_size)}.get(decays)
+    inputs = RecurrenceInputs(
+        mx.zeros((3, 2, key_size), dtype),
+        mx.zeros((3, 2, 4), dtype),
+        mx.zeros((3, 2)),
+        None if of_decays is None else mx.zeros(of_decays),
+    )
+    recurrence.run(
+        *(one_request(3, 1).sequences(), mx.zeros((3, 2, key_size), dtype), inputs, None),
+        *([mx.zeros((2, 4, 16, 64), cache or dtype)], StatePart(0, (2, 4, key_size), dtype)),
+        *(True, mx.zeros((2, key_size)) if of_decays is None else None),
+    )
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_attention_keeps_to_its_address_spaces(head_size, step):
@@ -113,6 +148,17 @@ def test_kernels_of_the_cache_keep_to_their_address_spaces():
             move(dtype)
     # float pools and scales of a float pool differ in size of a block
     assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1) + 2 * 5
+
+
+def test_kernels_of_states_keep_to_their_address_spaces():
+    strict = Strict()
+    with kernel.using(strict.metal_kernel):
+        for dtype, cache in itertools.product(VALUES, (None, *CODES)):
+            convolve(dtype, cache)
+            recur(dtype, cache)
+        for key_size, decays in itertools.product((9, 20, 128), range(3)):
+            recur(BF16, None, key_size, decays)
+    assert len(strict.functions) == 2 * 9 + 9
 
 
 # File, text and what it is replaced by, and the text of the line that clang must name if it is
@@ -214,6 +260,24 @@ MISTAKES = {
         "threadgroup Place places[2]; threadgroup T tile_memory[",
         None,
     ),
+    "a pointer into another space, of a pool": (
+        "states.metal",
+        "    return (device uchar*)const_cast<device P*>(key_pool)",
+        "    return (threadgroup uchar*)const_cast<device P*>(key_pool)",
+        None,
+    ),
+    "a state written through a constant": (
+        "convolution.metal",
+        "inline device S* state_of(",
+        "inline const device S* state_of(",
+        "j, channel, given.channels, key_pool, value_pool, num_blocks, block) =",
+    ),
+    "a row taken for threadgroup memory": (
+        "recurrence.metal",
+        "    const device T* run = row + run_start",
+        "    const threadgroup T* run = row + run_start",
+        None,
+    ),
     "an array of variable length": (
         "kv_blocks.metal",
         "T run[RUN];",
@@ -232,6 +296,9 @@ DRIVE = {
     "kv_blocks.metal": lambda: move(F16),
     "read_states.metal": lambda: move(F16),
     "write_states.metal": lambda: move(F16),
+    "states.metal": lambda: recur(F16),
+    "convolution.metal": lambda: convolve(F16),
+    "recurrence.metal": lambda: recur(F16),
 }
 
 

@@ -39,6 +39,8 @@ WRITTEN = {
     "kv_write": ("key_pool", "value_pool", "key_scales", "value_scales"),
     "kv_blocks": ("pool",),
     "write_states": ("key_pool", "value_pool"),
+    "convolution": ("key_pool", "value_pool"),
+    "recurrence": ("key_pool", "value_pool"),
 }
 _CACHES = ("pool", "key_pool", "value_pool", "scales", "key_scales", "value_scales")
 _FENCE = (FENCE_SHAPE, FENCE_DTYPE)

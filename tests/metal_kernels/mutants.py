@@ -19,6 +19,9 @@ GATHER = "kv_gather/kv_gather.metal"
 BLOCKS = "kv_blocks/kv_blocks.metal"
 READ_STATES = "kv_states/read_states.metal"
 WRITE_STATES = "kv_states/write_states.metal"
+STATES = "shared/states.metal"
+CONVOLUTION = "convolution/convolution.metal"
+RECURRENCE = "recurrence/recurrence.metal"
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,229 @@ _FAULTS: _Faults = {
         ("copied, not cleared", "COPY ? source[i]", "true ? source[i]"),
         ("fence not whole", "i < 8", "i < 7"),
     ],
+    (STATES, "convolution", WRONG): [
+        (
+            "heads of K next to each other",
+            "(head * num_blocks + block) * OF_K",
+            "(head + block) * OF_K",
+        ),
+    ],
+    (STATES, "convolution", RACE): [
+        ("each head's state begins anew", "start + at % OF_KEYS", "start"),
+        ("each head of V begins anew", "start + behind % OF_VALUES", "start"),
+    ],
+    (STATES, "convolution", BOUNDS): [
+        (
+            "V instead of K's last head",
+            "at < OF_KEYS * NUM_HEADS",
+            "at < OF_KEYS * (NUM_HEADS - 1)",
+        ),
+        ("V from its own first byte", "at - OF_KEYS * NUM_HEADS", "at - OF_KEYS"),
+        ("head of K by V's size", "at / OF_KEYS;", "at / (OF_KEYS / 2);"),
+        ("head of V by elements", "behind / OF_VALUES;", "behind / VALUES;"),
+    ],
+    (STATES, "recurrence, keys", RACE): [
+        ("V in K's pool", "const_cast<device P*>(value_pool)", "const_cast<device P*>(key_pool)"),
+    ],
+    (STATES, "recurrence, keys", BOUNDS): [
+        ("V of another block", "block) * OF_VALUES", "block + 1) * OF_VALUES"),
+    ],
+    (CONVOLUTION, "convolution", WRONG): [
+        ("kept rows taken for rows", "(is_kept ? kept : rows)", "rows"),
+        ("one kept row too many", "number < num_kept;", "number <= num_kept;"),
+        ("rows counted with kept ones", "number : number - num_kept", "number : number"),
+        ("a state's inputs moved by one", "number + TAPS - 1 == j", "number + TAPS == j"),
+        ("a state's first input only", "== j ? state[j] : found", "== j ? state[0] : found"),
+        ("channels' inputs side by side", "(j * channels + channel)", "(j + channel * 3)"),
+        ("a state one input late", "count + j - (TAPS - 1))", "count + j - TAPS)"),
+        ("a state one input early", "count + j - (TAPS - 1))", "count + j - (TAPS - 2))"),
+        (
+            "first kept row ignored",
+            "kept + static_cast<ulong>(sequence.first_kept) *",
+            "kept + 0 *",
+        ),
+        ("state at position 0", " && sequence.position > 0;", ";"),
+        (
+            "state read where it is written",
+            "num_blocks, sequence.read));",
+            "num_blocks, sequence.write));",
+        ),
+        ("no state", "    given.state[j] = static_cast<float>(*state_of", "    (void)(*state_of"),
+        ("bias left out", "float sum = offset;", "float sum = 0.0f;"),
+        ("weights in reverse", "factors[j] * newest[j]", "factors[TAPS - 1 - j] * newest[j]"),
+        ("weights of taps first", "weight[channel * TAPS + j]", "weight[j * channels + channel]"),
+        ("taps not moved on", "newest[j] = newest[j + 1];", ""),
+        ("taps of tiles one row late", "first + j - TAPS);", "first + j - TAPS - 1);"),
+        ("taps of the request's first rows in each tile", "num_kept + first + j", "num_kept + j"),
+        ("kept rows left out before rows", "given.at(sequence.num_kept + first", "given.at(first"),
+        (
+            "the last certain row kept too",
+            "sequence.keep_at + row - sequence.num_certain;",
+            "sequence.keep_at + row - sequence.num_certain + 1;",
+        ),
+        (
+            "drafts change the state",
+            "sequence.num_kept + sequence.num_certain;",
+            "sequence.num_kept + sequence.num_rows;",
+        ),
+        (
+            "state without kept rows",
+            "= sequence.num_kept + sequence.num_certain;",
+            "= sequence.num_certain;",
+        ),
+        ("full blocks by the wrong width", "* blocks_shape[1]", "* blocks_shape[0]"),
+        ("full blocks from the request's first", "sequence.position / BLOCK_SIZE;", "0;"),
+        (
+            "blocks end where steps begin",
+            "BLOCK_SIZE - sequence.position % BLOCK_SIZE;",
+            "BLOCK_SIZE;",
+        ),
+        (
+            "a block that ends with the last certain input left out",
+            "count <= certain;",
+            "count < certain;",
+        ),
+        ("one full block only", "count += BLOCK_SIZE, index++", "count += 1 << 20, index++"),
+        ("nobody's full blocks", "if (block != 0 && (", "if (("),
+        ("block 0 for want of one", "  if (sequence.write != 0) {", "  {"),
+        ("no state after the last certain input", "given, certain, channel", "given, 0, channel"),
+        ("half a tile", "first + TILE_ROWS,", "first + TILE_ROWS / 2,"),
+        ("fence not written", "fence[i] = 0;", ""),
+    ],
+    (CONVOLUTION, "convolution", RACE): [
+        (
+            "kept rows of all requests from 0",
+            "const ulong to = sequence.keep_at + row",
+            "const ulong to = row",
+        ),
+        ("output rows of the first request", "sequence.first_row + row) *", "row) *"),
+        ("full blocks of the first request", "static_cast<ulong>(request) * blocks_shape[1]", "0"),
+        ("each tile writes states", "if (first == 0) {", "{"),
+        ("fence written by each tile", "if (thread_position_in_grid.y == 0) {", "{"),
+        (
+            "tiles to the request's end",
+            "metal::min(first + TILE_ROWS, sequence.num_rows)",
+            "sequence.num_rows",
+        ),
+    ],
+    (CONVOLUTION, "convolution", BOUNDS): [
+        (
+            "tiles that are full",
+            "metal::min(first + TILE_ROWS, sequence.num_rows)",
+            "first + TILE_ROWS",
+        ),
+        ("inputs before the first", "number >= 0", "number >= 1 - TAPS"),
+    ],
+    (RECURRENCE, "recurrence, delta", WRONG): [
+        ("no delta rule", "DELTA ? product", "!DELTA ? product"),
+        ("delta of the state before its decay", "state[i][j] *= decay[i][j];\n", "\n"),
+        (
+            "rate of the value alone",
+            "rate * (static_cast<float>(value) - known)",
+            "rate * static_cast<float>(value) - known",
+        ),
+        ("sum of a lane", "sum += metal::simd_shuffle_xor(sum, step);", ""),
+        ("sum of half the lanes", "step < LANES; step *= 2", "step < LANES / 2; step *= 2"),
+        ("sum of another row's lanes too", "step < LANES; step *= 2", "step <= LANES; step *= 2"),
+        ("half of a lane's elements", "sums[RUN / 2] + sums[RUN - 1]", "0"),
+        ("first run of a lane only", "sums[j] += a[i][j] * b[i][j];", ""),
+        (
+            "elements past the row's end",
+            "(i, lane) ? element : 0.0f;",
+            "(i, lane) ? element : element;",
+        ),
+        ("kept rows taken for rows", "(is_kept ? kept_keys : keys)", "keys"),
+        ("values of kept rows taken for rows'", "(is_kept ? kept_values : values)", "values"),
+        ("rates of kept rows taken for rows'", "(is_kept ? kept_rates : rates)", "rates"),
+        ("decays of kept rows taken for rows'", "is_kept ? kept_decays : decays", "decays"),
+        (
+            "first kept row ignored",
+            "(is_kept ? first_kept : first_row) + t",
+            "(is_kept ? 0 : first_row) + t",
+        ),
+        ("state at position 0", "if (start > 0 && is_there)", "if (is_there)"),
+        ("state read where it is written", "(states, sequence.read, n", "(states, write, n"),
+        (
+            "rates of the first head",
+            "(is_kept ? kept_rates : rates)[row * HV + head]",
+            "(is_kept ? kept_rates : rates)[row * HV]",
+        ),
+        ("decays of the first head", "decays_of_row[row * HV + head]", "decays_of_row[row * HV]"),
+        (
+            "drafts change the state",
+            "num_kept + sequence.num_certain;",
+            "num_kept + sequence.num_rows;",
+        ),
+        ("full blocks by the wrong width", "* blocks_shape[1]", "* blocks_shape[0]"),
+        ("blocks end where steps begin", "position % BLOCK_SIZE == 0;", "t % BLOCK_SIZE == 0;"),
+        ("full blocks one too far", "position / BLOCK_SIZE - 1]", "position / BLOCK_SIZE]"),
+        ("no full blocks", "if (full != 0 && full != own && is_there)", "if (false)"),
+        (
+            "nobody's full blocks",
+            "if (full != 0 && full != own && is_there)",
+            "if (is_full && is_there)",
+        ),
+        ("block 0 for want of one", "if (own != 0 && is_there)", "if (t == certain && is_there)"),
+        ("state after the first token", "t == certain ? write : 0", "t == 1 ? write : 0"),
+        ("y before the state is new", "product<LANES>(state, query)", "product<LANES>(state, key)"),
+        ("drafts kept one too far", "keep_at + t - certain;", "keep_at + t - certain + 1;"),
+        ("the value kept as its change", "+ n] = value;", "+ n] = static_cast<V>(change);"),
+        ("fence not written", "fence[thread_position_in_grid.x] = 0;", ""),
+        ("only the first run of a state", "store_run(states.at", "if (i == 0) store_run(states.at"),
+        ("states of two rows", "static_cast<float>(four[j]);", "static_cast<float>(four[0]);"),
+    ],
+    (RECURRENCE, "recurrence, delta", RACE): [
+        ("kept rows of all requests from 0", "const ulong to = keep_at + t", "const ulong to = t"),
+        ("kept rows skipped in rows", "sequence.first_row - num_kept;", "sequence.first_row;"),
+        ("heads share keys in turn", "head / (HV / HK)", "head % HK"),
+        ("full blocks of the first request", "static_cast<ulong>(request) * blocks_shape[1]", "0"),
+        ("runs past the end of a state's row", "i * LANES + lane < DK / RUN", "true"),
+        ("fence written for each request", "request == 0 && ", ""),
+        ("rows past the last written too", "place == n;", "true;"),
+        ("states read by lanes that have none", "start > 0 && is_there", "start > 0"),
+        ("outputs of each lane", "is_there && lane == 0) {", "is_there) {"),
+        (
+            "keys kept for each value head",
+            "if (is_first && head % (HV / HK) == 0)",
+            "if (is_first)",
+        ),
+        (
+            "keys kept for each row",
+            "if (is_first && head % (HV / HK) == 0)",
+            "if (head % (HV / HK) == 0)",
+        ),
+        (
+            "rates kept for each row",
+            "if (lane == 0 && is_first) {\n      next_r",
+            "if (lane == 0) {\n      next_r",
+        ),
+        ("one output a head", "outputs[row * (HV * DV) + n]", "outputs[row * (HV * DV) + head]"),
+    ],
+    (RECURRENCE, "recurrence, delta", BOUNDS): [
+        ("runs past the end of a row", "metal::min(run, uint(DK / RUN - 1)) : run", "run : run"),
+        ("a value for each lane", "* (HV * DV) + n];", "* (HV * DV) + thread_position_in_grid.x];"),
+        ("full blocks past a request's", "position / BLOCK_SIZE - 1]", "position + 50]"),
+    ],
+    (RECURRENCE, "recurrence, keys", WRONG): [
+        (
+            "decays of the first head's keys",
+            "decays_of_row + (row * HV + head) * DK",
+            "decays_of_row + row * HV * DK",
+        ),
+        ("delta rule in a state-space model", "DELTA ? product", "true ? product"),
+        (
+            "state decays after its change",
+            "state[i][j] + change * key[i][j]",
+            "state[i][j] + change * key[i][j] * decay[i][j]",
+        ),
+    ],
+    (RECURRENCE, "recurrence, keys", RACE): [
+        ("decays kept for each row", "DECAYS == 1 && is_first", "DECAYS == 1"),
+    ],
+    (RECURRENCE, "recurrence, rates", WRONG): [
+        ("decays of the rate alone", "exp(rate * log_rate[i][j])", "exp(rate)"),
+        ("rates of decay of the first head", "log_rates + head * DK", "log_rates"),
+    ],
     (READ_STATES, "read states", WRONG): [
         ("state of another block", "blocks[state]", "blocks[0]"),
         ("heads before blocks", "/ size * num_blocks + block", "/ size + block * NUM_HEADS"),
@@ -431,6 +657,13 @@ _OVERFLOWS: _Faults = {
             "int(first_slot * HEAD_SIZE) + first;",
         ),
         ("slot in 31 bits", "const ulong first_slot", "const int first_slot"),
+    ],
+    (STATES, "convolution", WRONG): [
+        (
+            "offset in 32 bits",
+            "const ulong start = (head * num_blocks + block) * OF_KEYS",
+            "const uint start = (head * num_blocks + block) * OF_KEYS",
+        ),
     ],
     (BLOCKS, "copy", WRONG): [
         ("source's offset in 32 bits", "(head_start + s", "static_cast<uint>(head_start + s"),

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal_kernels import kernel
+from metal_kernels import convolution, kernel, recurrence
 from metal_kernels.kv_blocks import op as kv_blocks
 from metal_kernels.kv_gather import op as kv_gather
 from metal_kernels.kv_states import op as kv_states
 from metal_kernels.kv_write import op as kv_write
+from metal_kernels.sequences import RecurrenceInputs, StatePart
 from tests.metal_kernels.hazards import Dispatch, Encoder, Logger, Span, prove, prove_always
+from tests.metal_kernels.sequences_play import one_request
 
 SPLITS = range(51)  # 0: each dispatch in a buffer of its own, as where caches are large
 POOL = Span(0, 1 << 20)
@@ -198,6 +200,43 @@ def test_the_logger_sees_kernels_through_their_operations(logger):
     assert names == ["kv_write", *step, *step, *moves]
     assert prove_always(logger.log) == []
     assert [prove(logger.log, split) for split in SPLITS] == [[]] * len(SPLITS)
+
+
+def convolve(pools, after=()):
+    return convolution.run(
+        *(one_request(3, 1).sequences(), mx.zeros((3, 8)), None, mx.zeros((8, 4)), None),
+        *(pools, StatePart(0, (3, 8), mx.float32), 1, after),
+    )[2]
+
+
+def recur(pools, after=()):
+    heads = mx.zeros((3, 2))
+    inputs = RecurrenceInputs(mx.zeros((3, 2, 8)), mx.zeros((3, 2, 4)), heads, heads)
+    return recurrence.run(
+        *(one_request(3, 1).sequences(), mx.zeros((3, 2, 8)), inputs, None),
+        *(pools, StatePart(96, (2, 4, 8), mx.float32), True, None, 1, after),
+    )[2]
+
+
+def test_fences_order_kernels_that_bring_states_on(logger):
+    pools, fences = [pool(), pool()], ()
+    for _ in range(2):  # steps
+        for run in (convolve, recur):
+            fences = [run(pools, fences)]
+    kv_states.read(pools, mx.array([1]), 40, after=fences)
+    names = [dispatch.name for dispatch in logger.log]
+    assert names == [*["convolution", "recurrence"] * 2, "read_states"]
+    assert all(len(dispatch.written) == 2 for dispatch in logger.log[:-1])
+    assert prove_always(logger.log) == []
+    assert [prove(logger.log, split) for split in SPLITS] == [[]] * len(SPLITS)
+
+
+def test_states_brought_on_without_a_fence_are_found(logger):
+    pools = [pool(), pool()]
+    convolve(pools)
+    recur(pools)
+    (found,) = prove_always(logger.log)
+    assert (found.names, found.kind) == ("convolution, recurrence", "write, write")
 
 
 def test_the_logger_finds_a_fence_left_out_of_a_merge(logger):

@@ -17,12 +17,22 @@ import numpy as np
 import pytest
 from metal_interpreter import Checker, KernelViolation
 
-from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
+from metal_kernels import (
+    convolution,
+    kernel,
+    kv_blocks,
+    kv_gather,
+    kv_states,
+    kv_write,
+    paged_attention,
+)
 from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.sequences import StatePart
+from tests.metal_kernels import states_probes
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
@@ -31,6 +41,7 @@ from tests.metal_kernels.paged_attention.batches import (
     make_batch,
     overstated,
 )
+from tests.metal_kernels.sequences_play import one_request
 
 SCHEDULES = ("forward", "reverse", "random:1")
 SCALE = 0.09
@@ -232,6 +243,10 @@ PROBES: dict[str, Probe] = {
     "zero": zero,
     "read states": read_states,
     "write states": write_states,
+    "convolution": states_probes.convolve,
+    "recurrence, delta": lambda: states_probes.recur(True, "heads"),
+    "recurrence, keys": lambda: states_probes.recur(False, "keys"),
+    "recurrence, rates": lambda: states_probes.recur(False, "rates", key_size=9),
 }
 
 
@@ -346,6 +361,22 @@ class FarPool:
         mx.eval(kv_states.write([self.pool], self.blocks(4), mx.array(states)))
         np.testing.assert_array_equal(np.array(self.used()[0]), wanted)
 
+    def convolve(self) -> None:
+        """A step from one of the last head's last blocks to another."""
+        part = StatePart(self.BLOCK_SIZE * self.SIZE + 16, (2, 8), mx.float32)
+        size, blocks = 2 * 8 * 4, self.blocks(3, 6)
+        weight, pools = mx.ones((8, 3)), [self.pool]
+        rows = mx.array(self.rng.normal(size=(4, 8)).astype(np.float32))
+        begin = one_request(3, 3, write=int(blocks[0])).sequences()
+        with kernel.using(metal_interpreter.metal_kernel):
+            mx.eval(convolution.run(begin, rows[:3], None, weight, None, pools, part))
+        step = one_request(1, 1, 0, 3, int(blocks[0]), int(blocks[1])).sequences()
+        out, _, fence = convolution.run(step, rows[3:], None, weight, None, pools, part)
+        mx.eval(fence)
+        np.testing.assert_allclose(np.array(out[0]), np.array(rows[1:].sum(axis=0)), atol=1e-5)
+        after = self.pool[1, -self.USED + 6].flatten()[16 : 16 + size].view(mx.float32)
+        assert mx.array_equal(after.reshape(2, 8), rows[2:])
+
     def fill_unfaulted(self) -> None:
         """So that what a copy must do was not done before."""
         with kernel.using(metal_interpreter.metal_kernel):
@@ -378,12 +409,15 @@ class FarPool:
             "copy": self.copy,
             "read states": self.read_states,
             "write states": self.write_states,
+            "convolution": self.convolve,
             "decode": lambda: self.attend(1),
             "prefill": lambda: self.attend(12),
         }[name]
 
 
-FAR_PROBES = ("write", "gather", "copy", "read states", "write states", "decode", "prefill")
+FAR_PROBES = (
+    *("write", "gather", "copy", "read states", "write states", "convolution", "decode", "prefill"),
+)
 
 
 @pytest.fixture(scope="module")
