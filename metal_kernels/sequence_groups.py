@@ -176,7 +176,9 @@ class _Ends:
 
     sequences_np: np.ndarray  # [E]
     blocks_np: np.ndarray  # [E]
-    applied_np: np.ndarray  # [E], how many of the sequence's rows come before it, kept ones included
+    applied_np: (
+        np.ndarray
+    )  # [E], how many of the sequence's rows come before it, kept ones included
     padded_np: np.ndarray  # [E], how many of its padded rows do
     full_np: np.ndarray  # [E] bool
 
@@ -195,7 +197,9 @@ class _Ends:
         wanted = (full_blocks != 0) & (full_blocks != write_np[owner])
         owner, columns, full_blocks = owner[wanted], columns[wanted], full_blocks[wanted]
         sequences = np.concatenate([last, owner])
-        applied = np.concatenate([totals_np[last], (columns + 1) * block_size - positions_np[owner]])
+        applied = np.concatenate(
+            [totals_np[last], (columns + 1) * block_size - positions_np[owner]]
+        )
         full = np.arange(len(sequences)) >= len(last)
         missing = step.bounds_np[sequences] - step.kept_np[sequences]
         within_kept = full & (applied <= step.kept_np[sequences])
@@ -211,9 +215,7 @@ def _members(step: _Step) -> list[np.ndarray]:
     return [np.flatnonzero(num_chunks == number) for number in np.unique(num_chunks)]
 
 
-def _group(
-    step: _Step, ends: _Ends, members: np.ndarray
-) -> tuple[Group, np.ndarray, np.ndarray]:
+def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.ndarray, np.ndarray]:
     """A group, its end states in order, and [n, L] its rows."""
     lengths_np = step.lengths_np[members]
     length = max(int(lengths_np.max()), 1)
@@ -233,9 +235,7 @@ def _group(
     return group, order, rows_np
 
 
-def _chunks(
-    ends: _Ends, members: np.ndarray, length: int
-) -> tuple[tuple[Chunk, ...], np.ndarray]:
+def _chunks(ends: _Ends, members: np.ndarray, length: int) -> tuple[tuple[Chunk, ...], np.ndarray]:
     """A group's chunks, and its end states in their order."""
     ours = np.flatnonzero(np.isin(ends.sequences_np, members))
     found, order = [], []

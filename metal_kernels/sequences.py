@@ -20,7 +20,9 @@ NUM_ROWS = 1  # of the step; 0: only kept rows are applied
 NUM_CERTAIN = 2  # of those, how many come before the request's drafts
 FIRST_KEPT = 3  # of the kept rows, the first that is applied
 NUM_KEPT = 4  # how many are applied, before the step's rows
-POSITION = 5  # in the request, of the first row that is applied or computed; 0: there is no state yet
+POSITION = (
+    5  # in the request, of the first row that is applied or computed; 0: there is no state yet
+)
 READ = 6  # block that the state lies in; of no meaning at position 0
 WRITE = 7  # block that gets the state after the last certain row; 0: nowhere
 KEEP_AT = 8  # where this request's drafts begin among the rows that are kept for the next step

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from metal_kernels.recurrence.chunks import ChunkStates, Rows, RowStates, through_chunk, through_rows
+from metal_kernels.recurrence.chunks import (
+    ChunkStates,
+    Rows,
+    RowStates,
+    through_chunk,
+    through_rows,
+)
 from metal_kernels.sequence_groups import Group, ReferencePlan
 from metal_kernels.sequences import RecurrenceInputs
 
