@@ -54,9 +54,13 @@ class Chunk:
 class Group:
     """Sequences that are computed together, n of them padded to L rows."""
 
+    size: int  # n
     length: int  # L
     #: [n * L] int32, of the step's rows followed by the rows kept before; None: the step's, in order
     rows: mx.array | None
+    #: [n * Q] int32, of the step's rows: those of the last Q of each sequence's L rows. The rows
+    #: before these are kept ones, which have no outputs. None: the step's, in order.
+    outputs: mx.array | None
     live: mx.array | None  # [n, L] bool, the rows that change something; None: all
     sequences: mx.array | None  # [n] int32, of the N; None: all, in order
     fresh: mx.array | None  # [n] bool, whose state is zero whatever it holds; None: nobody's
@@ -107,12 +111,12 @@ def plan(
     groups, order, places_np = [], [], np.zeros(num_rows, np.int32)
     placed = 0
     for members in _members(step):
-        group, in_group, padded_np = _group(step, ends, members)
+        group, in_group, outputs_np = _group(step, ends, members)
         groups.append(group)
         order.append(in_group)
-        own = (padded_np < num_rows) & step.own(members, group.length)
-        places_np[padded_np[own]] = placed + np.flatnonzero(own.ravel())
-        placed += padded_np.size
+        own = np.flatnonzero(outputs_np >= 0)
+        places_np[outputs_np[own]] = placed + own
+        placed += outputs_np.size
     order_np = np.concatenate(order)
     in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
     return ReferencePlan(
@@ -216,23 +220,29 @@ def _members(step: _Step) -> list[np.ndarray]:
 
 
 def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.ndarray, np.ndarray]:
-    """A group, its end states in order, and [n, L] its rows."""
+    """A group, its end states in order, and [n * Q] rows that its outputs are of; -1: of none."""
     lengths_np = step.lengths_np[members]
     length = max(int(lengths_np.max()), 1)
     rows_np, live_np = step.padded(members, length)
     can_be_dead = step.bounds_np[members].any() or (lengths_np < length).any()
-    as_they_come = np.array_equal(rows_np.ravel(), np.arange(step.num_rows))
+    in_order = np.array_equal(rows_np.ravel(), np.arange(step.num_rows))
+    plain = in_order and not can_be_dead
     fresh_np = step.table_np[members, POSITION] == 0
     chunks, order = _chunks(ends, members, length)
+    skipped = min(int(step.bounds_np[members].min()), length - 1) if len(chunks) == 1 else 0
+    own_np = step.own(members, length)
+    outputs_np = np.where(own_np, rows_np, -1)[:, skipped:].ravel()
     group = Group(
+        len(members),
         length,
-        None if as_they_come and not can_be_dead else mx.array(rows_np.ravel().astype(np.int32)),
+        None if plain else mx.array(rows_np.ravel().astype(np.int32)),
+        None if plain else mx.array(np.maximum(outputs_np, 0).astype(np.int32)),
         mx.array(live_np) if can_be_dead else None,
         None if len(members) == len(step.table_np) else mx.array(members.astype(np.int32)),
         mx.array(fresh_np) if fresh_np.any() else None,
         chunks,
     )
-    return group, order, rows_np
+    return group, order, outputs_np
 
 
 def _chunks(ends: _Ends, members: np.ndarray, length: int) -> tuple[tuple[Chunk, ...], np.ndarray]:
