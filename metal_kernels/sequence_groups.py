@@ -36,8 +36,9 @@ MAX_TAPS = 8
 class Endings:
     """States that are wanted of a chunk, E of them."""
 
+    length: int  # D, the chunk's first rows: no ending comes after more
     sequences: mx.array | None  # [E] int32, of the group; None: of each sequence, in order
-    #: [E, L] bool, the chunk's rows up to the one that the state comes after; None: all rows
+    #: [E, D] bool, the rows up to the one that the state comes after; None: all D
     applied: mx.array | None
 
 
@@ -56,7 +57,7 @@ class Group:
 
     size: int  # n
     length: int  # L
-    #: [n * L] int32, of the step's rows followed by the rows kept before; None: the step's, in order
+    #: [n * L] int32, of the step's rows and then those kept before; None: the step's, in order
     rows: mx.array | None
     #: [n * Q] int32, of the step's rows: those of the last Q of each sequence's L rows. The rows
     #: before these are kept ones, which have no outputs. None: the step's, in order.
@@ -78,8 +79,9 @@ class ReferencePlan:
     keep: mx.array  # [num_kept] int32, of the step's rows
     uses_kept: bool  # whether kept rows may be applied
     num_kept_before: int  # P', rows that the step before kept; 0: none
-    #: [T, MAX_TAPS] int32, inputs of a convolution, oldest first: the step's rows, those kept before,
-    #: a zero, then the inputs of the N states, the newest of each, the second newest of each, ...
+    #: [T, MAX_TAPS] int32, inputs of a convolution, oldest first, by their number among: the step's
+    #: rows, those kept before, a zero, the inputs of the N states (the newest of each, then the
+    #: second newest of each, ...)
     taps: mx.array
     end_taps: mx.array  # [E, MAX_TAPS] int32, the newest inputs after each end, oldest first
     #: [E] int32, the block of each end state, in the order in which the ops return them; no 0
@@ -184,6 +186,7 @@ class _Ends:
         np.ndarray
     )  # [E], how many of the sequence's rows come before it, kept ones included
     padded_np: np.ndarray  # [E], how many of its padded rows do
+    most_np: np.ndarray  # [E], how many do in any step of this shape
     full_np: np.ndarray  # [E] bool
 
     @staticmethod
@@ -209,7 +212,8 @@ class _Ends:
         within_kept = full & (applied <= step.kept_np[sequences])
         padded = applied + np.where(within_kept, 0, missing)
         blocks = np.concatenate([write_np[last], full_blocks])
-        return _Ends(sequences, blocks, applied, padded, full)
+        most = (step.bounds_np + step.table_np[:, NUM_CERTAIN])[sequences]
+        return _Ends(sequences, blocks, applied, padded, most, full)
 
 
 def _members(step: _Step) -> list[np.ndarray]:
@@ -267,10 +271,13 @@ def _endings(
     sequences_np = np.searchsorted(members, ends.sequences_np[here])
     in_order = np.array_equal(sequences_np, np.arange(len(members)))
     padded = ends.padded_np[here]
+    # What comes after is drafts, which are not to change a state even where they are no numbers.
+    length = min(max(int(ends.most_np[here].max()), 1), stop) - start
     # A full block's place changes from step to step, so it does not decide.
-    to_the_end = not ends.full_np[here].any() and (padded == stop).all()
-    applied_np = np.arange(start, stop) < padded[:, None]
+    to_the_end = not ends.full_np[here].any() and (padded == start + length).all()
+    applied_np = np.arange(start, start + length) < padded[:, None]
     return Endings(
+        length,
         None if in_order else mx.array(sequences_np.astype(np.int32)),
         None if to_the_end else mx.array(applied_np),
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how a state goes through a chunk of rows at once, or through each row where that is quicker.
+"""Decides how a state goes through a chunk of rows: at once, or row by row where that is quicker.
 
-With G_t the product of the decays up to row t, a chunk's updates and outputs are (the chunkwise form
-of Yang et al. 2024, arXiv:2412.06464, and of Dao and Gu 2024, arXiv:2405.21060)
+With G_t the product of the decays up to row t, a chunk's updates, outputs and states are (the
+chunkwise form of Yang et al. 2024, arXiv:2412.06464, and of Dao and Gu 2024, arXiv:2405.21060)
 
     u_t = r_t (v_t - S (G_t k_t) - sum_{i<t} u_i (k_i . (G_t/G_i) k_t))      by the delta rule
     u_t = r_t v_t                                                           without it
@@ -55,7 +55,11 @@ class ChunkStates:
 
     def after(self, endings: Endings | None) -> mx.array:
         """[E, HK, G, DV, DK] states at the endings; None: of each sequence after all rows."""
-        before, keys, decays, updates = self.before, self.keys, self.decays, self.updates
+        length = self.keys.shape[-2] if endings is None else endings.length
+        before = self.before
+        keys, decays, updates = (
+            array[..., :length, :] for array in (self.keys, self.decays, self.updates)
+        )
         if endings is not None and endings.sequences is not None:
             before, keys, decays, updates = (
                 mx.take(array, endings.sequences, axis=0)
@@ -66,7 +70,7 @@ class ChunkStates:
             applied = endings.applied[:, None, None, :, None]
             decays = mx.where(applied, decays, 1)
         total = decays
-        if updates.shape[-2] > 1:
+        if length > 1:
             following = mx.cumprod(decays, axis=-2, reverse=True, inclusive=False)
             total = following[..., :1, :] * decays[..., :1, :]
             if applied is not None:
@@ -160,16 +164,16 @@ class RowStates:
 
     def after(self, endings: Endings | None) -> mx.array:
         """[E, HK, G, DV, DK] states at the endings; None: of each sequence after all rows."""
-        last = self.states[-1]
         if endings is None:
-            return last
+            return self.states[-1]
+        last, sequences = self.states[endings.length], endings.sequences
         if endings.applied is None:
-            return last if endings.sequences is None else mx.take(last, endings.sequences, axis=0)
-        sequences = endings.sequences
+            return last if sequences is None else mx.take(last, sequences, axis=0)
         if sequences is None:
             sequences = mx.arange(len(last), dtype=mx.int32)
         number = endings.applied.astype(mx.int32).sum(-1)
-        return mx.take(mx.concatenate(list(self.states)), number * len(last) + sequences, axis=0)
+        states = mx.concatenate(list(self.states[: endings.length + 1]))
+        return mx.take(states, number * len(last) + sequences, axis=0)
 
 
 def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.array, RowStates]:
@@ -224,7 +228,7 @@ def _products(stack: _Stack, vectors: mx.array, keys: mx.array, decays: mx.array
     for size, pairs in levels:
         from_start, to_stop = _from_boundary(decays, size)
         part = (vectors * stack.of(from_start)) @ (keys * to_stop).swapaxes(-1, -2)
-        products = products + mx.where(pairs, part, 0)
+        products = products + part * pairs
     return products
 
 
@@ -246,15 +250,15 @@ def _from_boundary(decays: mx.array, size: int) -> tuple[mx.array, mx.array]:
 def _solve(lower: mx.array, right: mx.array) -> mx.array:
     """(I + L)^-1 R, of which L is the part of `lower` below its diagonal.
 
-    The inverse of twice the size is [[A^-1, 0], [-D^-1 B A^-1, D^-1]] of [[A, 0], [B, D]]: its entries
-    stay as small as the answer's, where powers of L would not.
+    The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]], from one size of blocks to
+    the next: its entries stay as small as the answer's, where powers of L would not.
 
     Args:
         lower: [..., L, L].
         right: [..., L, DV].
     """
     length = lower.shape[-1]
-    levels = [mx.where(pairs, lower, 0) for pairs in _levels(length)]
+    levels = [lower * pairs for pairs in _levels(length)]
     inverse = _eye(length) - levels[0]
     for part in levels[1:]:
         inverse = inverse - inverse @ (part @ inverse)
@@ -274,7 +278,7 @@ def _below(length: int) -> tuple[mx.array, mx.array]:
 
 @cache
 def _levels(length: int) -> tuple[mx.array, ...]:
-    """[L, L] bool each, of `_boundaries`."""
+    """[L, L] float32 each, of `_boundaries`."""
     return tuple(mx.array(pairs_np) for _, pairs_np in _boundaries(length))
 
 
@@ -288,10 +292,10 @@ def _stacked_masks(stack: _Stack) -> tuple[mx.array, tuple[tuple[int, mx.array],
 
 
 def _boundaries(length: int) -> list[tuple[int, np.ndarray]]:
-    """Powers of two, and [L, L] bool whether the widest boundary between i and t > i is such a one's."""
+    """Powers of two, and [L, L] float32: 1 where the widest boundary of i and t > i is one's."""
     run, boundaries, size = np.arange(length), [], 1
     while size < length:
         pairs_np = (run[:, None] % 2 == 1) & (run[None] == run[:, None] - 1)
-        boundaries.append((size, pairs_np))
+        boundaries.append((size, pairs_np.astype(np.float32)))
         run, size = run // 2, size * 2
     return boundaries

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences over sequences in MLX's operations: run() once a layer, by a plan of sequence_groups.py."""
+"""Recurrences over sequences in MLX's operations: run() once a layer, by a ReferencePlan."""
 
 from dataclasses import replace
 
