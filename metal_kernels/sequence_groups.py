@@ -271,7 +271,7 @@ def _endings(
     sequences_np = np.searchsorted(members, ends.sequences_np[here])
     in_order = np.array_equal(sequences_np, np.arange(len(members)))
     padded = ends.padded_np[here]
-    # What comes after is drafts, which are not to change a state even where they are no numbers.
+    # What comes after is drafts and padding.
     length = min(max(int(ends.most_np[here].max()), 1), stop) - start
     # A full block's place changes from step to step, so it does not decide.
     to_the_end = not ends.full_np[here].any() and (padded == start + length).all()

@@ -175,13 +175,9 @@ def verification(traffic: Traffic, requests: list[Request], accepted: list[int])
     return traffic.step(requests, [Turn(1, 3, number) for number in accepted])
 
 
-def settled_requests(block_size: int) -> list[Request]:
+def settled_requests() -> list[Request]:
     """Eight requests at different positions, each with three drafts to judge."""
-    requests = []
-    for index in range(8):
-        kept = [()] * 3
-        requests.append(Request(10 + index, 900 + index, 3, 3 * index, kept=kept))
-    return requests
+    return [Request(10 + index, 900 + index, 3, 3 * index) for index in range(8)]
 
 
 def test_steps_of_one_shape_have_one_key():
@@ -190,11 +186,11 @@ def test_steps_of_one_shape_have_one_key():
         traffic = Traffic(rng, 1000)
         traffic.num_kept = 24
         accepted = rng.integers(0, 4, 8).tolist()
-        step = verification(traffic, settled_requests(1000), accepted)
+        step = verification(traffic, settled_requests(), accepted)
         arrays = []
         keys.add(all_else(plan(*step.arguments), arrays))
     assert len(keys) == 1
-    other = traffic.step(settled_requests(1000), [Turn(1, 2, 0)] * 8)
+    other = traffic.step(settled_requests(), [Turn(1, 2, 0)] * 8)
     assert all_else(plan(*other.arguments), []) not in keys
 
 
@@ -205,7 +201,7 @@ def test_a_compiled_step_takes_other_accepted_counts(name):
     for accepted in ([0, 1, 2, 3, 0, 1, 2, 3], [3, 3, 0, 2, 1, 0, 0, 1]):
         traffic = Traffic(rng, 1000)
         traffic.num_kept = 24
-        plans.append(plan(*verification(traffic, settled_requests(1000), accepted).arguments))
+        plans.append(plan(*verification(traffic, settled_requests(), accepted).arguments))
     kept_rows = [mx.array(row) for row in random_rows(rng, rule, 24)]
     kept = RecurrenceInputs(*kept_rows[1:4], None if rule.decays == "rate" else kept_rows[4])
     rows = random_rows(rng, rule, 32)
@@ -223,19 +219,45 @@ def test_a_compiled_step_takes_other_accepted_counts(name):
             assert close(found, np.array(expected))
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_rejected_drafts_that_are_no_numbers_change_nothing(name):
+    rule, rng = RULES[name], np.random.default_rng(8)
+    drafts = random_rows(rng, rule, 3)
+    for array in drafts:
+        array[1:] = np.nan
+    keys, values, rates, decays = map(mx.array, drafts[1:])
+    kept = RecurrenceInputs(keys, values, rates, None if rule.decays == "rate" else decays)
+    traffic = Traffic(rng, 1000)
+    traffic.num_kept = 3
+    step = traffic.step([Request(settled=1, drafts=3)], [Turn(1, 1, accepted=1)])
+    rows, state = random_rows(rng, rule, 2), rng.normal(size=rule.zero().shape)
+    out, ended, _ = run(plan(*step.arguments), rule, rows, kept, state[None].astype(np.float32))
+    state, _ = rule.apply(state, per_row(drafts)[0])
+    state, output = rule.apply(state, per_row(rows)[0])
+    assert close(ended[0], state)
+    assert close(out[0], output)
+
+
+def test_long_texts_of_one_length_go_together():
+    together = Traffic(np.random.default_rng(0), 1000).step([Request(), Request()], [Turn(70)] * 2)
+    rule, rows = RULES["delta"], random_rows(np.random.default_rng(9), RULES["delta"], 140)
+    planned = plan(*together.arguments)
+    assert len(planned.groups) == 1
+    out, ended, _ = run(planned, rule, rows, None, np.stack([rule.zero()] * 2))
+    for index in range(2):
+        own = [array[70 * index : 70 * index + 70] for array in rows]
+        alone = run(plan(*whole_text(70).arguments), rule, own, None, rule.zero()[None])
+        assert close(out[70 * index : 70 * index + 70], alone[0])
+        assert close(ended[index], alone[1][0])
+
+
 def test_what_is_missing_is_an_error():
     rule, rng = RULES["scan"], np.random.default_rng(7)
     traffic = Traffic(rng, 1000)
-    planned = plan(*verification(traffic, settled_requests(1000), [1] * 8).arguments)
+    planned = plan(*verification(traffic, settled_requests(), [1] * 8).arguments)
     rows = random_rows(rng, rule, 32)
     states = np.zeros((8, HV, 1, DK), np.float32)
     with pytest.raises(ValueError, match="kept rows"):
         run(planned, rule, rows, None, states)
     with pytest.raises(ValueError, match="log_rates"):
-        run(
-            planned,
-            Rule(False, "rate"),
-            rows,
-            run(plan(*whole_text(32).arguments), rule, rows, None, states[:1])[2],
-            states,
-        )
+        run(plan(*whole_text(32).arguments), Rule(False, "rate"), rows, None, states[:1])
