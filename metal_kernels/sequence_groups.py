@@ -209,7 +209,7 @@ class _Ends:
         )
         full = np.arange(len(sequences)) >= len(last)
         missing = step.bounds_np[sequences] - step.kept_np[sequences]
-        within_kept = full & (applied <= step.kept_np[sequences])
+        within_kept = applied < step.kept_np[sequences]
         padded = applied + np.where(within_kept, 0, missing)
         blocks = np.concatenate([write_np[last], full_blocks])
         most = (step.bounds_np + step.table_np[:, NUM_CERTAIN])[sequences]
