@@ -120,6 +120,7 @@ def plan(
         places_np[outputs_np[own]] = placed + own
         placed += outputs_np.size
     order_np = np.concatenate(order)
+    taps_np = _taps(step, ends.sequences_np[order_np], ends.applied_np[order_np])
     in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
     return ReferencePlan(
         num_rows,
@@ -129,8 +130,8 @@ def plan(
         mx.array(_keep(step, num_kept)),
         bool(step.bounds_np.any()),
         num_kept_before,
-        mx.array(_tap_rows(step)),
-        mx.array(_newest(step, ends.sequences_np[order_np], ends.applied_np[order_np], MAX_TAPS)),
+        mx.array(taps_np[:num_rows]),
+        mx.array(taps_np[num_rows:]),
         ends.blocks_np[order_np].astype(np.int32),
     )
 
@@ -150,30 +151,20 @@ class _Step:
         self.first_kept_np = num_rows + self.table_np[:, FIRST_KEPT]
         self.lengths_np = self.bounds_np + self.counts_np
 
-    def rows(self, sequences: np.ndarray, applied: np.ndarray) -> np.ndarray:
-        """Rows by their number among those that a sequence applies, kept ones first."""
-        behind = applied - self.kept_np[sequences]
-        kept = self.first_kept_np[sequences] + applied
-        return np.where(behind < 0, kept, self.first_rows_np[sequences] + behind)
-
-    def own(self, members: np.ndarray, length: int) -> np.ndarray:
-        """[n, L], which of the padded rows are the step's."""
-        behind = np.arange(length) - self.bounds_np[members, None]
-        return (behind >= 0) & (behind < self.counts_np[members, None])
-
-    def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """[n, L] rows, and which of them change something.
+    def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[n, L] rows, and which of them are the step's, and which are kept ones.
 
         Padding repeats a row of the same sequence, so that no other's NaN gets into it.
         """
-        at, own = np.arange(length)[None], self.own(members, length)
+        at = np.arange(length)
+        first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
+        behind = at - self.bounds_np[members, None]
+        own = (behind >= 0) & (behind < self.counts_np[members, None])
         kept = at < self.kept_np[members, None]
-        has_kept = self.bounds_np[members] > 0
-        padding = np.where(has_kept, self.first_kept_np[members], 0)
-        padding = np.where(self.counts_np[members] > 0, self.first_rows_np[members], padding)
-        behind = self.first_rows_np[members, None] + at - self.bounds_np[members, None]
-        rows = np.where(own, behind, padding[:, None])
-        return np.where(kept, self.first_kept_np[members, None] + at, rows), own | kept
+        padding = np.where(self.bounds_np[members] > 0, first_kept, 0)
+        padding = np.where(self.counts_np[members] > 0, first_rows, padding)
+        rows = np.where(own, first_rows[:, None] + behind, padding[:, None])
+        return np.where(kept, first_kept[:, None] + at, rows), own, kept
 
 
 @dataclass(frozen=True)
@@ -182,11 +173,9 @@ class _Ends:
 
     sequences_np: np.ndarray  # [E]
     blocks_np: np.ndarray  # [E]
-    applied_np: (
-        np.ndarray
-    )  # [E], how many of the sequence's rows come before it, kept ones included
-    padded_np: np.ndarray  # [E], how many of its padded rows do
-    most_np: np.ndarray  # [E], how many do in any step of this shape
+    applied_np: np.ndarray  # [E], how many rows its sequence has applied, kept ones included
+    padded_np: np.ndarray  # [E], how many of its padded rows that takes
+    most_np: np.ndarray  # [E], how many it may take in a step of this shape
     full_np: np.ndarray  # [E] bool
 
     @staticmethod
@@ -196,9 +185,8 @@ class _Ends:
         last = np.flatnonzero(write_np)
         first_np, stop_np = positions_np // block_size, (positions_np + totals_np) // block_size
         num_full_np = stop_np - first_np
-        owner = np.repeat(np.arange(len(write_np)), num_full_np)
-        before = np.repeat(np.cumsum(num_full_np) - num_full_np, num_full_np)
-        columns = first_np[owner] + np.arange(len(owner)) - before
+        owner, number = _counted(num_full_np)
+        columns = first_np[owner] + number
         full_blocks = blocks_np[owner, columns]
         # Where a sequence's last state goes to the same block, that one counts.
         wanted = (full_blocks != 0) & (full_blocks != write_np[owner])
@@ -227,21 +215,20 @@ def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.nda
     """A group, its end states in order, and [n * Q] rows that its outputs are of; -1: of none."""
     lengths_np = step.lengths_np[members]
     length = max(int(lengths_np.max()), 1)
-    rows_np, live_np = step.padded(members, length)
+    rows_np, own_np, kept_np = step.padded(members, length)
     can_be_dead = step.bounds_np[members].any() or (lengths_np < length).any()
     in_order = np.array_equal(rows_np.ravel(), np.arange(step.num_rows))
     plain = in_order and not can_be_dead
     fresh_np = step.table_np[members, POSITION] == 0
     chunks, order = _chunks(ends, members, length)
     skipped = min(int(step.bounds_np[members].min()), length - 1) if len(chunks) == 1 else 0
-    own_np = step.own(members, length)
     outputs_np = np.where(own_np, rows_np, -1)[:, skipped:].ravel()
     group = Group(
         len(members),
         length,
         None if plain else mx.array(rows_np.ravel().astype(np.int32)),
         None if plain else mx.array(np.maximum(outputs_np, 0).astype(np.int32)),
-        mx.array(live_np) if can_be_dead else None,
+        mx.array(own_np | kept_np) if can_be_dead else None,
         None if len(members) == len(step.table_np) else mx.array(members.astype(np.int32)),
         mx.array(fresh_np) if fresh_np.any() else None,
         chunks,
@@ -252,10 +239,10 @@ def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.nda
 def _chunks(ends: _Ends, members: np.ndarray, length: int) -> tuple[tuple[Chunk, ...], np.ndarray]:
     """A group's chunks, and its end states in their order."""
     ours = np.flatnonzero(np.isin(ends.sequences_np, members))
+    padded = ends.padded_np[ours]
     found, order = [], []
     for start in range(0, length, CHUNK):
         stop = min(start + CHUNK, length)
-        padded = ends.padded_np[ours]
         # A sequence that applies nothing ends before the first row.
         here = ours[(padded <= stop) & ((padded > start) | (start == 0))]
         found.append(Chunk(start, stop, _endings(ends, members, here, start, stop)))
@@ -283,36 +270,40 @@ def _endings(
     )
 
 
+def _counted(numbers_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Things of which each sequence has a number: [sum] whose they are, and which of its."""
+    owner = np.repeat(np.arange(len(numbers_np)), numbers_np)
+    return owner, np.arange(len(owner)) - (np.cumsum(numbers_np) - numbers_np)[owner]
+
+
 def _keep(step: _Step, num_kept: int) -> np.ndarray:
     """[num_kept] int32, the drafts' rows."""
     certain_np = step.table_np[:, NUM_CERTAIN]
-    drafts_np = step.counts_np - certain_np
-    owner = np.repeat(np.arange(len(drafts_np)), drafts_np)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(drafts_np) - drafts_np, drafts_np)
+    owner, number = _counted(step.counts_np - certain_np)
     keep_np = np.zeros(num_kept, np.int32)
-    keep_np[step.table_np[owner, KEEP_AT] + number] = (
-        step.first_rows_np[owner] + certain_np[owner] + number
-    )
+    rows_np = (step.first_rows_np + certain_np)[owner] + number
+    keep_np[step.table_np[owner, KEEP_AT] + number] = rows_np
     return keep_np
 
 
-def _tap_rows(step: _Step) -> np.ndarray:
-    """[T, MAX_TAPS], `ReferencePlan.taps`."""
-    taps_np = np.zeros((step.num_rows, MAX_TAPS), np.int32)
-    owner = np.repeat(np.arange(len(step.counts_np)), step.counts_np)
-    before = np.repeat(np.cumsum(step.counts_np) - step.counts_np, step.counts_np)
-    number = np.arange(len(owner)) - before
-    taps_np[step.first_rows_np[owner] + number] = _newest(
-        step, owner, step.kept_np[owner] + number + 1, MAX_TAPS
-    )
-    return taps_np
+def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray) -> np.ndarray:
+    """[T + E, MAX_TAPS] int32, the newest inputs at each row and after each end, oldest first.
 
-
-def _newest(step: _Step, sequences: np.ndarray, applied: np.ndarray, number: int) -> np.ndarray:
-    """[m, number] int32, the newest inputs after so many rows, oldest first."""
-    at = applied[:, None] - np.arange(number, 0, -1)
+    Args:
+        step: its sequences' rows.
+        ends_np: [E], the sequence of each end.
+        applied_np: [E], how many rows it has applied then.
+    """
+    owner, number = _counted(step.counts_np)
+    rows_np = step.first_rows_np[owner] + number
+    sequences = np.concatenate([np.zeros(step.num_rows, np.int64), ends_np])
+    applied = np.concatenate([np.zeros(step.num_rows, np.int64), applied_np])
+    sequences[rows_np], applied[rows_np] = owner, step.kept_np[owner] + number + 1
+    sequences, at = sequences[:, None], applied[:, None] - np.arange(MAX_TAPS, 0, -1)
     zero = step.num_rows + step.num_kept_before
-    before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences[:, None]
-    fresh = step.table_np[sequences, POSITION] == 0
-    before = np.where(fresh[:, None], zero, before)
-    return np.where(at < 0, before, step.rows(sequences[:, None], at)).astype(np.int32)
+    before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences
+    before = np.where(step.table_np[sequences, POSITION] == 0, zero, before)
+    behind = at - step.kept_np[sequences]
+    kept = step.first_kept_np[sequences] + at
+    rows = np.where(behind < 0, kept, step.first_rows_np[sequences] + behind)
+    return np.where(at < 0, before, rows).astype(np.int32)
