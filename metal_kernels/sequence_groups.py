@@ -36,8 +36,9 @@ MAX_TAPS = 8
 class Endings:
     """States that are wanted of a chunk, E of them."""
 
+    length: int  # D, the chunk's first rows: no ending comes after more
     sequences: mx.array | None  # [E] int32, of the group; None: of each sequence, in order
-    #: [E, L] bool, the chunk's rows up to the one that the state comes after; None: all rows
+    #: [E, D] bool, the rows up to the one that the state comes after; None: all D
     applied: mx.array | None
 
 
@@ -54,9 +55,13 @@ class Chunk:
 class Group:
     """Sequences that are computed together, n of them padded to L rows."""
 
+    size: int  # n
     length: int  # L
-    #: [n * L] int32, of the step's rows followed by the rows kept before; None: the step's, in order
+    #: [n * L] int32, of the step's rows and then those kept before; None: the step's, in order
     rows: mx.array | None
+    #: [n * Q] int32, of the step's rows: those of the last Q of each sequence's L rows. The rows
+    #: before these are kept ones, which have no outputs. None: the step's, in order.
+    outputs: mx.array | None
     live: mx.array | None  # [n, L] bool, the rows that change something; None: all
     sequences: mx.array | None  # [n] int32, of the N; None: all, in order
     fresh: mx.array | None  # [n] bool, whose state is zero whatever it holds; None: nobody's
@@ -74,8 +79,9 @@ class ReferencePlan:
     keep: mx.array  # [num_kept] int32, of the step's rows
     uses_kept: bool  # whether kept rows may be applied
     num_kept_before: int  # P', rows that the step before kept; 0: none
-    #: [T, MAX_TAPS] int32, inputs of a convolution, oldest first: the step's rows, those kept before,
-    #: a zero, then the inputs of the N states, the newest of each, the second newest of each, ...
+    #: [T, MAX_TAPS] int32, inputs of a convolution, oldest first, by their number among: the step's
+    #: rows, those kept before, a zero, the inputs of the N states (the newest of each, then the
+    #: second newest of each, ...)
     taps: mx.array
     end_taps: mx.array  # [E, MAX_TAPS] int32, the newest inputs after each end, oldest first
     #: [E] int32, the block of each end state, in the order in which the ops return them; no 0
@@ -107,13 +113,14 @@ def plan(
     groups, order, places_np = [], [], np.zeros(num_rows, np.int32)
     placed = 0
     for members in _members(step):
-        group, in_group, padded_np = _group(step, ends, members)
+        group, in_group, outputs_np = _group(step, ends, members)
         groups.append(group)
         order.append(in_group)
-        own = (padded_np < num_rows) & step.own(members, group.length)
-        places_np[padded_np[own]] = placed + np.flatnonzero(own.ravel())
-        placed += padded_np.size
+        own = np.flatnonzero(outputs_np >= 0)
+        places_np[outputs_np[own]] = placed + own
+        placed += outputs_np.size
     order_np = np.concatenate(order)
+    taps_np = _taps(step, ends.sequences_np[order_np], ends.applied_np[order_np])
     in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
     return ReferencePlan(
         num_rows,
@@ -123,8 +130,8 @@ def plan(
         mx.array(_keep(step, num_kept)),
         bool(step.bounds_np.any()),
         num_kept_before,
-        mx.array(_tap_rows(step)),
-        mx.array(_newest(step, ends.sequences_np[order_np], ends.applied_np[order_np], MAX_TAPS)),
+        mx.array(taps_np[:num_rows]),
+        mx.array(taps_np[num_rows:]),
         ends.blocks_np[order_np].astype(np.int32),
     )
 
@@ -144,30 +151,20 @@ class _Step:
         self.first_kept_np = num_rows + self.table_np[:, FIRST_KEPT]
         self.lengths_np = self.bounds_np + self.counts_np
 
-    def rows(self, sequences: np.ndarray, applied: np.ndarray) -> np.ndarray:
-        """Rows by their number among those that a sequence applies, kept ones first."""
-        behind = applied - self.kept_np[sequences]
-        kept = self.first_kept_np[sequences] + applied
-        return np.where(behind < 0, kept, self.first_rows_np[sequences] + behind)
-
-    def own(self, members: np.ndarray, length: int) -> np.ndarray:
-        """[n, L], which of the padded rows are the step's."""
-        behind = np.arange(length) - self.bounds_np[members, None]
-        return (behind >= 0) & (behind < self.counts_np[members, None])
-
-    def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """[n, L] rows, and which of them change something.
+    def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[n, L] rows, and which of them are the step's, and which are kept ones.
 
         Padding repeats a row of the same sequence, so that no other's NaN gets into it.
         """
-        at, own = np.arange(length)[None], self.own(members, length)
+        at = np.arange(length)
+        first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
+        behind = at - self.bounds_np[members, None]
+        own = (behind >= 0) & (behind < self.counts_np[members, None])
         kept = at < self.kept_np[members, None]
-        has_kept = self.bounds_np[members] > 0
-        padding = np.where(has_kept, self.first_kept_np[members], 0)
-        padding = np.where(self.counts_np[members] > 0, self.first_rows_np[members], padding)
-        behind = self.first_rows_np[members, None] + at - self.bounds_np[members, None]
-        rows = np.where(own, behind, padding[:, None])
-        return np.where(kept, self.first_kept_np[members, None] + at, rows), own | kept
+        padding = np.where(self.bounds_np[members] > 0, first_kept, 0)
+        padding = np.where(self.counts_np[members] > 0, first_rows, padding)
+        rows = np.where(own, first_rows[:, None] + behind, padding[:, None])
+        return np.where(kept, first_kept[:, None] + at, rows), own, kept
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,9 @@ class _Ends:
 
     sequences_np: np.ndarray  # [E]
     blocks_np: np.ndarray  # [E]
-    applied_np: np.ndarray  # [E], how many of the sequence's rows come before it, kept ones included
-    padded_np: np.ndarray  # [E], how many of its padded rows do
+    applied_np: np.ndarray  # [E], how many rows its sequence has applied, kept ones included
+    padded_np: np.ndarray  # [E], how many of its padded rows that takes
+    most_np: np.ndarray  # [E], how many it may take in a step of this shape
     full_np: np.ndarray  # [E] bool
 
     @staticmethod
@@ -187,21 +185,23 @@ class _Ends:
         last = np.flatnonzero(write_np)
         first_np, stop_np = positions_np // block_size, (positions_np + totals_np) // block_size
         num_full_np = stop_np - first_np
-        owner = np.repeat(np.arange(len(write_np)), num_full_np)
-        before = np.repeat(np.cumsum(num_full_np) - num_full_np, num_full_np)
-        columns = first_np[owner] + np.arange(len(owner)) - before
+        owner, number = _counted(num_full_np)
+        columns = first_np[owner] + number
         full_blocks = blocks_np[owner, columns]
         # Where a sequence's last state goes to the same block, that one counts.
         wanted = (full_blocks != 0) & (full_blocks != write_np[owner])
         owner, columns, full_blocks = owner[wanted], columns[wanted], full_blocks[wanted]
         sequences = np.concatenate([last, owner])
-        applied = np.concatenate([totals_np[last], (columns + 1) * block_size - positions_np[owner]])
+        applied = np.concatenate(
+            [totals_np[last], (columns + 1) * block_size - positions_np[owner]]
+        )
         full = np.arange(len(sequences)) >= len(last)
         missing = step.bounds_np[sequences] - step.kept_np[sequences]
-        within_kept = full & (applied <= step.kept_np[sequences])
+        within_kept = applied < step.kept_np[sequences]
         padded = applied + np.where(within_kept, 0, missing)
         blocks = np.concatenate([write_np[last], full_blocks])
-        return _Ends(sequences, blocks, applied, padded, full)
+        most = (step.bounds_np + step.table_np[:, NUM_CERTAIN])[sequences]
+        return _Ends(sequences, blocks, applied, padded, most, full)
 
 
 def _members(step: _Step) -> list[np.ndarray]:
@@ -211,37 +211,38 @@ def _members(step: _Step) -> list[np.ndarray]:
     return [np.flatnonzero(num_chunks == number) for number in np.unique(num_chunks)]
 
 
-def _group(
-    step: _Step, ends: _Ends, members: np.ndarray
-) -> tuple[Group, np.ndarray, np.ndarray]:
-    """A group, its end states in order, and [n, L] its rows."""
+def _group(step: _Step, ends: _Ends, members: np.ndarray) -> tuple[Group, np.ndarray, np.ndarray]:
+    """A group, its end states in order, and [n * Q] rows that its outputs are of; -1: of none."""
     lengths_np = step.lengths_np[members]
     length = max(int(lengths_np.max()), 1)
-    rows_np, live_np = step.padded(members, length)
+    rows_np, own_np, kept_np = step.padded(members, length)
     can_be_dead = step.bounds_np[members].any() or (lengths_np < length).any()
-    as_they_come = np.array_equal(rows_np.ravel(), np.arange(step.num_rows))
+    in_order = np.array_equal(rows_np.ravel(), np.arange(step.num_rows))
+    plain = in_order and not can_be_dead
     fresh_np = step.table_np[members, POSITION] == 0
     chunks, order = _chunks(ends, members, length)
+    skipped = min(int(step.bounds_np[members].min()), length - 1) if len(chunks) == 1 else 0
+    outputs_np = np.where(own_np, rows_np, -1)[:, skipped:].ravel()
     group = Group(
+        len(members),
         length,
-        None if as_they_come and not can_be_dead else mx.array(rows_np.ravel().astype(np.int32)),
-        mx.array(live_np) if can_be_dead else None,
+        None if plain else mx.array(rows_np.ravel().astype(np.int32)),
+        None if plain else mx.array(np.maximum(outputs_np, 0).astype(np.int32)),
+        mx.array(own_np | kept_np) if can_be_dead else None,
         None if len(members) == len(step.table_np) else mx.array(members.astype(np.int32)),
         mx.array(fresh_np) if fresh_np.any() else None,
         chunks,
     )
-    return group, order, rows_np
+    return group, order, outputs_np
 
 
-def _chunks(
-    ends: _Ends, members: np.ndarray, length: int
-) -> tuple[tuple[Chunk, ...], np.ndarray]:
+def _chunks(ends: _Ends, members: np.ndarray, length: int) -> tuple[tuple[Chunk, ...], np.ndarray]:
     """A group's chunks, and its end states in their order."""
     ours = np.flatnonzero(np.isin(ends.sequences_np, members))
+    padded = ends.padded_np[ours]
     found, order = [], []
     for start in range(0, length, CHUNK):
         stop = min(start + CHUNK, length)
-        padded = ends.padded_np[ours]
         # A sequence that applies nothing ends before the first row.
         here = ours[(padded <= stop) & ((padded > start) | (start == 0))]
         found.append(Chunk(start, stop, _endings(ends, members, here, start, stop)))
@@ -257,45 +258,52 @@ def _endings(
     sequences_np = np.searchsorted(members, ends.sequences_np[here])
     in_order = np.array_equal(sequences_np, np.arange(len(members)))
     padded = ends.padded_np[here]
+    # What comes after is drafts and padding.
+    length = min(max(int(ends.most_np[here].max()), 1), stop) - start
     # A full block's place changes from step to step, so it does not decide.
-    to_the_end = not ends.full_np[here].any() and (padded == stop).all()
-    applied_np = np.arange(start, stop) < padded[:, None]
+    to_the_end = not ends.full_np[here].any() and (padded == start + length).all()
+    applied_np = np.arange(start, start + length) < padded[:, None]
     return Endings(
+        length,
         None if in_order else mx.array(sequences_np.astype(np.int32)),
         None if to_the_end else mx.array(applied_np),
     )
 
 
+def _counted(numbers_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Things of which each sequence has a number: [sum] whose they are, and which of its."""
+    owner = np.repeat(np.arange(len(numbers_np)), numbers_np)
+    return owner, np.arange(len(owner)) - (np.cumsum(numbers_np) - numbers_np)[owner]
+
+
 def _keep(step: _Step, num_kept: int) -> np.ndarray:
     """[num_kept] int32, the drafts' rows."""
     certain_np = step.table_np[:, NUM_CERTAIN]
-    drafts_np = step.counts_np - certain_np
-    owner = np.repeat(np.arange(len(drafts_np)), drafts_np)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(drafts_np) - drafts_np, drafts_np)
+    owner, number = _counted(step.counts_np - certain_np)
     keep_np = np.zeros(num_kept, np.int32)
-    keep_np[step.table_np[owner, KEEP_AT] + number] = (
-        step.first_rows_np[owner] + certain_np[owner] + number
-    )
+    rows_np = (step.first_rows_np + certain_np)[owner] + number
+    keep_np[step.table_np[owner, KEEP_AT] + number] = rows_np
     return keep_np
 
 
-def _tap_rows(step: _Step) -> np.ndarray:
-    """[T, MAX_TAPS], `ReferencePlan.taps`."""
-    taps_np = np.zeros((step.num_rows, MAX_TAPS), np.int32)
-    owner = np.repeat(np.arange(len(step.counts_np)), step.counts_np)
-    before = np.repeat(np.cumsum(step.counts_np) - step.counts_np, step.counts_np)
-    number = np.arange(len(owner)) - before
-    taps_np[step.first_rows_np[owner] + number] = _newest(
-        step, owner, step.kept_np[owner] + number + 1, MAX_TAPS
-    )
-    return taps_np
+def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray) -> np.ndarray:
+    """[T + E, MAX_TAPS] int32, the newest inputs at each row and after each end, oldest first.
 
-
-def _newest(step: _Step, sequences: np.ndarray, applied: np.ndarray, number: int) -> np.ndarray:
-    """[m, number] int32, the newest inputs after so many rows, oldest first."""
-    at = applied[:, None] - np.arange(number, 0, -1)
+    Args:
+        step: its sequences' rows.
+        ends_np: [E], the sequence of each end.
+        applied_np: [E], how many rows it has applied then.
+    """
+    owner, number = _counted(step.counts_np)
+    rows_np = step.first_rows_np[owner] + number
+    sequences = np.concatenate([np.zeros(step.num_rows, np.int64), ends_np])
+    applied = np.concatenate([np.zeros(step.num_rows, np.int64), applied_np])
+    sequences[rows_np], applied[rows_np] = owner, step.kept_np[owner] + number + 1
+    sequences, at = sequences[:, None], applied[:, None] - np.arange(MAX_TAPS, 0, -1)
     zero = step.num_rows + step.num_kept_before
-    before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences[:, None]
-    fresh = step.table_np[sequences, POSITION] == 0
-    before = np.where(fresh[:, None], zero, before)
-    return np.where(at < 0, before, step.rows(sequences[:, None], at)).astype(np.int32)
+    before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences
+    before = np.where(step.table_np[sequences, POSITION] == 0, zero, before)
+    behind = at - step.kept_np[sequences]
+    kept = step.first_kept_np[sequences] + at
+    rows = np.where(behind < 0, kept, step.first_rows_np[sequences] + behind)
+    return np.where(at < 0, before, rows).astype(np.int32)

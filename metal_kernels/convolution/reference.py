@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolution over sequences in MLX's operations: run() once a layer, by a plan of sequence_groups.py."""
+"""Convolution over sequences in MLX's operations: run() once a layer, by a ReferencePlan."""
 
 import mlx.core as mx
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how a state goes through a chunk of rows at once, or through each row where that is quicker.
+"""Decides how a state goes through a chunk of rows: at once, or row by row where that is quicker.
 
-With G_t the product of the decays up to row t, a chunk's updates and outputs are (the chunkwise form
-of Yang et al. 2024, arXiv:2412.06464, and of Dao and Gu 2024, arXiv:2405.21060)
+With G_t the product of the decays up to row t, a chunk's updates, outputs and states are (the
+chunkwise form of Yang et al. 2024, arXiv:2412.06464, and of Dao and Gu 2024, arXiv:2405.21060)
 
     u_t = r_t (v_t - S (G_t k_t) - sum_{i<t} u_i (k_i . (G_t/G_i) k_t))      by the delta rule
     u_t = r_t v_t                                                           without it
@@ -27,14 +27,14 @@ from metal_kernels.sequence_groups import Endings
 class Rows:
     """L rows of n sequences, float32; HV = HK * G heads."""
 
-    queries: mx.array  # [n, HK, 1, L, DK]
+    queries: mx.array  # [n, HK, 1, Q, DK], of the last Q rows; those before have no outputs
     keys: mx.array  # [n, HK, 1, L, DK]
     values: mx.array  # [n, HK, G, L, DV]
     rates: mx.array  # [n, HK, G, L, 1], 0 of rows that change nothing
     decays: mx.array | None  # [n, HK, G, L, 1 or DK], 1 of rows that change nothing
 
     def part(self, start: int, stop: int) -> Rows:
-        """Some of the rows."""
+        """Some of the rows, all of which have queries unless they are all."""
         if start == 0 and stop == self.keys.shape[-2]:
             return self
         part = (..., slice(start, stop), slice(None))
@@ -55,24 +55,33 @@ class ChunkStates:
 
     def after(self, endings: Endings | None) -> mx.array:
         """[E, HK, G, DV, DK] states at the endings; None: of each sequence after all rows."""
-        before, keys, decays, updates = self.before, self.keys, self.decays, self.updates
+        length = self.keys.shape[-2] if endings is None else endings.length
+        before = self.before
+        keys, decays, updates = (
+            array[..., :length, :] for array in (self.keys, self.decays, self.updates)
+        )
         if endings is not None and endings.sequences is not None:
             before, keys, decays, updates = (
                 mx.take(array, endings.sequences, axis=0)
                 for array in (before, keys, decays, updates)
             )
+        applied = None
         if endings is not None and endings.applied is not None:
             applied = endings.applied[:, None, None, :, None]
-            decays, updates = mx.where(applied, decays, 1), mx.where(applied, updates, 0)
+            decays = mx.where(applied, decays, 1)
         total = decays
-        if updates.shape[-2] > 1:
+        if length > 1:
             following = mx.cumprod(decays, axis=-2, reverse=True, inclusive=False)
             total = following[..., :1, :] * decays[..., :1, :]
+            if applied is not None:
+                following = mx.where(applied, following, 0)
             if decays.shape[-1] == 1:
                 updates = updates * following
             else:
                 keys = keys * following
-        return before * total + updates.swapaxes(-1, -2) @ keys
+        elif applied is not None:
+            updates = mx.where(applied, updates, 0)
+        return mx.addmm(before * total, updates.swapaxes(-1, -2), keys)
 
 
 def through_chunk(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, ChunkStates]:
@@ -84,30 +93,67 @@ def through_chunk(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, C
         delta: whether by the delta rule.
 
     Returns:
-        [n, HK, G, L, DV] outputs, and the states.
+        [n, HK, G, Q, DV] outputs, and the states.
     """
     assert rows.decays is not None
-    decays, length = rows.decays, rows.keys.shape[-2]
-    of_keys = rows.decays.shape[-1] > 1
-    passed = decays if length == 1 else mx.cumprod(decays, axis=-2)  # G
-
-    def seen(vectors: mx.array) -> mx.array:
-        """[n, HK, G, L, DV], S (G_t x_t)."""
-        if of_keys:
-            return (vectors * passed) @ state.swapaxes(-1, -2)
-        return (vectors @ state.swapaxes(-1, -2)) * passed
-
-    between = None if of_keys or length == 1 else _ratios(decays)
+    keys, decays, length = rows.keys, rows.decays, rows.keys.shape[-2]
+    if length == 1:
+        return _through_row(rows, state, delta)
+    # Keys and queries go through the same products, so they go through them together.
+    number = rows.queries.shape[-2]
+    stack = _Stack(length, number, with_keys=delta)
+    vectors = mx.concatenate([keys, rows.queries], axis=-2) if delta else rows.queries
+    seen, products = _seen(stack, vectors, decays, state), _products(stack, vectors, keys, decays)
     updates = rows.values
     if delta:
-        updates = updates - seen(rows.keys)
-    updates = updates * rows.rates
-    if delta and length > 1:
-        products = _products(rows.keys, rows.keys, decays, between)
-        updates = _solve(products * rows.rates, updates)
-    products = _products(rows.queries, rows.keys, decays, between)
-    within = products * updates if length == 1 else products @ updates
-    return seen(rows.queries) + within, ChunkStates(state, rows.keys, decays, updates)
+        updates = (updates - seen[..., :length, :]) * rows.rates
+        updates = _solve(products[..., :length, :] * rows.rates, updates)
+    else:
+        updates = updates * rows.rates
+    outputs = mx.addmm(seen[..., -number:, :], products[..., -number:, :], updates)
+    return outputs, ChunkStates(state, keys, decays, updates)
+
+
+def _through_row(rows: Rows, state: mx.array, delta: bool) -> tuple[mx.array, ChunkStates]:
+    """`through_chunk` of one row; two products with vectors are quicker than one with both."""
+    assert rows.decays is not None
+    keys, decays, transposed = rows.keys, rows.decays, state.swapaxes(-1, -2)
+
+    def seen(vectors: mx.array) -> mx.array:
+        if decays.shape[-1] > 1:
+            return (vectors * decays) @ transposed
+        return (vectors @ transposed) * decays
+
+    updates = (rows.values - seen(keys) if delta else rows.values) * rows.rates
+    within = (rows.queries * keys).sum(-1, keepdims=True) * updates
+    return seen(rows.queries) + within, ChunkStates(state, keys, decays, updates)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Which rows vectors belong to: keys to all L, above them queries to the last ones."""
+
+    length: int  # L
+    num_queries: int
+    with_keys: bool  # else the queries are alone
+
+    def of(self, array: mx.array) -> mx.array:
+        """[..., M, *] of each vector's row, of [..., L, *]."""
+        queries = array[..., self.length - self.num_queries :, :]
+        return mx.concatenate([array, queries], axis=-2) if self.with_keys else queries
+
+    def of_np(self, array_np: np.ndarray) -> np.ndarray:
+        """[M, *] of each vector's row, of [L, *]."""
+        queries_np = array_np[self.length - self.num_queries :]
+        return np.concatenate([array_np, queries_np]) if self.with_keys else queries_np
+
+
+def _seen(stack: _Stack, vectors: mx.array, decays: mx.array, state: mx.array) -> mx.array:
+    """[n, HK, G, M, DV], S (G_t x_t) of vectors [n, HK, 1, M, DK]."""
+    passed, transposed = stack.of(mx.cumprod(decays, axis=-2)), state.swapaxes(-1, -2)
+    if decays.shape[-1] > 1:
+        return (vectors * passed) @ transposed
+    return (vectors @ transposed) * passed
 
 
 @dataclass(frozen=True)
@@ -118,16 +164,16 @@ class RowStates:
 
     def after(self, endings: Endings | None) -> mx.array:
         """[E, HK, G, DV, DK] states at the endings; None: of each sequence after all rows."""
-        last = self.states[-1]
         if endings is None:
-            return last
+            return self.states[-1]
+        last, sequences = self.states[endings.length], endings.sequences
         if endings.applied is None:
-            return last if endings.sequences is None else mx.take(last, endings.sequences, axis=0)
-        sequences = endings.sequences
+            return last if sequences is None else mx.take(last, sequences, axis=0)
         if sequences is None:
             sequences = mx.arange(len(last), dtype=mx.int32)
         number = endings.applied.astype(mx.int32).sum(-1)
-        return mx.take(mx.concatenate(self.states), number * len(last) + sequences, axis=0)
+        states = mx.concatenate(list(self.states[: endings.length + 1]))
+        return mx.take(states, number * len(last) + sequences, axis=0)
 
 
 def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.array, RowStates]:
@@ -141,16 +187,18 @@ def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.a
         log_rates: [HK, G, 1, DK].
 
     Returns:
-        [n, HK, G, L, DV] outputs, and the states.
+        [n, HK, G, Q, DV] outputs, and the states.
     """
     flat = (*state.shape[:2], -1, state.shape[-1])
     inputs = (rows.values * rows.rates)[..., None]  # [n, HK, G, L, DV, 1]
     states, outputs = [state], []
+    without_output = rows.keys.shape[-2] - rows.queries.shape[-2]
     for at in range(rows.keys.shape[-2]):
         decays = mx.exp(rows.rates[..., at, :, None] * log_rates)
         states.append(states[-1] * decays + inputs[..., at, :, :] * rows.keys[..., at, None, :])
-        output = states[-1].reshape(flat) @ rows.queries[:, :, 0, at, :, None]
-        outputs.append(output.reshape(state.shape[:-1]))
+        if at >= without_output:
+            query = rows.queries[:, :, 0, at - without_output, :, None]
+            outputs.append((states[-1].reshape(flat) @ query).reshape(state.shape[:-1]))
     outputs_of_all = outputs[0][..., None, :] if len(outputs) == 1 else mx.stack(outputs, axis=-2)
     return outputs_of_all, RowStates(tuple(states))
 
@@ -162,30 +210,25 @@ def _ratios(decays: mx.array) -> mx.array:
     return mx.where(up_to, mx.cumprod(mx.where(below, decays, 1), axis=-2), 0)
 
 
-def _products(
-    vectors: mx.array, keys: mx.array, decays: mx.array, between: mx.array | None
-) -> mx.array:
-    """[n, HK, G, L, L], k_i . (G_t/G_i) x_t for i <= t, else 0.
+def _products(stack: _Stack, vectors: mx.array, keys: mx.array, decays: mx.array) -> mx.array:
+    """[n, HK, G, M, L], k_i . (G_t/G_i) x_t for i <= t, and 0 for i > t.
 
     Args:
-        vectors: [n, HK, 1, L, DK], x.
+        stack: the vectors' rows, t.
+        vectors: [n, HK, 1, M, DK], x.
         keys: [n, HK, 1, L, DK].
         decays: [n, HK, G, L, 1 or DK].
-        between: `_ratios` of a head's decays; None: each key has decays, or there is one row.
     """
-    length = keys.shape[-2]
-    if length == 1:
-        return (vectors * keys).sum(-1, keepdims=True)
-    if between is not None:
-        return (vectors @ keys.swapaxes(-1, -2)) * between
+    if decays.shape[-1] == 1:
+        return (vectors @ keys.swapaxes(-1, -2)) * stack.of(_ratios(decays))
     # A pair's ratio is a product up to a boundary between the two times one from there on; the
     # boundary is that of the widest power of two that parts them.
-    products = (vectors * keys).sum(-1, keepdims=True) * mx.array(np.eye(length, dtype=np.float32))
-    for size, pairs in _levels(length):
+    own, levels = _stacked_masks(stack)
+    products = (vectors * stack.of(keys)).sum(-1, keepdims=True) * own
+    for size, pairs in levels:
         from_start, to_stop = _from_boundary(decays, size)
-        products = products + mx.where(
-            pairs, (vectors * from_start) @ (keys * to_stop).swapaxes(-1, -2), 0
-        )
+        part = (vectors * stack.of(from_start)) @ (keys * to_stop).swapaxes(-1, -2)
+        products = products + part * pairs
     return products
 
 
@@ -207,21 +250,24 @@ def _from_boundary(decays: mx.array, size: int) -> tuple[mx.array, mx.array]:
 def _solve(lower: mx.array, right: mx.array) -> mx.array:
     """(I + L)^-1 R, of which L is the part of `lower` below its diagonal.
 
-    The inverse of twice the size is [[A^-1, 0], [-D^-1 B A^-1, D^-1]] of [[A, 0], [B, D]]: its entries
-    stay as small as the answer's, where powers of L would not.
+    The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]], from one size of blocks to
+    the next: its entries stay as small as the answer's, where powers of L would not.
 
     Args:
         lower: [..., L, L].
         right: [..., L, DV].
     """
-    inverse = None
-    for _, pairs in _levels(lower.shape[-1]):
-        part = mx.where(pairs, lower, 0)
-        if inverse is None:
-            inverse = mx.array(np.eye(lower.shape[-1], dtype=np.float32)) - part
-        else:
-            inverse = inverse - inverse @ (part @ inverse)
+    length = lower.shape[-1]
+    levels = [lower * pairs for pairs in _levels(length)]
+    inverse = _eye(length) - levels[0]
+    for part in levels[1:]:
+        inverse = inverse - inverse @ (part @ inverse)
     return inverse @ right
+
+
+@cache
+def _eye(length: int) -> mx.array:
+    return mx.array(np.eye(length, dtype=np.float32))
 
 
 @cache
@@ -231,13 +277,25 @@ def _below(length: int) -> tuple[mx.array, mx.array]:
 
 
 @cache
-def _levels(length: int) -> tuple[tuple[int, mx.array], ...]:
-    """Powers of two, and [L, L] bool whether such a run's boundary is the widest between i and t > i."""
-    at = np.arange(length)
-    levels, size = [], 1
+def _levels(length: int) -> tuple[mx.array, ...]:
+    """[L, L] float32 each, of `_boundaries`."""
+    return tuple(mx.array(pairs_np) for _, pairs_np in _boundaries(length))
+
+
+@cache
+def _stacked_masks(stack: _Stack) -> tuple[mx.array, tuple[tuple[int, mx.array], ...]]:
+    """[M, L] float32, where t = i; and `_boundaries` of each vector's row, [M, L]."""
+    boundaries = _boundaries(stack.length)
+    return mx.array(stack.of_np(np.eye(stack.length, dtype=np.float32))), tuple(
+        (size, mx.array(stack.of_np(pairs_np))) for size, pairs_np in boundaries
+    )
+
+
+def _boundaries(length: int) -> list[tuple[int, np.ndarray]]:
+    """Powers of two, and [L, L] float32: 1 where the widest boundary of i and t > i is one's."""
+    run, boundaries, size = np.arange(length), [], 1
     while size < length:
-        run = at // size
-        pairs = (run[:, None] % 2 == 1) & (run[None] == run[:, None] - 1)
-        levels.append((size, mx.array(pairs)))
-        size *= 2
-    return tuple(levels)
+        pairs_np = (run[:, None] % 2 == 1) & (run[None] == run[:, None] - 1)
+        boundaries.append((size, pairs_np.astype(np.float32)))
+        run, size = run // 2, size * 2
+    return boundaries

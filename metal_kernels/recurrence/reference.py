@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences over sequences in MLX's operations: run() once a layer, by a plan of sequence_groups.py."""
+"""Recurrences over sequences in MLX's operations: run() once a layer, by a ReferencePlan."""
 
 from dataclasses import replace
 
 import mlx.core as mx
 
-from metal_kernels.recurrence.chunks import ChunkStates, Rows, RowStates, through_chunk, through_rows
+from metal_kernels.recurrence.chunks import (
+    ChunkStates,
+    Rows,
+    RowStates,
+    through_chunk,
+    through_rows,
+)
 from metal_kernels.sequence_groups import Group, ReferencePlan
 from metal_kernels.sequences import RecurrenceInputs
 
@@ -110,15 +116,11 @@ def _rows(group: Group, sources: tuple[mx.array, RecurrenceInputs]) -> Rows:
     queries, inputs = sources
     num_key_heads, num_heads = inputs.keys.shape[1], inputs.values.shape[1]
     per_head = (num_key_heads, num_heads // num_key_heads)
-    query_rows = group.rows
-    if query_rows is not None:
-        # Kept rows have no queries; what comes out of theirs is of no use.
-        query_rows = mx.minimum(query_rows, len(queries) - 1)
 
     def padded(source: mx.array, rows: mx.array | None, *last: int) -> mx.array:
-        """[n, HK, 1 or G, L, *]."""
+        """[n, HK, 1 or G, L or Q, *]."""
         taken = source if rows is None else mx.take(source, rows, axis=0)
-        of_groups = taken.astype(mx.float32).reshape(-1, group.length, *last)
+        of_groups = taken.astype(mx.float32).reshape(group.size, -1, *last)
         return of_groups.transpose(0, 2, 3, 1, 4)
 
     def live(array: mx.array, otherwise: int) -> mx.array:
@@ -131,7 +133,7 @@ def _rows(group: Group, sources: tuple[mx.array, RecurrenceInputs]) -> Rows:
         width = 1 if decays.ndim == 2 else decays.shape[-1]
         decays = live(padded(decays, group.rows, *per_head, width), 1)
     return Rows(
-        padded(queries, query_rows, num_key_heads, 1, queries.shape[-1]),
+        padded(queries, group.outputs, num_key_heads, 1, queries.shape[-1]),
         padded(inputs.keys, group.rows, num_key_heads, 1, queries.shape[-1]),
         padded(inputs.values, group.rows, *per_head, inputs.values.shape[-1]),
         live(padded(inputs.rates, group.rows, *per_head, 1), 0),
@@ -149,7 +151,7 @@ def _states(group: Group, states: mx.array) -> mx.array:
 
 
 def _outputs(plan: ReferencePlan, outputs: list[mx.array], values: mx.array) -> mx.array:
-    """[T, HV, DV] of the groups' [n, HK, G, L, DV]."""
+    """[T, HV, DV] of the groups' [n, HK, G, Q, DV]."""
     if plan.num_rows == 0:
         return values
     padded = [output.transpose(0, 3, 1, 2, 4).reshape(-1, *values.shape[1:]) for output in outputs]
