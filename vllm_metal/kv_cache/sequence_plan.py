@@ -206,11 +206,11 @@ class _Step:
             blocks = _without_passed(blocks, since, begins, self.size)
             table = mx.array(table_np)
         num_carried = self.num_carried
-        num_kept = stable(num_new + num_carried) if num_new + num_carried else 0
+        keeps = num_new + num_carried > 0
+        num_fresh = stable(max(num_new, 1) + num_carried) - num_carried if keeps else 1
         num_rows = max(int(self.layout.query_start_loc_np[-1]), 1)
         applies = bool(most.any() or num_carried)
         num_before = num_before if applies else 0
-        num_fresh = max(num_kept - num_carried, 1)
         plan = SequencePlan(
             scope,
             Sequences(
@@ -222,7 +222,7 @@ class _Step:
                 num_fresh,
             ),
             applies=applies,
-            keeps=num_kept > 0,
+            keeps=keeps,
             carried=_rows_of(self.carried) if num_carried else None,
             groups=None
             if by_kernels
@@ -231,7 +231,7 @@ class _Step:
             ),
             reads=None if by_kernels else mx.array(table_np[:, sequences.READ]),
         )
-        return plan, self._left(table_np, num_reqs, num_kept - num_carried)
+        return plan, self._left(table_np, num_reqs, num_fresh)
 
     def _exact(
         self,
