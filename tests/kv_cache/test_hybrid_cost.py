@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
-from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer
+from vllm_metal.attention.layers import AttentionLayer, SequenceLayer
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import allocate_kv_caches, block_size_for, kv_cache_specs
@@ -37,7 +37,7 @@ def layers_of(name):
     return [
         AttentionLayer(f"layers.{index}", heads * 4, heads, size, None)
         if index in where
-        else RecurrentLayer(f"layers.{index}", form)
+        else SequenceLayer(f"layers.{index}", form)
         for index in range(attending + with_states)
     ]
 

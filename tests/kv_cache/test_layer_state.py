@@ -9,7 +9,7 @@ from kv_cache.recurrent import HybridModel
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
-from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attention_layers
+from vllm_metal.attention.layers import AttentionLayer, RunLayer, attention_layers
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.kernels import KernelKVCache
@@ -86,6 +86,7 @@ class Server:
             logits_indices=None,
             num_drafts_np=None if drafts is None else np.array(drafts, np.int32),
         )
+        self.rows = rows
         with self.paged.step(rows, self.tables) as caches:
             logits = self.model(rows.input_ids[:, None], cache=caches)[:, 0]
         mx.async_eval(logits)
@@ -108,9 +109,9 @@ def test_layers_of_each_kind_are_read_off_the_model(model):
     form = StateFormat(((32,),), (mx.float32,))
     assert attention_layers(model, "hybrid") == [
         AttentionLayer("layers.0", 4, 2, 64, None),
-        RecurrentLayer("layers.1", form),
+        RunLayer("layers.1", form),
         AttentionLayer("layers.2", 4, 2, 64, 24),
-        RecurrentLayer("layers.3", form),
+        RunLayer("layers.3", form),
     ]
 
 
@@ -157,7 +158,7 @@ def test_a_state_goes_back_to_the_last_accepted_token(model, config, pool, accep
     drafts[accepted:] = (drafts[accepted:] + 1) % VOCAB
     rows = np.concatenate([truth[20:21], drafts])
     server.step([(0, 20, rows), (1, 20, other[20:21])], drafts=(3, 0))
-    server.paged.restore(np.array([accepted, 4], np.int32))
+    server.paged.learn(server.rows, np.array([accepted, 4], np.int32))
     ends = 21 + accepted
     found = server.step([(0, ends, truth[ends:]), (1, 21, other[21:])])
     close(found[0], dense(model, truth)[ends:])

@@ -266,8 +266,8 @@ class Bench:
             self.learn(req_idx, end, of_request.tolist())
             for req_idx, end, of_request in zip(req_indices, ends, drafts, strict=True)
         ]
-        if self.executor.rolls_back:
-            self.executor.restore(spans.query_start_loc_np[1:] - 1 - counts + accepted)
+        if self.executor.keeps_states:
+            self.executor.learn(rows, spans.query_start_loc_np[1:] - 1 - counts + accepted)
         return counts.tolist()
 
     def check(self, req_idx, drafts):

@@ -18,12 +18,24 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_metal.attention.attention_layer import AttentionLayer
-from vllm_metal.attention.recurrent_layer import RecurrentLayer, RecurrentProbe
+from vllm_metal.attention.recurrent_layer import (
+    RecurrentLayer,
+    RecurrentProbe,
+    RunLayer,
+    SequenceLayer,
+)
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.mlx_patches import library_kernels, module_calls
 from vllm_metal.mlx_patches.seam import AttendingCache, Scoring
 
-__all__ = ["PROBES", "AttentionLayer", "RecurrentLayer", "attention_layers", "decoder_layer"]
+__all__ = [
+    "PROBES",
+    "AttentionLayer",
+    "RunLayer",
+    "SequenceLayer",
+    "attention_layers",
+    "decoder_layer",
+]
 
 
 class Probe(Protocol):
