@@ -156,3 +156,13 @@ def random_turns(rng: np.random.Generator, requests: list[Request], longest: int
         else:
             turns.append(Turn(int(rng.integers(1, 3)), int(rng.integers(0, 5)), accepted))
     return turns
+
+
+def verification(traffic: Traffic, requests: list[Request], accepted: list[int]) -> Step:
+    """Each request has one certain row and three drafts."""
+    return traffic.step(requests, [Turn(1, 3, number) for number in accepted])
+
+
+def settled_requests() -> list[Request]:
+    """Eight requests at different positions, each with three drafts to judge."""
+    return [Request(10 + index, 900 + index, 3, 3 * index) for index in range(8)]

@@ -20,6 +20,8 @@ from tests.metal_kernels.sequence_traffic import (
     Turn,
     play,
     random_turns,
+    settled_requests,
+    verification,
 )
 
 HK, GROUP, DV, DK = 2, 2, 6, 16
@@ -169,29 +171,6 @@ def test_a_whole_text_equals_mlx_lms_state_space_model(length=300):
     )  # fmt: skip
     assert close(out, expected[0])
     assert close(ended, state)
-
-
-def verification(traffic: Traffic, requests: list[Request], accepted: list[int]) -> Step:
-    return traffic.step(requests, [Turn(1, 3, number) for number in accepted])
-
-
-def settled_requests() -> list[Request]:
-    """Eight requests at different positions, each with three drafts to judge."""
-    return [Request(10 + index, 900 + index, 3, 3 * index) for index in range(8)]
-
-
-def test_steps_of_one_shape_have_one_key():
-    rng, keys = np.random.default_rng(5), set()
-    for _ in range(10):
-        traffic = Traffic(rng, 1000)
-        traffic.num_kept = 24
-        accepted = rng.integers(0, 4, 8).tolist()
-        step = verification(traffic, settled_requests(), accepted)
-        arrays = []
-        keys.add(all_else(plan(*step.arguments), arrays))
-    assert len(keys) == 1
-    other = traffic.step(settled_requests(), [Turn(1, 2, 0)] * 8)
-    assert all_else(plan(*other.arguments), []) not in keys
 
 
 @pytest.mark.parametrize("name", RULES)
