@@ -28,8 +28,8 @@ from metal_kernels.sequences import (
 SHORT = 16
 #: Rows that a state goes through at once; what is quadratic in them then costs as much as the rest.
 CHUNK = 32
-#: Inputs that a row of a convolution may have.
-MAX_TAPS = 8
+#: Inputs that a row of a convolution has, at most, unless a plan is made for more.
+NUM_TAPS = 8
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class ReferencePlan:
     keep: mx.array  # [num_kept] int32, of the step's rows
     uses_kept: bool  # whether kept rows may be applied
     num_kept_before: int  # P', rows that the step before kept; 0: none
-    #: [T, MAX_TAPS] int32, inputs of a convolution, oldest first, by their number among: the step's
+    #: [T, num_taps] int32, inputs of a convolution, oldest first, by their number among: the step's
     #: rows, those kept before, a zero, the inputs of the N states (the newest of each, then the
     #: second newest of each, ...)
     taps: mx.array
-    end_taps: mx.array  # [E, MAX_TAPS] int32, the newest inputs after each end, oldest first
+    end_taps: mx.array  # [E, num_taps] int32, the newest inputs after each end, oldest first
     #: [E] int32, the block of each end state, in the order in which the ops return them; no 0
     ends_blocks_np: np.ndarray = field(compare=False)
 
@@ -96,6 +96,7 @@ def plan(
     num_kept: int,
     num_kept_before: int,
     bounds_np: np.ndarray,
+    num_taps: int = NUM_TAPS,
 ) -> ReferencePlan:
     """Plans a step whose numbers are all known to the host.
 
@@ -107,6 +108,7 @@ def plan(
         num_kept: rows to be kept for the next step, 1 at least.
         num_kept_before: rows that the step before kept.
         bounds_np: [N] int, the most kept rows that could have been applied of each sequence.
+        num_taps: inputs that a row of a convolution has, at most.
     """
     step = _Step(table_np, bounds_np, num_rows, num_kept_before)
     ends = _Ends.find(step, blocks_np, block_size)
@@ -120,7 +122,7 @@ def plan(
         places_np[outputs_np[own]] = placed + own
         placed += outputs_np.size
     order_np = np.concatenate(order)
-    taps_np = _taps(step, ends.sequences_np[order_np], ends.applied_np[order_np])
+    taps_np = _taps(step, ends.sequences_np[order_np], ends.applied_np[order_np], num_taps)
     in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
     return ReferencePlan(
         num_rows,
@@ -286,8 +288,8 @@ def _keep(step: _Step, num_kept: int) -> np.ndarray:
     return keep_np
 
 
-def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray) -> np.ndarray:
-    """[T + E, MAX_TAPS] int32, the newest inputs at each row and after each end, oldest first.
+def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray, num_taps: int) -> np.ndarray:
+    """[T + E, num_taps] int32, the newest inputs at each row and after each end, oldest first.
 
     Args:
         step: its sequences' rows.
@@ -299,7 +301,7 @@ def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray) -> np.ndarra
     sequences = np.concatenate([np.zeros(step.num_rows, np.int64), ends_np])
     applied = np.concatenate([np.zeros(step.num_rows, np.int64), applied_np])
     sequences[rows_np], applied[rows_np] = owner, step.kept_np[owner] + number + 1
-    sequences, at = sequences[:, None], applied[:, None] - np.arange(MAX_TAPS, 0, -1)
+    sequences, at = sequences[:, None], applied[:, None] - np.arange(num_taps, 0, -1)
     zero = step.num_rows + step.num_kept_before
     before = zero + 1 + (-1 - at) * len(step.counts_np) + sequences
     before = np.where(step.table_np[sequences, POSITION] == 0, zero, before)

@@ -3,7 +3,7 @@
 
 import mlx.core as mx
 
-from metal_kernels.sequence_groups import MAX_TAPS, ReferencePlan
+from metal_kernels.sequence_groups import ReferencePlan
 
 #: Rows whose K inputs are gathered at once: a few megabytes, which a cache holds.
 _TILE = 64
@@ -31,12 +31,13 @@ def run(
         [T, C]; [E, K-1, C] states of the dtype they had, and [num_kept, C] drafts' inputs.
 
     Raises:
-        ValueError: K is above MAX_TAPS, or the plan is of another number of kept rows.
+        ValueError: K is above what the plan was made for, or the plan is of another number of kept rows.
     """
     num_channels, num_taps = weight.shape[:2]
     num_kept_before = 0 if kept is None else len(kept)
-    if num_taps > MAX_TAPS:
-        raise ValueError(f"a convolution has {num_taps} taps; at most {MAX_TAPS} are planned")
+    planned = plan.taps.shape[1]
+    if num_taps > planned:
+        raise ValueError(f"a convolution has {num_taps} taps; at most {planned} are planned")
     if num_kept_before != plan.num_kept_before:
         raise ValueError(f"{num_kept_before} kept rows, planned were {plan.num_kept_before}")
     dtype = inputs.dtype
@@ -46,10 +47,10 @@ def run(
     scale = weight.reshape(num_channels, num_taps).T.astype(mx.float32)
     outs = []
     for start in range(0, plan.num_rows, _TILE):
-        taken = mx.take(source, plan.taps[start : start + _TILE, MAX_TAPS - num_taps :], axis=0)
+        taken = mx.take(source, plan.taps[start : start + _TILE, planned - num_taps :], axis=0)
         out = (taken * scale).sum(1)
         outs.append((out if bias is None else out + bias).astype(dtype))
-    ended = mx.take(source, plan.end_taps[:, MAX_TAPS - num_taps + 1 :], axis=0)
+    ended = mx.take(source, plan.end_taps[:, planned - num_taps + 1 :], axis=0)
     drafts = mx.take(source, plan.keep, axis=0)
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs) if outs else inputs
     return out, ended.astype(states.dtype), drafts

@@ -104,9 +104,7 @@ def test_calls_do_not_grow_with_requests():
 
 
 def test_a_decode_step_is_one_run_in_order():
-    plan = RunPlan.from_layout(
-        layout_of([5, 9, 30], [1, 1, 1], None, [[1, 0], [2, 0], [3, 4]])
-    )
+    plan = RunPlan.from_layout(layout_of([5, 9, 30], [1, 1, 1], None, [[1, 0], [2, 0], [3, 4]]))
     (run,) = plan.runs
     assert run.rows.tolist() == [[0], [1], [2]]
     assert run.requests is None and run.kept is None and plan.places is None and plan.fresh is None

@@ -86,7 +86,7 @@ class Play:
         self.rng = rng = np.random.default_rng(3)
         self.weights, self.lagging = Weights(rng), lagging
         self.state = SequenceState(MEMORIES[memory](pool), FORM)
-        self.scope = SequenceScope(self.state.by_kernels)
+        self.scope = SequenceScope(self.state.by_kernels, TAPS)
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
         self.free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
@@ -115,7 +115,9 @@ class Play:
         begins = np.array([self.texts[index].computed for index in who])
         accepted = np.array([int(rng.integers(0, n + 1)) for n in drafts])
         numbers = []
-        for index, begin, count, n, right in zip(who, begins, counts, drafts, accepted, strict=True):
+        for index, begin, count, n, right in zip(
+            who, begins, counts, drafts, accepted, strict=True
+        ):
             given = list(self.texts[index].values[begin : begin + count])
             given[count - n + right :] = [value + 1 for value in given[count - n + right :]]
             numbers.append(given)
@@ -146,9 +148,7 @@ class Play:
         self.state.begin_step()
         self.scope.begin(mx.zeros(int(starts[-1]), mx.int32), layout)
         flat = np.concatenate(numbers)
-        found, _ = self.state.call(
-            self.scope.plan, lambda call: self.weights.module(flat, call)
-        )
+        found, _ = self.state.call(self.scope.plan, lambda call: self.weights.module(flat, call))
         self.scope.end()
         found = np.array(found)
         for place, index in enumerate(who):

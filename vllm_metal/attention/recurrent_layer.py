@@ -142,7 +142,8 @@ class SequenceLayer(RecurrentLayer):
 
     def scope(self, state: LayerState) -> SequenceScope:
         assert isinstance(state, SequenceState)
-        return SequenceScope(state.by_kernels)
+        convolutions = [shape[0] + 1 for shape in self.form.shapes if len(shape) == 2]
+        return SequenceScope(state.by_kernels, max(convolutions, default=1))
 
     def cache(self, state: LayerState, scope: StepScope) -> RowsCache:
         assert isinstance(state, SequenceState)

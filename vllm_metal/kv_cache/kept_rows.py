@@ -121,7 +121,9 @@ class KeptRows:
         nothing = Entries.none()
         if not len(entries):
             return nothing, found_np, nothing, nothing
-        place_np = np.full(int(max(entries.req_indices_np.max(), req_indices_np.max(initial=0))) + 2, -1)
+        place_np = np.full(
+            int(max(entries.req_indices_np.max(), req_indices_np.max(initial=0))) + 2, -1
+        )
         place_np[entries.req_indices_np] = np.arange(len(entries))
         place_np[-1] = -1
         found_np = place_np[req_indices_np]

@@ -48,14 +48,15 @@ class SequencePlan:
 class SequenceScope(StepScope[SequencePlan]):
     """What the layers of one KV cache group share of a step, and who has drafts to be applied."""
 
-    def __init__(self, by_kernels: bool) -> None:
+    def __init__(self, by_kernels: bool, num_taps: int) -> None:
         """
         Args:
             by_kernels: whether kernels compute, by numbers that only the device knows.
+            num_taps: inputs that a row of the layers' convolutions has, at most.
         """
         super().__init__(self._planned)
         self.number = next(_numbers)
-        self.by_kernels = by_kernels
+        self.by_kernels, self.num_taps = by_kernels, num_taps
         self._block_size = 0
         self.kept = KeptRows()
 
@@ -96,7 +97,7 @@ class SequenceScope(StepScope[SequencePlan]):
     ) -> SequencePlan:
         """Arguments as `KeptRows.take` returns them."""
         step = _Step(layout, entries, found_np, settled, carried)
-        plan, left = step.planned(self.number, self.by_kernels, self.kept.num_rows)
+        plan, left = step.planned(self, self.kept.num_rows)
         num_kept = plan.sequences.num_kept + step.num_carried if plan.keeps else 0
         self.kept.add(left, layout.query_start_loc_np, num_kept)
         return plan
@@ -170,14 +171,11 @@ class _Step:
         late = lag_of(self.settled.lag, len(self.settled))
         return mx.concatenate([now, late]), mx.concatenate([before, late])
 
-    def planned(
-        self, scope: int, by_kernels: bool, num_before: int
-    ) -> tuple[SequencePlan, Entries]:
+    def planned(self, scope: SequenceScope, num_before: int) -> tuple[SequencePlan, Entries]:
         """The plan, and the entries that it leaves.
 
         Args:
-            scope: number of what asks.
-            by_kernels: see SequenceScope.
+            scope: that asks.
             num_before: rows that the step before kept.
         """
         num_reqs, num_late = len(self.counts_np), len(self.settled)
@@ -212,7 +210,7 @@ class _Step:
         applies = bool(most.any() or num_carried)
         num_before = num_before if applies else 0
         plan = SequencePlan(
-            scope,
+            scope.number,
             Sequences(
                 table,
                 mx.array(blocks),
@@ -225,11 +223,12 @@ class _Step:
             keeps=keeps,
             carried=_rows_of(self.carried) if num_carried else None,
             groups=None
-            if by_kernels
+            if scope.by_kernels
             else sequence_groups.plan(
-                *(table_np, blocks, self.size, num_rows, num_fresh, num_before, most)
+                *(table_np, blocks, self.size, num_rows, num_fresh, num_before, most),
+                num_taps=scope.num_taps,
             ),
-            reads=None if by_kernels else mx.array(table_np[:, sequences.READ]),
+            reads=None if scope.by_kernels else mx.array(table_np[:, sequences.READ]),
         )
         return plan, self._left(table_np, num_reqs, num_fresh)
 

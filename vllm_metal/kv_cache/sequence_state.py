@@ -95,4 +95,3 @@ class SequenceState(RecurrentState[SequencePlan]):
 
         if plan.scope in self._idle:  # else the layer was never called
             self.call(plan, repeat)
-

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metal_kernels.convolution import reference
-from metal_kernels.sequence_groups import MAX_TAPS, plan
+from metal_kernels.sequence_groups import NUM_TAPS, plan
 from tests.metal_kernels.sequence_traffic import Request, Traffic, Turn, play, random_turns
 
 
@@ -26,7 +26,7 @@ class Taps:
 
 def test_steps_equal_a_play_from_token_to_token(seed=0, num_channels=6):
     rng = np.random.default_rng(seed)
-    for num_taps in (2, 4, MAX_TAPS):
+    for num_taps in (2, 4, NUM_TAPS):
         weight = rng.normal(size=(num_channels, num_taps)).astype(np.float32)
         bias = rng.normal(size=num_channels).astype(np.float32)
         cell, traffic = Taps(weight.astype(np.float64), bias), Traffic(rng, block_size=4)
