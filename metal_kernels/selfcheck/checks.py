@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
-from metal_kernels.selfcheck import timing
-from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome
+from metal_kernels.selfcheck import states, timing
+from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
 
 #: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.
@@ -19,9 +19,11 @@ _FEWEST = 12
 def checks(case: Case) -> list[Check]:
     """The checks of a case in order: a kernel relies on those before it."""
     sizes = Tiles.for_layer(case.shape, case.window)
+    kind = case.states or StateKind()
+    of_states = {"convolution": bool(kind.channels), "recurrence": kind.heads is not None}
     found = []
     for kernel in KERNELS:
-        if kernel not in case.kernels:
+        if kernel not in case.kernels or not of_states.get(kernel, True):
             continue
         if kernel in ("decode", "prefill"):
             found += [Check(kernel, rows) for rows in getattr(sizes, kernel)]
@@ -79,6 +81,8 @@ def check_kernel(
     if check.rows is not None:
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))
+    if check.kernel == "recurrence":  # token by token on the host too
+        num_steps = min(num_steps, _FEWEST)
     error = tolerance = None
     log = detail = ""
     times: dict[str, dict[str, float]] = {}
@@ -86,7 +90,10 @@ def check_kernel(
         if check.kernel in CHOICES:
             times = timing.compare(case, check.kernel, tiles or every)
         else:
-            found = findings(case, check, num_steps, tiles or every)
+            if check.kernel in ("convolution", "recurrence"):
+                found = states.findings(case, check.kernel, num_steps)
+            else:
+                found = findings(case, check, num_steps, tiles or every)
             worst = max(found, key=lambda finding: finding.share)
             error, tolerance = worst.error, worst.tolerance
             detail = "" if worst.share <= 1 else worst.detail
