@@ -27,9 +27,11 @@ KERNELS = (
     "convolution",
     "recurrence",
 )
-#: Checked after the kernels: by which way rows attend faster. An outcome has the times of each way.
-CHOICES = ("decode_way", "prefill_way")
-#: The ways: our kernels; or MLX's fused attention over contexts that `kv_gather` reads.
+#: Checked after the kernels: by which way rows attend faster, and long prompts go through states by
+#: the delta rule. An outcome has the times of each way.
+CHOICES = ("decode_way", "prefill_way", "recurrence_way")
+#: The ways: our kernels; or MLX's fused attention over contexts that `kv_gather` reads, and its
+#: chunked delta rule between a read and a write of states by `kv_states`.
 WAYS = ("metal", "mlx")
 #: The first way of WAYS is left only where another is faster by more than this share: two runs of
 #: one thing differ by a few per cent.
@@ -48,6 +50,12 @@ class StateKind:
     dtype: mx.Dtype = mx.float32  # of recurrent states; a convolution's have that of rows
     channels: int = 0  # of the convolution; 0: there is none
     taps: int = 4
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether MLX has a function for it that takes a prompt in chunks."""
+        by_heads = self.delta and self.decays == "heads" and self.dtype == mx.float32
+        return self.heads is not None and by_heads
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"dtype": dtype_name(self.dtype)}

@@ -56,7 +56,7 @@ def findings(case: Case, kernel: str, num_steps: int) -> Iterator[Finding]:
     assert kind is not None  # checks() asks for these kernels only where there are states
     steps = _steps(np.random.default_rng(0), case.block_size, num_steps, _LONGEST[kernel])
     layer = (_Convolution if kernel == "convolution" else _Recurrence)(case, kind, steps)
-    pools, split = _pools(case, layer.part)
+    pools, split = make_pools(case, layer.part)
     kept: object = None
     results: list[mx.array] = []
     after: list[mx.array] = []
@@ -149,11 +149,11 @@ def _replayed(
 
 
 class _Convolution:
-    """Of random rows."""
+    """A convolution of random rows."""
 
     def __init__(self, case: Case, kind: StateKind, steps: list[_Step]) -> None:
         rng = np.random.default_rng(1)
-        self.part = _parts(case)[0]
+        self.part = parts_of(case)[0]
         self._inputs = [_normal(rng, (s.num_rows, kind.channels), case.dtype) for s in steps]
         self._weight = _normal(rng, (kind.channels, kind.taps), case.dtype)
         self._rows_np = [floats(array) for array in self._inputs]
@@ -177,14 +177,14 @@ class _Convolution:
 
 
 class _Recurrence:
-    """Of random rows, keys of length 1 or so."""
+    """A recurrence of random rows, whose keys have length 1 or so."""
 
     def __init__(self, case: Case, kind: StateKind, steps: list[_Step]) -> None:
         assert kind.heads is not None
         rng = np.random.default_rng(1)
-        self._kind, self.part = kind, _parts(case)[1]
+        self._kind, self.part = kind, parts_of(case)[1]
         self._group = kind.heads[2] // kind.heads[0]
-        self._rows = [_recurrence_rows(rng, case, kind, step.num_rows) for step in steps]
+        self._rows = [recurrence_rows(rng, case, kind, step.num_rows) for step in steps]
         self._rows_np = [
             {"queries": floats(queries)}
             | {
@@ -228,9 +228,10 @@ class _Recurrence:
         return state, (state * query).sum(axis=2)
 
 
-def _recurrence_rows(
+def recurrence_rows(
     rng: np.random.Generator, case: Case, kind: StateKind, num_rows: int
 ) -> tuple[mx.array, RecurrenceInputs]:
+    """Queries and inputs of random rows."""
     assert kind.heads is not None
     num_keys, key_size, num_heads, value_size = kind.heads
     queries, keys = (
@@ -254,7 +255,7 @@ def _normal(
     return mx.array(rng.normal(0, scale, shape).astype(np.float32)).astype(dtype)
 
 
-def _parts(case: Case) -> tuple[StatePart, StatePart]:
+def parts_of(case: Case) -> tuple[StatePart, StatePart]:
     """The convolution's part of a state, and behind it the recurrence's."""
     kind = case.states
     assert kind is not None
@@ -265,8 +266,11 @@ def _parts(case: Case) -> tuple[StatePart, StatePart]:
     return first, StatePart(start, (heads[2], heads[3], heads[1]), kind.dtype)
 
 
-def _pools(case: Case, part: StatePart) -> tuple[list[mx.array], int]:
-    """Pools of NaN as the case's layers have them, and how many of their blocks hold a state."""
+def make_pools(case: Case, part: StatePart, fill: int = 255) -> tuple[list[mx.array], int]:
+    """Pools as the case's layers have them, and how many of their blocks hold a state.
+
+    Each byte is `fill`: 255 makes NaN of floats.
+    """
     shape = case.shape
     sizes = [shape.head_size] if shape.latent else [shape.head_size] * 2
     block = sum(shape.num_kv_heads * case.block_size * size for size in sizes)
@@ -275,7 +279,7 @@ def _pools(case: Case, part: StatePart) -> tuple[list[mx.array], int]:
     count = (1 + _REQUESTS * _OF_REQUEST) * split
     heads = (shape.num_kv_heads, count, case.block_size)
     pools = [
-        mx.full((*heads, size * case.cache_dtype.size), 255, mx.uint8).view(case.cache_dtype)
+        mx.full((*heads, size * case.cache_dtype.size), fill, mx.uint8).view(case.cache_dtype)
         for size in sizes
     ]
     mx.eval(pools)
