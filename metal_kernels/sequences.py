@@ -40,7 +40,9 @@ class Sequences:
     #: is its block's last, that block gets the state; 0: it does not.
     blocks: mx.array
     #: [M, 2] int32: a request, and the first of up to TILE_ROWS of its rows, counted from the
-    #: request's first of the step; one tile, from 0, for a request that has no rows too.
+    #: request's first of the step; one tile, from 0, for a request that has no rows too. One that
+    #: begins past its request's rows is only room for a tile, as a table's row of zeros is for a
+    #: request.
     tiles: mx.array
     block_size: int  # tokens of a block
     num_rows: int  # T

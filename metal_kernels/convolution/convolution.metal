@@ -76,6 +76,9 @@ const int request = tiles[2 * thread_position_in_grid.y];
 const int first = tiles[2 * thread_position_in_grid.y + 1];  // of the request's rows
 const device Sequence& sequence = ((const device Sequence*)table)[request];
 const ulong num_blocks = key_pool_shape[1] / SPLIT;
+if (first > 0 && first >= sequence.num_rows) {
+  return;  // no tile, but room for one
+}
 
 Inputs<T, TAPS> given;
 given.kept = kept + static_cast<ulong>(sequence.first_kept) * channels + channel;

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plays engine steps on this machine's kernels and compares them with the references."""
 
-from metal_kernels.selfcheck.case import CHOICES, KERNELS, WAYS, Case, Check, Outcome, dtype_name
+from metal_kernels.selfcheck.case import (
+    CHOICES,
+    KERNELS,
+    WAYS,
+    Case,
+    Check,
+    Outcome,
+    StateKind,
+    dtype_name,
+)
 from metal_kernels.selfcheck.checks import (
     STEPS,
     check_kernel,
@@ -19,6 +28,7 @@ __all__ = [
     "Case",
     "Check",
     "Outcome",
+    "StateKind",
     "Work",
     "check_kernel",
     "checks",

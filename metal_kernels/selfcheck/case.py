@@ -24,15 +24,57 @@ KERNELS = (
     "prefill",
     "reduce",
     "graph",
+    "convolution",
+    "recurrence",
 )
-#: Checked after the kernels: by which way rows attend faster. An outcome has the times of each way.
-CHOICES = ("decode_way", "prefill_way")
-#: The ways: our kernels; or MLX's fused attention over contexts that `kv_gather` reads.
+#: Checked after the kernels: by which way rows attend faster, and long prompts go through states by
+#: the delta rule. An outcome has the times of each way.
+CHOICES = ("decode_way", "prefill_way", "recurrence_way")
+#: The ways: our kernels; or MLX's fused attention over contexts that `kv_gather` reads, and its
+#: chunked delta rule between a read and a write of states by `kv_states`.
 WAYS = ("metal", "mlx")
 #: The first way of WAYS is left only where another is faster by more than this share: two runs of
 #: one thing differ by a few per cent.
 TIE = 0.05
 _DTYPES = ("dtype", "cache_dtype")
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """States of recurrent layers, and the rule by which rows change them."""
+
+    #: (HK, DK, HV, DV) of `RecurrenceInputs`; None: there is no recurrence.
+    heads: tuple[int, int, int, int] | None = None
+    delta: bool = False
+    decays: str = "heads"  # one of a head, of each of its "keys", or from "rates"
+    dtype: mx.Dtype = mx.float32  # of recurrent states; a convolution's have that of rows
+    channels: int = 0  # of the convolution; 0: there is none
+    taps: int = 4
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether MLX has a function for it that takes a prompt in chunks."""
+        by_heads = self.delta and self.decays == "heads" and self.dtype == mx.float32
+        return self.heads is not None and by_heads
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"dtype": dtype_name(self.dtype)}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> StateKind:
+        heads = fields["heads"] and tuple(fields["heads"])
+        return StateKind(**fields | {"dtype": getattr(mx, fields["dtype"]), "heads": heads})
+
+    def __str__(self) -> str:
+        parts = [f"{self.channels} channels"] if self.channels else []
+        if self.heads is not None:
+            num_keys, key_size, num_heads, value_size = self.heads
+            rule = "by the delta rule" if self.delta else "in a state-space model"
+            parts.append(
+                f"{num_heads}/{num_keys} heads of {value_size} x {key_size} {rule}, decays of "
+                f"{self.decays}, {dtype_name(self.dtype)}"
+            )
+        return "states of " + " and ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -47,16 +89,21 @@ class Case:
     sinks: bool = False  # in every other step
     softcap: float | None = None
     kernels: tuple[str, ...] = KERNELS  # which of them, and of CHOICES, to check
+    states: StateKind | None = None  # of recurrent layers that share the pool
 
     def to_json(self) -> dict[str, Any]:
         dtypes = {name: dtype_name(getattr(self, name)) for name in _DTYPES}
-        return vars(self) | dtypes | {"shape": dataclasses.asdict(self.shape)}
+        states = None if self.states is None else self.states.to_json()
+        shape = dataclasses.asdict(self.shape)
+        return vars(self) | dtypes | {"shape": shape, "states": states}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Case:
         dtypes = {name: getattr(mx, fields[name]) for name in _DTYPES}
         shape, kernels = AttentionShape(**fields["shape"]), tuple(fields["kernels"])
-        return Case(**fields | dtypes | {"shape": shape, "kernels": kernels})
+        states = fields.get("states")
+        of_states = None if states is None else StateKind.from_json(states)
+        return Case(**fields | dtypes | {"shape": shape, "kernels": kernels, "states": of_states})
 
     def __str__(self) -> str:
         size = self.shape.head_size
@@ -70,6 +117,8 @@ class Case:
             parts.append(f"window {self.window}")
         if self.softcap is not None:
             parts.append(f"soft cap {self.softcap}")
+        if self.states is not None:
+            parts.append(str(self.states))
         return ", ".join(parts)
 
 

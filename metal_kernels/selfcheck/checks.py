@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
-from metal_kernels.selfcheck import timing
-from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome
+from metal_kernels.selfcheck import state_timing, states, timing
+from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
 
 #: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.
@@ -19,15 +19,22 @@ _FEWEST = 12
 def checks(case: Case) -> list[Check]:
     """The checks of a case in order: a kernel relies on those before it."""
     sizes = Tiles.for_layer(case.shape, case.window)
+    kind = case.states or StateKind()
+    of_states = {
+        "convolution": bool(kind.channels),
+        "recurrence": kind.heads is not None,
+        "recurrence_way": kind.has_chunks,
+    }
+    wanted = {name for name in case.kernels if of_states.get(name, True)}
     found = []
     for kernel in KERNELS:
-        if kernel not in case.kernels:
+        if kernel not in wanted:
             continue
         if kernel in ("decode", "prefill"):
             found += [Check(kernel, rows) for rows in getattr(sizes, kernel)]
         elif kernel != "reduce" or sizes.split:
             found.append(Check(kernel))
-    return found + [Check(choice) for choice in CHOICES if choice in case.kernels]
+    return found + [Check(choice) for choice in CHOICES if choice in wanted]
 
 
 def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
@@ -45,6 +52,10 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
             continue
         tiles = usable(case, outcomes)
         attends = bool(tiles.decode or tiles.prefill)
+        if check.kernel == "recurrence_way":
+            if ours.get(Check("recurrence")):
+                return check
+            continue
         if check.kernel in CHOICES and not (attends and ours.get(Check("kv_gather"))):
             continue
         if check.kernel not in ("reduce", "graph") or attends:
@@ -79,14 +90,21 @@ def check_kernel(
     if check.rows is not None:
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))
+    if check.kernel == "recurrence":  # token by token on the host too
+        num_steps = min(num_steps, _FEWEST)
     error = tolerance = None
     log = detail = ""
     times: dict[str, dict[str, float]] = {}
     try:
-        if check.kernel in CHOICES:
+        if check.kernel == "recurrence_way":
+            times = state_timing.compare(case)
+        elif check.kernel in CHOICES:
             times = timing.compare(case, check.kernel, tiles or every)
         else:
-            found = findings(case, check, num_steps, tiles or every)
+            if check.kernel in ("convolution", "recurrence"):
+                found = states.findings(case, check.kernel, num_steps)
+            else:
+                found = findings(case, check, num_steps, tiles or every)
             worst = max(found, key=lambda finding: finding.share)
             error, tolerance = worst.error, worst.tolerance
             detail = "" if worst.share <= 1 else worst.detail

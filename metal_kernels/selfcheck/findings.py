@@ -97,9 +97,9 @@ def _compare_contexts(
     for index, array in enumerate(found):
         pool, scales = wanted[index], wanted[2 + index]
         assert pool is not None  # found what there is
-        expected = _floats(gather_reference.gather(pool, table, case.dtype, scales))
+        expected = floats(gather_reference.gather(pool, table, case.dtype, scales))
         allowed = np.abs(expected) * (0.0 if scales is None else 2 * _FLOAT_EPS)
-        yield _compare(where + "KV"[index], _CONTEXT_AXES, _floats(array), expected, allowed)
+        yield compare(where + "KV"[index], _CONTEXT_AXES, floats(array), expected, allowed)
 
 
 def _compare_attention(
@@ -137,11 +137,11 @@ def _compare_attention(
         softcap=case.softcap,
         fused=False,
     )
-    wanted = _floats(expected)
+    wanted = floats(expected)
     weight_error = _FLOAT_EPS * (math.sqrt(case.shape.head_size) + 8 + (case.softcap or 0.0))
     largest_value = float(mx.abs(values).max())
     allowed = np.abs(wanted) * mx.finfo(case.dtype).eps + 2 * weight_error * largest_value
-    return _compare(f"{where}output", ("row", "head", "element"), _floats(found), wanted, allowed)
+    return compare(f"{where}output", ("row", "head", "element"), floats(found), wanted, allowed)
 
 
 def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]:
@@ -156,23 +156,25 @@ def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]
         elements, pool, scales = found[index], wanted[index], wanted[2 + index]
         if elements is None or pool is None:
             continue
-        expected = _floats(gather_reference.decode(pool, scales))
+        expected = floats(gather_reference.decode(pool, scales))
         allowed = np.zeros_like(expected)
         if scales is not None and case.cache_dtype == mx.uint8:  # 3 bits of mantissa, 2^-9 at least
-            allowed = np.abs(expected) * (1 / 8 + 1 / 128) + _floats(scales)[..., None] * 2.0**-8
+            allowed = np.abs(expected) * (1 / 8 + 1 / 128) + floats(scales)[..., None] * 2.0**-8
         elif scales is not None:
-            allowed = allowed + _floats(scales)[..., None] * (1 + 2.0**-8)
-        array = _floats(gather_reference.decode(elements, found[2 + index]))
-        yield _compare(f"pool at the end: {part}", _POOL_AXES, array, expected, allowed)
+            allowed = allowed + floats(scales)[..., None] * (1 + 2.0**-8)
+        array = floats(gather_reference.decode(elements, found[2 + index]))
+        yield compare(f"pool at the end: {part}", _POOL_AXES, array, expected, allowed)
 
 
-def _floats(array: mx.array) -> np.ndarray:
+def floats(array: mx.array) -> np.ndarray:
+    """An array in float32."""
     return np.array(array.astype(mx.float32))
 
 
-def _compare(
+def compare(
     where: str, axes: tuple[str, ...], found: np.ndarray, wanted: np.ndarray, allowed: np.ndarray
 ) -> Finding:
+    """The element of these arrays, all of one shape, that is nearest to what is allowed it."""
     error = np.nan_to_num(np.abs(found - wanted), nan=_LARGEST, posinf=_LARGEST)
     share = _share(error, allowed)
     place = np.unravel_index(np.argmax(share), share.shape)

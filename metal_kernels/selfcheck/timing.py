@@ -37,7 +37,7 @@ def copy_bandwidth(size: int = 2**28) -> float:
     source = mx.zeros(size // 4, mx.float32)
     mx.eval(source)
 
-    (seconds,) = _in_turn([lambda fence: [fence, source + 1]], 1)
+    (seconds,) = in_turn([lambda fence: [fence, source + 1]], 1)
     return 2 * size / seconds
 
 
@@ -54,7 +54,7 @@ class Work:
 
         A compiler's or a driver's error passes through.
         """
-        (seconds,) = _in_turn([self.call], _CALLS)
+        (seconds,) = in_turn([self.call], _CALLS)
         return seconds
 
 
@@ -113,7 +113,7 @@ def compare(
             layer.attend(requests, query, context, tiles),
             layer.attend_gathered(requests, query, context),
         )
-        for way, seconds in zip(WAYS, _in_turn(ways, calls, clock), strict=True):
+        for way, seconds in zip(WAYS, in_turn(ways, calls, clock), strict=True):
             found[way][name] = seconds
     return found
 
@@ -126,10 +126,10 @@ def _bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, 
     return requests, query, context
 
 
-def _in_turn(
+def in_turn(
     ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[float]:
-    """Median seconds of a call each way; the first round, which compiles, does not count."""
+    """Median seconds of one of `calls` calls each way; the first round, which compiles, is left."""
     rounds: list[list[float]] = [[] for _ in ways]
     for number in range(_ROUNDS + 1):
         for call, seconds in zip(ways, rounds, strict=True):

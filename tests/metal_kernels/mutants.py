@@ -454,6 +454,7 @@ _FAULTS: _Faults = {
         ),
     ],
     (CONVOLUTION, "convolution", BOUNDS): [
+        ("rows of a tile that has none", "first >= sequence.num_rows", "false"),
         (
             "tiles that are full",
             "metal::min(first + TILE_ROWS, sequence.num_rows)",

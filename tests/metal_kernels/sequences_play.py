@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.sequences import TILE_ROWS, Sequences, StatePart
+from metal_kernels.sequences import COLUMNS, TILE_ROWS, Sequences, StatePart
 
 BLOCK_SIZE = 5
 OF_REQUEST = 4  # blocks of the pool that are a request's own; block 0 is nobody's
@@ -35,8 +35,12 @@ class Step:
     num_kept: int
 
     def sequences(self) -> Sequences:
-        tiles = [(r, f) for r, row in enumerate(self.table) for f in range(0, max(row[1], 1), 64)]
-        assert TILE_ROWS == 64
+        tiles = [
+            (request, first)
+            for request, columns in enumerate(self.table)
+            for first in range(0, max(columns[1], 1), TILE_ROWS)
+        ]
+        tiles.append((0, 1 << 20))  # room for one
         return Sequences(
             mx.array(self.table.astype(np.int32)),
             mx.array(self.blocks.astype(np.int32)),
@@ -81,6 +85,8 @@ class Traffic:
             ends = ends or after + longest > 100 * BLOCK_SIZE
             self._requests[place] = None if ends else next_of
             row, kept = row + certain + drafts, kept + drafts
+        table.append([0] * COLUMNS)  # room for a request
+        blocks.append(blocks[0])
         return Step(np.array(table), np.array(blocks), row, kept + 2)
 
 

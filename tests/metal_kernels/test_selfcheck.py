@@ -20,6 +20,7 @@ from metal_kernels.selfcheck import (
     Case,
     Check,
     Outcome,
+    StateKind,
     check_kernel,
     checks,
     usable,
@@ -36,6 +37,10 @@ F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.in
 SMALL = AttentionShape(4, 2, 64, 64)
 PLAIN = Case(SMALL, F32, F32, 16)
 STEPS = 8
+OF_STATES = ("convolution", "recurrence")
+RECURRENT = replace(
+    PLAIN, kernels=OF_STATES, states=StateKind((2, 32, 4, 6), delta=True, channels=96)
+)
 
 
 def wrapped(around):
@@ -71,11 +76,15 @@ def test_kernels_that_are_right_pass(case):
 
 
 def test_only_what_attention_of_a_shape_launches_is_checked():
-    assert in_use(PLAIN) == list(KERNELS)
-    assert in_use(replace(PLAIN, window=100)) == [name for name in KERNELS if name != "reduce"]
+    of_attention = [name for name in KERNELS if name not in OF_STATES]
+    assert in_use(PLAIN) == of_attention
+    assert in_use(replace(PLAIN, window=100)) == [n for n in of_attention if n != "reduce"]
     many = replace(PLAIN, shape=AttentionShape(128, 2, 64, 64))  # 64 rows to a token
     assert "decode" not in in_use(many)
     assert in_use(replace(PLAIN, kernels=("decode", "kv_write"))) == ["kv_write", "decode"]
+    assert in_use(replace(PLAIN, states=RECURRENT.states)) == list(KERNELS)
+    convolution_alone = replace(PLAIN, states=StateKind(channels=8))
+    assert in_use(convolution_alone) == [*of_attention, "convolution"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,7 @@ WRONG_INPUTS = {
 }
 #: Kernels of a check of another name.
 CHECKED_AS = {"read_states": "kv_states", "write_states": "kv_states"}
-ALONE = [name for name in KERNELS if name not in ("graph", "kv_states")]
+ALONE = [name for name in KERNELS if name not in ("graph", "kv_states", *OF_STATES)]
 
 
 @pytest.mark.parametrize("wrong", [*ALONE, *CHECKED_AS])
@@ -141,6 +150,52 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
     assert "expected" in failed[0].detail
     if wrong in ("decode", "prefill", "reduce"):
         assert "head 1, element 63" in failed[0].detail
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        RECURRENT,
+        Case(  # latent attention beside it; a state of several blocks of the pool
+            AttentionShape(16, 1, 576, 512),
+            BF16,
+            BF16,
+            16,
+            kernels=OF_STATES,
+            states=StateKind((1, 16, 700, 1), False, "rates", BF16, channels=40),
+        ),
+        Case(SMALL, F16, INT8, 16, kernels=OF_STATES, states=StateKind((2, 9, 4, 5), True, "keys")),
+    ],
+    ids=str,
+)
+def test_kernels_of_states_that_are_right_pass(case):
+    with kernel.using(metal_interpreter.metal_kernel):
+        outcomes = check(case, STEPS)
+    assert [outcome.kernel for outcome in outcomes] == in_use(case)
+    for outcome in outcomes:
+        assert outcome.ok and 0 < outcome.largest_error <= outcome.tolerance, outcome
+        assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+@pytest.mark.parametrize("wrong", OF_STATES)
+@pytest.mark.parametrize("fault", ["output", "kept rows", "state"])
+def test_a_kernel_of_states_that_is_wrong_is_named(wrong, fault):
+    def around(name, run, call):
+        if name != wrong:
+            return run(**call)
+        if fault == "state":  # written to the block before
+            table = call["inputs"][0] - mx.array([0] * 7 + [1, 0], mx.int32)
+            return run(**call | {"inputs": [table, *call["inputs"][1:]]})
+        out, kept, *others = run(**call)
+        if fault == "output":
+            out[..., 1] += 0.01
+        return [out, kept * (1.01 if fault == "kept rows" else 1), *others]
+
+    with kernel.using(wrapped(around)):
+        failed = [outcome for outcome in check(RECURRENT, STEPS) if not outcome.ok]
+    assert [outcome.kernel for outcome in failed] == [wrong]
+    assert failed[0].largest_error > failed[0].tolerance
+    assert "expected" in failed[0].detail
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention import AttentionShape, Tiles, gathered
-from metal_kernels.selfcheck import CHOICES, Case, Outcome, timing
+from metal_kernels.selfcheck import Case, Outcome, timing
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=40, softcap=30.0),
@@ -20,7 +20,7 @@ BATCHES = {"decode_way": [(2, 1, 64)], "prefill_way": [(1, 20, 64)]}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", BATCHES)
 def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
     # The clock is read before and after the calls of a way: its 12 pairs are six rounds of both.
     took = [100.0, 100.0, 1.0, 20.0, 2.0, 10.0, 9.0, 30.0, 3.0, 40.0, 4.0, 50.0]

@@ -20,6 +20,7 @@ from metal_kernels.selfcheck import (
     WAYS,
     Case,
     Outcome,
+    StateKind,
     dtype_name,
     next_check,
 )
@@ -50,6 +51,12 @@ class Runner:
     time_limit: float  # seconds for each kernel
 
 
+# Of Qwen3-Next, Mamba and Mamba-2, with fewer heads.
+_DELTA_RULE = StateKind((2, 128, 4, 128), delta=True, channels=256)
+_SELECTIVE_SCAN = StateKind((1, 16, 256, 1), decays="rates", dtype=mx.bfloat16, channels=256)
+_STATE_SPACE = StateKind((1, 128, 4, 64), channels=256)
+
+
 def all_cases() -> list[Case]:
     """Cases of all dtypes, head sizes, block sizes and caches; the quickest to check first."""
     shapes = [_shape(size) for size in _GROUPS] + [_LATENT]
@@ -61,7 +68,13 @@ def all_cases() -> list[Case]:
         for block_size in (16, 32)
     ]
     # Windows, sinks and soft caps use the same compiled kernels, so each kind tries only one.
-    extras: list[dict[str, Any]] = [{}, {"sinks": True}, {"window": 40}, {"softcap": 30.0}, {}]
+    extras: list[dict[str, Any]] = [
+        {},
+        {"sinks": True},
+        {"window": 40},
+        {"softcap": 30.0},
+        {"states": _DELTA_RULE},
+    ]
     cases = [Case(*kind, **extras[index % len(extras)]) for index, kind in enumerate(kinds)]
     return sorted(cases, key=_work)
 
@@ -74,9 +87,9 @@ def _work(case: Case) -> int:
 def quick_cases() -> list[Case]:
     """A few cases that run each kernel, and each kind of cache."""
     return [
-        Case(_shape(64), mx.float16, mx.float16, 16, sinks=True),
-        Case(_shape(128), mx.bfloat16, mx.uint8, 32),
-        Case(_shape(80), mx.float32, mx.int8, 16, softcap=30.0, window=300),
+        Case(_shape(64), mx.float16, mx.float16, 16, sinks=True, states=_DELTA_RULE),
+        Case(_shape(128), mx.bfloat16, mx.uint8, 32, states=_SELECTIVE_SCAN),
+        Case(_shape(80), mx.float32, mx.int8, 16, softcap=30.0, window=300, states=_STATE_SPACE),
     ]
 
 
@@ -206,7 +219,7 @@ def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[d
 
 def header() -> str:
     """The line of column names above the lines of `row`."""
-    columns = "".join(f"{kernel:>10}" for kernel in KERNELS)
+    columns = "".join(f"{kernel:>12}" for kernel in KERNELS)
     return f"{'dtype':9} {'cache':9}{'head':>5}{'block':>6} {columns}{'s':>8}"
 
 
@@ -215,7 +228,7 @@ def row(case: Case, outcomes: Sequence[Outcome]) -> str:
     by_kernel: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_kernel.setdefault(outcome.kernel, []).append(outcome)
-    cells = "".join(f"{_cell(by_kernel.get(kernel, [])):>10}" for kernel in KERNELS)
+    cells = "".join(f"{_cell(by_kernel.get(kernel, [])):>12}" for kernel in KERNELS)
     seconds = sum(outcome.seconds for outcome in outcomes)
     return (
         f"{dtype_name(case.dtype):9} {dtype_name(case.cache_dtype):9}"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times long prompts through states by the delta rule: our kernel, and MLX's function in chunks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels import kv_states, recurrence
+from metal_kernels.op_common import BITS
+from metal_kernels.selfcheck.case import WAYS, Case
+from metal_kernels.selfcheck.states import make_pools, parts_of, recurrence_rows
+from metal_kernels.selfcheck.timing import Call, in_turn
+from metal_kernels.sequences import Sequences
+
+_ROWS = (512, 2048)  # of a prompt's chunk
+_CALLS = 4  # of a round, queued together
+_BLOCK = 1  # of the pool, which the chunk's state is in
+
+
+def compare(
+    case: Case,
+    prompts: Sequence[int] = _ROWS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, dict[str, float]]:
+    """Times the ways of WAYS in turn, as `timing.compare` does.
+
+    Args:
+        case: of a layer whose states have float32 numbers, the delta rule and a decay a head.
+        prompts: rows of each chunk, of one request.
+        clock: seconds.
+
+    Returns:
+        By way, then call: the median of the rounds' seconds for one call.
+    """
+    found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    for num_rows in prompts:
+        ways = _ways(case, num_rows)
+        for way, seconds in zip(WAYS, in_turn(ways, _CALLS, clock), strict=True):
+            found[way][f"1 x {num_rows}"] = seconds
+    return found
+
+
+def _ways(case: Case, num_rows: int) -> tuple[Call, Call]:
+    """Calls that bring the state in _BLOCK on by so many rows."""
+    part = parts_of(case)[1]
+    pools, split = make_pools(case, part, fill=0)
+    kind = case.states
+    assert kind is not None
+    queries, inputs = recurrence_rows(np.random.default_rng(0), case, kind, num_rows)
+    table = [0, num_rows, num_rows, 0, 0, 1, _BLOCK, _BLOCK, 0]
+    nowhere = mx.zeros((1, num_rows // case.block_size + 1), mx.int32)
+    tiles = mx.array([[0, 0]], mx.int32)  # the convolution's
+    step = Sequences(
+        mx.array([table], mx.int32), nowhere, tiles, case.block_size, num_rows, num_kept=1
+    )
+    size = math.prod(part.shape)
+    width = -(-(part.start + 4 * size) // case.cache_dtype.size)
+    blocks_np = np.array([_BLOCK])
+    blocks = mx.array(blocks_np.astype(np.int32))
+
+    def ours(fence: mx.array) -> list[mx.array]:
+        out, _, done = recurrence.run(
+            step, queries, inputs, None, pools, part, True, None, split, [fence]
+        )
+        return [done, out]
+
+    given = (queries, inputs.keys, inputs.values, inputs.decays, inputs.rates)
+    query, key, value, decay, rate = (array[None] for array in given if array is not None)
+
+    def chunked(fence: mx.array) -> list[mx.array]:
+        bits, read = kv_states.read(pools, blocks, width, split, [fence])
+        state = bits.view(mx.uint8)[:, part.start :].view(part.dtype)[:, :size]
+        out, state = mx.fast.gated_delta_update(
+            query, key, value, decay, rate, state.reshape(1, *part.shape)
+        )
+        written = mx.concatenate(
+            [bits.view(mx.uint8)[:, : part.start], state.reshape(1, -1).view(mx.uint8)], axis=1
+        )
+        return [kv_states.write(pools, blocks_np, _whole(written, case), split, [read]), out]
+
+    return ours, chunked
+
+
+def _whole(state: mx.array, case: Case) -> mx.array:
+    """The bytes of states as `kv_states.write` takes them."""
+    size = case.cache_dtype.size
+    missing = -state.shape[1] % size
+    return (mx.pad(state, [(0, 0), (0, missing)]) if missing else state).view(BITS[size])
