@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts, prompts and many requests cost a model with recurrent layers, beside a dense one.
 
-Two models of like shape and random weights: in one, three of four layers go by the gated delta rule,
-with heads of 128 x 128; in the other all layers attend. A tiny draft model drafts, and the number of
-drafts is fixed. Hardly any is accepted, which changes nothing in what verifying them costs. All
-engines live in one process and take turns, a few steps each, so that a drifting machine hits all
-alike. Prints tables, writes JSON, draws the plot: `python benchmarks/hybrids.py`.
+Two models of like shape and random weights: in one, three of four layers go by the gated delta
+rule, with heads of 128 x 128; in the other all layers attend. A tiny draft model drafts, and the
+number of drafts is fixed. Hardly any is accepted, which changes nothing in what verifying them
+costs. All engines live in one process and take turns, a few steps each, so that a drifting machine
+hits all alike. Prints tables, writes JSON, draws the plot: `python benchmarks/hybrids.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts how often each weight takes part in a product in the graph of a step's forward."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
