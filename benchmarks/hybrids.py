@@ -344,7 +344,8 @@ def run(rounds: int, steps: int, scratch: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"parameters": parameters, "steps": steps, "drafts": checked}
     report |= {"steps_ms": found, "first_token_ms": measure_prompts(engines, max(rounds // 3, 2))}
     report["streams_ms"] = measure_streams(engines, max(rounds // 3, 2), steps)
-    return report | {"load": [load, os.getloadavg()[0]]}
+    threads = os.environ.get("OMP_NUM_THREADS", "all")
+    return report | {"threads": threads, "load": [load, os.getloadavg()[0]]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
