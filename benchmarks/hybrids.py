@@ -5,13 +5,14 @@ Two models of like shape and random weights: in one, three of four layers go by 
 rule, with heads of 128 x 128; in the other all layers attend. A tiny draft model drafts, and the
 number of drafts is fixed. Hardly any is accepted, which changes nothing in what verifying them
 costs. All engines live in one process and take turns, a few steps each, so that a drifting machine
-hits all alike. Prints tables, writes JSON, draws the plot: `python benchmarks/hybrids.py`.
+hits all alike. Beside times of the wall clock stand those of the processor, of all threads of the
+process: with `OMP_NUM_THREADS=1` other programs disturb these little. Prints tables, writes JSON,
+draws the plot: `python benchmarks/hybrids.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -19,7 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,12 @@ from vllm_metal.settings import envs
 if envs.requested_device() == "cpu":
     blas.load()  # comes before MLX
 
-import mlx.core as mx
+from _hybrid_models import CONTEXT, MODELS, VOCABULARY, write_model
 from _shared import Prompts, note, table
-from mlx.utils import tree_flatten
 from vllm import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY = 32000
+TARGETS = ("hybrid", "dense")
 DRAFTS = (0, 1, 3, 5)
 STREAMS = 16  # requests at once, where there are many
 PROMPT = 512  # tokens, where the time to the first token is measured; one step
@@ -46,75 +47,26 @@ BEGINNING = 32  # tokens before a stream's first
 #: Steps of an engine's turn that do not count: the device may still compute for the one before, and
 #: two steps of its own may be in flight.
 TAKE_UP = 3
-CONTEXT = 4096
-
-_COMMON = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
-#: config.json by model: Qwen3-Next's layers with dense MLPs, Qwen3's, and Llama's.
-MODELS = {
-    "hybrid": _COMMON
-    | {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "full_attention_interval": 4,
-        "partial_rotary_factor": 0.25,
-        "linear_num_value_heads": 8,
-        "linear_num_key_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 0,
-        "num_experts_per_tok": 1,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "mlp_only_layers": list(range(8)),
-        "norm_topk_prob": True,
-    },
-    "dense": _COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "draft": _COMMON
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "tie_word_embeddings": True,
-    },
-}
-TARGETS = ("hybrid", "dense")
 
 
-def write_model(name: str, folder: Path) -> int:
-    """Writes a model folder with random weights; the number of its parameters."""
-    config = MODELS[name]
-    family = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    mx.random.seed(0)
-    model = family.Model(family.ModelArgs.from_dict(config))
-    arrays = dict(tree_flatten(model.parameters()))
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
-    return sum(array.size for array in arrays.values())
+@dataclass(frozen=True)
+class Time:
+    """Milliseconds."""
+
+    wall: float
+    cpu: float  # of all threads of the process
+
+    @staticmethod
+    def of(work: Callable[[], None], count: int = 1) -> Time:
+        """A part of what the work takes: one of so many."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return Time(1e3 * wall / count, 1e3 * cpu / count)
 
 
 class Engine:
-    """One engine in this process, driven step by step; times are of the wall clock."""
+    """One engine in this process, driven step by step."""
 
     def __init__(self, model: Path, draft: Path, num_drafts: int, prompts: Prompts) -> None:
         """
@@ -173,31 +125,29 @@ class Engine:
             self._core.step()
         self._running = []
 
-    def steps_ms(self, count: int) -> float:
-        """Mean milliseconds of a step, of so many that gave all the streams tokens."""
-        for _ in range(TAKE_UP):
-            self._step()
-        started = time.perf_counter()
+    def steps(self, count: int) -> Time:
+        """Of a step, the mean of so many that gave all the streams tokens."""
+        self._step(TAKE_UP)
+        return Time.of(lambda: self._step(count), count)
+
+    def _step(self, count: int) -> None:
         for _ in range(count):
-            self._step()
-        return 1e3 * (time.perf_counter() - started) / count
+            outputs: list[Any] = []
+            while len(outputs) < len(self._running):
+                outputs = self._core.step()
+            self.tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    def _step(self) -> None:
-        outputs: list[Any] = []
-        while len(outputs) < len(self._running):
-            outputs = self._core.step()
-        self.tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    def first_token_ms(self) -> float:
-        """Milliseconds to the first token of a new prompt, sent alone."""
-        started = time.perf_counter()
-        self._add(PROMPT, 1)
-        while not self._core.step():
-            pass
-        found = 1e3 * (time.perf_counter() - started)
+    def first_token(self) -> Time:
+        """Until the first token of a new prompt, sent alone."""
+        found = Time.of(self._answer)
         while self._core.has_unfinished_requests():
             self._core.step()
         return found
+
+    def _answer(self) -> None:
+        self._add(PROMPT, 1)
+        while not self._core.step():
+            pass
 
     def _count_drafts(self) -> None:
         """Has the scheduler count the rows that it gives to drafts."""
@@ -214,19 +164,20 @@ class Engine:
 
 
 Engines = dict[tuple[str, int], Engine]
-Runs = dict[str, list[float]]
+Runs = dict[str, list[Time]]  # one a round
+Milliseconds = dict[str, list[float]]
 
 
 def measure_drafts(engines: Engines, rounds: int, steps: int) -> tuple[Runs, dict[str, Any]]:
-    """Milliseconds of a step of one stream by model and number of drafts; and what was drafted."""
+    """Times of a step of one stream by model and number of drafts; and what was drafted."""
     for engine in engines.values():
         engine.start(1)
-        engine.steps_ms(2 * steps)  # shapes that come for the first time
+        engine.steps(2 * steps)  # shapes that come for the first time
     begun = {key: (len(engine.draft_rows), engine.tokens) for key, engine in engines.items()}
     runs: Runs = {}
     for number in range(rounds):
         for (model, drafts), engine in engines.items():
-            runs.setdefault(f"{model}, {drafts}", []).append(engine.steps_ms(steps))
+            runs.setdefault(f"{model}, {drafts}", []).append(engine.steps(steps))
         note(f"drafts, round {number + 1} of {rounds}")
     checked = {}
     for (model, drafts), engine in engines.items():
@@ -241,11 +192,11 @@ def measure_drafts(engines: Engines, rounds: int, steps: int) -> tuple[Runs, dic
 
 
 def measure_prompts(engines: Engines, rounds: int) -> Runs:
-    """Milliseconds to the first token of a prompt, by model."""
+    """Times to the first token of a prompt, by model."""
     runs: Runs = {}
     for number in range(rounds + 1):
         for model in TARGETS:
-            found = engines[model, 0].first_token_ms()
+            found = engines[model, 0].first_token()
             if number:  # the first one meets new shapes
                 runs.setdefault(model, []).append(found)
         note(f"prompts, round {number} of {rounds}")
@@ -253,47 +204,48 @@ def measure_prompts(engines: Engines, rounds: int) -> Runs:
 
 
 def measure_streams(engines: Engines, rounds: int, steps: int) -> Runs:
-    """Milliseconds of a step without drafts, by model and number of requests."""
+    """Times of a step without drafts, by model and number of requests."""
     runs: Runs = {}
     for number in range(rounds):
         for model, streams in itertools.product(TARGETS, (1, STREAMS)):
             engine = engines[model, 0]
             engine.start(streams)
-            engine.steps_ms(steps // 2)
-            runs.setdefault(f"{model}, {streams}", []).append(engine.steps_ms(steps))
+            engine.steps(steps // 2)
+            runs.setdefault(f"{model}, {streams}", []).append(engine.steps(steps))
             engine.stop()
         note(f"streams, round {number + 1} of {rounds}")
     return runs
 
 
-def medians(runs: Runs) -> dict[str, float]:
+def medians(runs: Milliseconds) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in runs.items()}
 
 
-def draft_share(runs: Runs, model: str) -> float:
+def draft_share(runs: Milliseconds, model: str) -> float:
     """What four more drafts cost, in plain steps: (step at 5 - step at 1) / plain step; the median
     of the rounds' own ratios."""
     plain, one, five = (runs[f"{model}, {drafts}"] for drafts in (0, 1, 5))
     return statistics.median((c - b) / a for a, b, c in zip(plain, one, five, strict=True))
 
 
-def show(report: dict[str, Any]) -> None:
-    """Prints the tables."""
-    steps = medians(report["steps_ms"])
+def show(times: dict[str, Milliseconds], clock: str) -> None:
+    """Prints the tables of one clock."""
+    steps = medians(times["steps"])
     rows = [[name, *(steps[f"{name}, {k}"] for k in DRAFTS)] for name in TARGETS]
-    heads = ["ms a step, one stream", *(f"{drafts} drafts" for drafts in DRAFTS), "(5 - 1) / 0"]
-    table(heads, [[*row, draft_share(report["steps_ms"], str(row[0]))] for row in rows])
-    least = {name: min(found) for name, found in report["steps_ms"].items()}
-    rows = [[name, *(least[f"{name}, {k}"] for k in DRAFTS)] for name in TARGETS]
-    heads[0] = "the least of the rounds"
-    table(heads, [[*row, (row[4] - row[2]) / row[1]] for row in rows])
-    first = medians(report["first_token_ms"])
-    heads = [f"ms to the first token of {PROMPT}", *TARGETS, "hybrid / dense"]
-    table(heads, [["", *(first[name] for name in TARGETS), first["hybrid"] / first["dense"]]])
-    streams = medians(report["streams_ms"])
+    heads = [f"{clock} ms of a step", *(f"{drafts} drafts" for drafts in DRAFTS), "(5 - 1) / 0"]
+    table(heads, [[*row, draft_share(times["steps"], str(row[0]))] for row in rows])
+    first = medians(times["first_token"])
+    heads = [f"{clock} ms to the first token", *TARGETS, "hybrid / dense"]
+    figures = [first[name] for name in TARGETS]
+    table(heads, [[f"{PROMPT} tokens", *figures, first["hybrid"] / first["dense"]]])
+    streams = medians(times["streams"])
     rows = [[name, *(streams[f"{name}, {count}"] for count in (1, STREAMS))] for name in TARGETS]
-    table(["ms a step, no drafts", "1 request", f"{STREAMS} requests"], rows)
-    for name, found in report["drafts"].items():
+    table([f"{clock} ms of a step, no drafts", "1 request", f"{STREAMS} requests"], rows)
+
+
+def show_drafts(drafts: dict[str, Any]) -> None:
+    """Prints what was drafted."""
+    for name, found in drafts.items():
         print(
             f"{name} drafts: {found['drafts_a_step']:.2f} drafts and "
             f"{found['tokens_a_step']:.2f} tokens a step"
@@ -316,11 +268,12 @@ def plot(reports: dict[str, dict[str, Any]], target: Path) -> None:
     width = 0.8 / len(reports)
     for axes, model in zip(panels, TARGETS, strict=True):
         for index, (label, report) in enumerate(reports.items()):
-            steps = medians(report["steps_ms"])
+            steps = medians(report["wall_ms"]["steps"])
             heights = [steps[f"{model}, {drafts}"] for drafts in DRAFTS]
             places = [at + (index - (len(reports) - 1) / 2) * width for at in range(len(DRAFTS))]
             bars = axes.bar(places, heights, width, label=label)
             axes.bar_label(bars, fmt="%.0f", fontsize=7)
+        axes.margins(y=0.1)
         axes.set_title(model)
         axes.set_xticks(range(len(DRAFTS)), [str(drafts) for drafts in DRAFTS])
         axes.set_xlabel("drafts a step")
@@ -341,11 +294,25 @@ def run(rounds: int, steps: int, scratch: Path) -> dict[str, Any]:
         note(f"engine of the {model} model, {drafts} drafts")
     load = os.getloadavg()[0]
     found, checked = measure_drafts(engines, rounds, steps)
-    report: dict[str, Any] = {"parameters": parameters, "steps": steps, "drafts": checked}
-    report |= {"steps_ms": found, "first_token_ms": measure_prompts(engines, max(rounds // 3, 2))}
-    report["streams_ms"] = measure_streams(engines, max(rounds // 3, 2), steps)
-    threads = os.environ.get("OMP_NUM_THREADS", "all")
-    return report | {"threads": threads, "load": [load, os.getloadavg()[0]]}
+    fewer = max(rounds // 3, 2)
+    runs = {
+        "steps": found,
+        "first_token": measure_prompts(engines, fewer),
+        "streams": measure_streams(engines, fewer, steps),
+    }
+    return {
+        "parameters": parameters,
+        "steps": steps,
+        "threads": os.environ.get("OMP_NUM_THREADS", "all"),
+        "load": [load, os.getloadavg()[0]],
+        "drafts": checked,
+        "wall_ms": {part: _of_clock(each, "wall") for part, each in runs.items()},
+        "cpu_ms": {part: _of_clock(each, "cpu") for part, each in runs.items()},
+    }
+
+
+def _of_clock(runs: Runs, clock: str) -> Milliseconds:
+    return {name: [getattr(found, clock) for found in of] for name, of in runs.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -359,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds, steps = (3, 5) if args.quick else (args.rounds, args.steps)
     with tempfile.TemporaryDirectory() as name:
         report = run(rounds, steps, Path(name))
-    show(report)
+    for clock in ("wall", "cpu"):
+        show(report[f"{clock}_ms"], clock)
+    show_drafts(report["drafts"])
     reports = {"now": report}
     if args.before is not None:
         report["before"] = json.loads(args.before.read_text())
