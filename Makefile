@@ -112,6 +112,7 @@ bench: $(STAMP)  ## the benchmarks, the long one shortened: prints tables, write
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/prefix_repetition.py --quick
 	$(BIN)/python benchmarks/speculation.py --quick
+	$(BIN)/python benchmarks/hybrids.py --quick
 	$(BIN)/python benchmarks/kv_disk.py --quick
 	$(BIN)/python benchmarks/disaggregated.py --quick
 	$(BIN)/python benchmarks/cache_quality.py --quick
