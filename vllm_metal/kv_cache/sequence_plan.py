@@ -157,6 +157,14 @@ class _Step:
             )
         )
 
+    def _tables(self) -> np.ndarray:
+        """[R, W] int32, blocks of the requests with rows, up to where their states lie."""
+        tables_np = self.layout.block_tables_np
+        if self.before is None or (width := tables_np.shape[1]) >= self.before.tables_np.shape[1]:
+            return tables_np
+        known_np = np.where(self.has_np[:, None], self.before.tables_np, 0)
+        return np.concatenate([tables_np, known_np[:, width:]], axis=1)
+
     def _shifts(self) -> tuple[mx.array, mx.array]:
         """[N] int32 each: how much too high `begin` is, and `settled` and `last`."""
         behind, num_reqs = self.layout.behind, len(self.counts_np)
@@ -185,7 +193,7 @@ class _Step:
         starts = np.append(self.layout.query_start_loc_np[:-1], np.zeros(num_late, np.int32))
         keep_at = np.cumsum(drafts) - drafts
         num_new = int(drafts.sum())
-        blocks = _stacked(self.layout.block_tables_np, self.settled.tables_np)
+        blocks = _stacked(self._tables(), self.settled.tables_np)
         ends = np.maximum(begins + rows - 1, 0)
         numbers = np.arange(len(rows))
         table_np = np.zeros((len(rows), sequences.COLUMNS), np.int32)
