@@ -31,7 +31,8 @@ def run(
         [T, C]; [E, K-1, C] states of the dtype they had, and [num_kept, C] drafts' inputs.
 
     Raises:
-        ValueError: K is above what the plan was made for, or the plan is of another number of kept rows.
+        ValueError: K is above what the plan was made for, or the plan is of another number of kept
+            rows.
     """
     num_channels, num_taps = weight.shape[:2]
     num_kept_before = 0 if kept is None else len(kept)

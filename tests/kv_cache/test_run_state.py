@@ -10,8 +10,8 @@ from metal_kernels import kernel
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
-from vllm_metal.kv_cache.run_plan import RunPlan
 from vllm_metal.kv_cache.recurrent_state import StateFormat
+from vllm_metal.kv_cache.run_plan import RunPlan
 from vllm_metal.kv_cache.run_state import RunState
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 

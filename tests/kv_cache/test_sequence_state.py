@@ -48,6 +48,13 @@ class Weights:
 
     def texts(self, values):
         """The same of one text in float64, token by token."""
+        return self._play(values)[0]
+
+    def state_after(self, values):
+        """The recurrence's state after a text."""
+        return self._play(values)[1]
+
+    def _play(self, values):
         given = np.stack([features(x) for x in values])
         given = np.concatenate([np.zeros((TAPS - 1, CHANNELS)), given])
         state, out = np.zeros((HEADS, VALUE, KEY)), []
@@ -59,7 +66,7 @@ class Weights:
             state = state * (1 - r / 8)[..., None]
             state = state + (r * (value - state @ key))[..., None] * key
             out.append((state @ key).ravel())
-        return np.stack(out)
+        return np.stack(out), state
 
 
 def features(x):
@@ -90,8 +97,9 @@ class Play:
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
         self.free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
-        # Of the step before: by request what is not accepted and the host does not know.
+        # Of the newest step, which the host has not read where it lags: by request what was rejected.
         self.rejected = np.zeros(NUM_REQS, np.int32)
+        self.unread = None  # its rows, and of each request the last one that was accepted
 
     def text(self):
         return Text(self.rng.normal(size=3000).tolist())
@@ -104,7 +112,7 @@ class Play:
         self.rejected[who] = 0
 
     def step(self, who, drafts, rows):
-        """Runs a step and judges its drafts.
+        """Runs a step and judges its drafts; the host hears of it at once, or one step later.
 
         Args:
             who: [R] requests.
@@ -131,10 +139,10 @@ class Play:
                 if not self.tables[index, block]:
                     self.tables[index, block] = self.free.pop(0)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        late = self.rejected[who] * self.lagging
+        late = self.rejected[who] if self.lagging else np.zeros(len(who), np.int32)
         behind = None
         if late.any():
-            behind = PositionLag(mx.array(late.astype(np.int32)), late)
+            behind = PositionLag(mx.array(late), late)
         layout = StepLayout(
             starts,
             (begins + late + counts).astype(np.int32),
@@ -158,22 +166,51 @@ class Play:
                 found[starts[place] : starts[place + 1]], expected[begins[place] :], atol=2e-5
             )
             text.computed += counts[place] - drafts[place] + accepted[place]
+        outcome = starts, starts[1:] - 1 - drafts + accepted
+        if self.lagging and self.unread is not None:
+            self.scope.kept.learn(*self.unread)
+        self.unread = outcome
         if not self.lagging:
-            self.scope.kept.learn(starts, starts[1:] - 1 - drafts + accepted)
+            self.scope.kept.learn(*outcome)
+        self.rejected[:] = 0
         self.rejected[who] = drafts - accepted
-        return starts, starts[1:] - 1 - drafts + accepted
+
+    def settle(self, who=None):
+        """Has the blocks of requests hold the states after all that they have computed."""
+        if self.lagging and self.unread is not None:
+            self.scope.kept.learn(*self.unread)
+            self.rejected[:] = 0
+        plan = self.scope.settling(who)
+        if plan is not None:
+            self.state.begin_step()
+            self.state.settle(plan)
+
+    def check_blocks(self):
+        """States lie where a request without drafts has them."""
+        self.state.begin_step()
+        self.state.wait_for_device()
+        for index, text in enumerate(self.texts):
+            if not text.computed:
+                continue
+            block = int(self.tables[index, (text.computed - 1) // BLOCK])
+            (_, found) = self.state.read(None, mx.array([block], mx.int32))
+            expected = self.weights.state_after(text.values[: text.computed])
+            np.testing.assert_allclose(np.array(found)[0], expected, atol=2e-5)
 
 
-@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+@pytest.fixture(params=[(ScatterKVCache, False), (KernelKVCache, False), (KernelKVCache, True)])
 def pool(request):
-    """The class of memories."""
+    """The class of memories, and whether the host knows of a step's outcome one step later.
+
+    MLX's operations wait for it.
+    """
     with kernel.using(metal_interpreter.Checker("random:1").metal_kernel):
         yield request.param
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
-    play = Play(memory, pool, lagging=False)
+    play = Play(memory, *pool)
     rng = play.rng
     for step in range(60):
         who = np.flatnonzero(rng.integers(0, 3, NUM_REQS))
@@ -184,4 +221,8 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
         play.step(who, drafts, rows)
         if step % 7 == 6:
             play.leave(int(rng.integers(NUM_REQS)))
+        if step % 11 == 10:
+            play.settle(np.array([0, 2]) if step % 2 else None)
+    play.settle()
+    play.check_blocks()
     assert max(text.computed for text in play.texts) > 4 * BLOCK

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,9 +32,12 @@ class Entries:
     @staticmethod
     def none() -> Entries:
         """No entries."""
-        nothing = np.zeros(0, np.int32)
-        columns = [nothing] * 8
-        return Entries(*columns, np.zeros((0, 1), np.int32), None)
+        columns: dict[str, Any] = {
+            field.name: np.zeros(0, np.int32)
+            for field in fields(Entries)
+            if field.name.endswith("_np")
+        }
+        return Entries(**columns | {"tables_np": np.zeros((0, 1), np.int32), "lag": None})
 
     def __len__(self) -> int:
         return len(self.req_indices_np)
@@ -121,9 +125,8 @@ class KeptRows:
         nothing = Entries.none()
         if not len(entries):
             return nothing, found_np, nothing, nothing
-        place_np = np.full(
-            int(max(entries.req_indices_np.max(), req_indices_np.max(initial=0))) + 2, -1
-        )
+        most = max(int(entries.req_indices_np.max()), int(req_indices_np.max(initial=0)))
+        place_np = np.full(most + 2, -1)
         place_np[entries.req_indices_np] = np.arange(len(entries))
         place_np[-1] = -1
         found_np = place_np[req_indices_np]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -69,8 +70,8 @@ class Call(SequenceCall):
         of_row = [_row_of(each) for each in (queries, *_arrays(inputs))]
 
         def repeat(call: SequenceCall) -> mx.array:
-            queries, *arrays = (None if row is None else mx.zeros(*row) for row in of_row)
-            return call.recur(queries, RecurrenceInputs(*arrays), delta, log_rates)
+            zeros: list[Any] = [None if row is None else mx.zeros(*row) for row in of_row]
+            return call.recur(zeros[0], RecurrenceInputs(*zeros[1:]), delta, log_rates)
 
         self.idle.append(repeat)
         names = [array is not None for array in _arrays(inputs)]
@@ -78,7 +79,8 @@ class Call(SequenceCall):
         given = iter(before)
         kept = None
         if before[0] is not None:
-            kept = RecurrenceInputs(*(next(given) if there else None for there in names))
+            arrays: list[Any] = [next(given) if there else None for there in names]
+            kept = RecurrenceInputs(*arrays)
         y, left = self._recur(part, queries, inputs, kept, delta, log_rates)
         for array, old in zip((a for a in _arrays(left) if a is not None), before, strict=True):
             self._keep(array, old)

@@ -27,7 +27,6 @@ from metal_kernels.sequences import Sequences
 from vllm_metal.kv_cache.kept_rows import Entries, KeptRows, lag_of
 from vllm_metal.kv_cache.layer_state import StepLayout, StepScope
 
-
 _numbers = count()  # of scopes
 
 

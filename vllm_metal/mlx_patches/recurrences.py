@@ -9,7 +9,6 @@ recurrence go to the `SequenceCall`, which knows where each request begins.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,8 +61,8 @@ class SequenceCall(ABC):
     lengths = None
     left_padding = None
 
-    def advance(self, num_tokens: int) -> None:
-        """Positions are the step's."""
+    def advance(self, num_tokens: int) -> None:  # noqa: B027 - positions are the step's
+        """Does nothing: positions are the step's."""
 
     def __bool__(self) -> bool:
         return True
@@ -80,8 +79,8 @@ class SequenceCall(ABC):
     def __getitem__(self, index: int) -> mx.array:
         """Stands for a part: of a convolution [1, 0, C], so that rows come behind nothing."""
 
-    def __setitem__(self, index: int, value: object) -> None:
-        """The state is kept elsewhere."""
+    def __setitem__(self, index: int, value: object) -> None:  # noqa: B027 - kept elsewhere
+        """Does nothing: the state is kept elsewhere."""
 
     @abstractmethod
     def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
@@ -246,13 +245,13 @@ def _mamba(
     """`MambaBlock._process_sequence`, whose loop over tokens has products with weights in it."""
     if _call is None:
         return process(self, x, conv_cache, state_cache)
-    x, gate = mx.split(self.in_proj(x), 2, axis=-1)
-    x = nn.silu(self.conv1d(x))
+    inputs, gate = mx.split(self.in_proj(x), 2, axis=-1)
+    x = nn.silu(self.conv1d(inputs))
     ends = [self.time_step_rank, self.time_step_rank + self.ssm_state_size]
-    parts = mx.split(self.x_proj(x), ends, axis=-1)
+    steps, B, C = mx.split(self.x_proj(x), ends, axis=-1)
     if self.use_bcdt_rms:
-        parts = [mx.fast.rms_norm(part, None, self.args.mixer_rms_eps) for part in parts]
-    steps, B, C = parts
+        eps = self.args.mixer_rms_eps
+        steps, B, C = (mx.fast.rms_norm(part, None, eps) for part in (steps, B, C))
     rates = nn.softplus(self.dt_proj(steps))
     y = _selective_scan(x, -mx.exp(self.A_log), B, C, self.D, rates)
     return self.out_proj(swiglu(gate, y)), (conv_cache, state_cache)
@@ -273,9 +272,3 @@ def _kimi_k3(call: Callable[..., mx.array], self: Any, *args: Any, **options: An
     if _call is not None:
         self._step = self._decode_core
     return call(self, *args, **options)
-
-
-def imported(name: tuple[str, str]) -> type[nn.Module]:
-    """The class of a row of KNOWN."""
-    found: type[nn.Module] = getattr(importlib.import_module(f"mlx_lm.models.{name[0]}"), name[1])
-    return found
