@@ -13,6 +13,7 @@ import pytest
 from e2e.disk import LIMIT, pages
 from e2e.harness import counters, engine, free_blocks, run_out
 from spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
+from spec_decode.hybrids import write_hybrid
 from spec_decode.test_eagle import eagle3_shapes, layer_shapes
 from spec_decode.test_mlp_speculator import config_json as mlp_speculator_config
 from spec_decode.test_mlp_speculator import shapes as mlp_speculator_shapes
@@ -45,8 +46,8 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
     Args:
         folder: gets them.
         for_kernels: with one head of 64 elements, which the kernels serve, in place of small ones,
-            and FEW tokens. There is one more then, "windowed": MTP with a window on every other
-            layer.
+            and FEW tokens. There are three more then: "windowed", MTP with a window on every other
+            layer; "hybrid", MTP of a model with recurrent layers; and "hybrid, draft model".
     """
     vocab = FEW if for_kernels else VOCAB
     small: dict[str, Any] = {"vocab_size": vocab}
@@ -107,6 +108,10 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         config, shapes, *_ = CASES[case]
         model = write_mtp(folder / name, config | small, sized(shapes))
         toys[name] = Toy(str(model), common | {"method": "mtp"})
+    if for_kernels:
+        hybrid = str(write_hybrid(folder / "hybrid", "qwen3_next", **small))
+        toys["hybrid"] = Toy(hybrid, common | {"method": "mtp"})
+        toys["hybrid, draft model"] = Toy(hybrid, toys["draft_model"].speculation)
     return toys
 
 

@@ -19,10 +19,11 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_metal.worker.model_runner import ModelRunner
 
-BY_DEFAULT = ("draft_model", "eagle", "windowed")
+BY_DEFAULT = ("draft_model", "eagle", "windowed", "hybrid")
+OF_HYBRIDS = ("hybrid", "hybrid, draft model")
 BESIDE = [
     pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.more)
-    for name in (*METHODS, "windowed")
+    for name in (*METHODS, "windowed", *OF_HYBRIDS)
 ]
 
 
@@ -110,7 +111,7 @@ NUM_BLOCKS = {"windowed": 30}
     "name",
     [
         "draft_model",
-        *(pytest.param(name, marks=pytest.mark.more) for name in ("mtp", "windowed")),
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("mtp", "windowed", *OF_HYBRIDS)),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "eagle3")),
     ],
 )

@@ -87,17 +87,19 @@ def _mlp(name: str, size: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def mtp_shapes(family: str) -> dict[str, tuple[int, ...]]:
+def mtp_shapes(
+    family: str, heads: int = HEADS, kv_heads: int = KV_HEADS, head_size: int = HEAD_SIZE
+) -> dict[str, tuple[int, ...]]:
     """Arrays of the MTP layer, as the family's checkpoints have them."""
-    layer, both = "mtp.layers.0", HEADS * HEAD_SIZE
+    layer, both = "mtp.layers.0", heads * head_size
     shapes: dict[str, tuple[int, ...]] = {
         "mtp.fc.weight": (64, 128),
         f"{layer}.self_attn.q_proj.weight": (2 * both, 64),  # with a gate for each head
-        f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD_SIZE, 64),
-        f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD_SIZE, 64),
+        f"{layer}.self_attn.k_proj.weight": (kv_heads * head_size, 64),
+        f"{layer}.self_attn.v_proj.weight": (kv_heads * head_size, 64),
         f"{layer}.self_attn.o_proj.weight": (64, both),
-        f"{layer}.self_attn.q_norm.weight": (HEAD_SIZE,),
-        f"{layer}.self_attn.k_norm.weight": (HEAD_SIZE,),
+        f"{layer}.self_attn.q_norm.weight": (head_size,),
+        f"{layer}.self_attn.k_norm.weight": (head_size,),
     }
     for name in ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"):
         shapes[f"{name}.weight"] = (64,)
@@ -152,7 +154,9 @@ def write_hybrid(
         return 0.02 * array if guessable and _adds(name) else array
 
     weights = dict(tree_flatten(tree_map_with_path(varied, model.parameters())))
-    mtp = {name: mx.array(a.numpy()) for name, a in random_arrays(mtp_shapes(family)).items()}
+    sizes = (text[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    shapes = mtp_shapes(family, *sizes, text["head_dim"])
+    mtp = {name: mx.array(a.numpy()) for name, a in random_arrays(shapes).items()}
     if guessable:
         mtp = {name: mx.zeros_like(a) if _adds(name) else a for name, a in mtp.items()}
         mtp["mtp.fc.weight"] = mx.concatenate([mx.eye(64), mx.zeros((64, 64))], axis=1)
