@@ -28,6 +28,8 @@ from metal_kernels.sequences import (
 SHORT = 16
 #: Rows that a state goes through at once; what is quadratic in them then costs as much as the rest.
 CHUNK = 32
+#: Where a step has so many times more rows than heads, a convolution takes whole slices of rows.
+_FEW_HEADS = 8
 #: Inputs that a row of a convolution has, at most, unless a plan is made for more.
 NUM_TAPS = 8
 
@@ -83,6 +85,9 @@ class ReferencePlan:
     #: rows, those kept before, a zero, the inputs of the N states (the newest of each, then the
     #: second newest of each, ...)
     taps: mx.array
+    #: [F] int32, the rows that `taps` are of: those near a sequence's first, whose inputs are not
+    #: just the rows before them; None: of all rows
+    heads: mx.array | None
     end_taps: mx.array  # [E, num_taps] int32, the newest inputs after each end, oldest first
     #: [E] int32, the block of each end state, in the order in which the ops return them; no 0
     ends_blocks_np: np.ndarray = field(compare=False)
@@ -123,6 +128,7 @@ def plan(
         placed += outputs_np.size
     order_np = np.concatenate(order)
     taps_np = _taps(step, ends.sequences_np[order_np], ends.applied_np[order_np], num_taps)
+    heads_np = _heads(step, num_taps)
     in_order = placed == num_rows and np.array_equal(places_np, np.arange(num_rows))
     return ReferencePlan(
         num_rows,
@@ -132,7 +138,8 @@ def plan(
         mx.array(_keep(step, num_kept)),
         bool(step.bounds_np.any()),
         num_kept_before,
-        mx.array(taps_np[:num_rows]),
+        mx.array(taps_np[:num_rows] if heads_np is None else taps_np[heads_np]),
+        None if heads_np is None else mx.array(heads_np),
         mx.array(taps_np[num_rows:]),
         ends.blocks_np[order_np].astype(np.int32),
     )
@@ -286,6 +293,16 @@ def _keep(step: _Step, num_kept: int) -> np.ndarray:
     rows_np = (step.first_rows_np + certain_np)[owner] + number
     keep_np[step.table_np[owner, KEEP_AT] + number] = rows_np
     return keep_np
+
+
+def _heads(step: _Step, num_taps: int) -> np.ndarray | None:
+    """[F] int32, rows with fewer than num_taps - 1 rows of their sequence before them; None: these
+    are not few."""
+    owner, number = _counted(step.counts_np)
+    heads = np.flatnonzero(number < num_taps - 1)
+    if len(heads) * _FEW_HEADS > step.num_rows:
+        return None
+    return (step.first_rows_np[owner] + number)[heads].astype(np.int32)
 
 
 def _taps(step: _Step, ends_np: np.ndarray, applied_np: np.ndarray, num_taps: int) -> np.ndarray:

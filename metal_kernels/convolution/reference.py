@@ -5,9 +5,6 @@ import mlx.core as mx
 
 from metal_kernels.sequence_groups import ReferencePlan
 
-#: Rows whose K inputs are gathered at once: a few megabytes, which a cache holds.
-_TILE = 64
-
 
 def run(
     plan: ReferencePlan,
@@ -46,12 +43,30 @@ def run(
     rows = [inputs] if kept is None else [inputs, kept.astype(dtype)]
     source = mx.concatenate([*rows, mx.zeros((1, num_channels), dtype), newest_first])
     scale = weight.reshape(num_channels, num_taps).T.astype(mx.float32)
-    outs = []
-    for start in range(0, plan.num_rows, _TILE):
-        taken = mx.take(source, plan.taps[start : start + _TILE, planned - num_taps :], axis=0)
-        out = (taken * scale).sum(1)
-        outs.append((out if bias is None else out + bias).astype(dtype))
+    taps = plan.taps[:, planned - num_taps :]
+    taken = (mx.take(source, taps, axis=0) * scale).sum(1)
+    if plan.heads is None:
+        out = taken
+    else:
+        out = _along(inputs, mx.contiguous(scale))
+        out[plan.heads] = taken
+    out = (out if bias is None else out + bias).astype(dtype)
     ended = mx.take(source, plan.end_taps[:, planned - num_taps + 1 :], axis=0)
     drafts = mx.take(source, plan.keep, axis=0)
-    out = outs[0] if len(outs) == 1 else mx.concatenate(outs) if outs else inputs
     return out, ended.astype(states.dtype), drafts
+
+
+@mx.compile
+def _along(inputs: mx.array, scale: mx.array) -> mx.array:
+    """[T, C] float32, convolution of all rows as if they were one sequence that begins with zeros.
+
+    Args:
+        inputs: [T, C].
+        scale: [K, C] float32, the oldest input's first.
+    """
+    num_rows, num_taps = len(inputs), len(scale)
+    padded = mx.pad(inputs, [(num_taps - 1, 0), (0, 0)])
+    out = padded[:num_rows] * scale[0]
+    for tap in range(1, num_taps):
+        out = out + padded[tap : tap + num_rows] * scale[tap]
+    return out
