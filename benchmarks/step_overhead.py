@@ -115,7 +115,7 @@ def wrap_all(meter: Meter, llm: LLM) -> None:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     for name in ("execute_model", "sample_tokens"):
         meter.wrap(worker, name, ROWS)
-    meter.wrap(StepScope, "begin", PLANS)
+    meter.wrap(StepScope, "plan_of", PLANS)
     meter.wrap(ScatterKVCache, "begin_step", WRITES)
     meter.wrap(ModelExecutor, "forward_hidden", GRAPH)
     meter.wrap(ModelExecutor, "compute_logits", SAMPLE)

@@ -109,6 +109,7 @@ def plan(
     window: int | None = None,
     share: bool = False,
     causal: bool = False,
+    earlier_slots: np.ndarray | None = None,
 ) -> BucketPlan:
     """Groups R requests into buckets of like shape.
 
@@ -128,12 +129,17 @@ def plan(
             `run` then takes plain operations, and needs a plan without a window.
         causal: whether buckets of a prompt's rows tell their `causal_len`, which differs from step
             to step where the padded shape does not. For MLX's fused attention.
+        earlier_slots: [E] int32, pool slots of rows that steps before had of the same requests, as
+            many of each, where the pool does not hold their K/V yet; -1: nobody reads that row.
+            `run` then takes the K/V of E + T rows, these first.
     """
     pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
     query_start_loc, seq_lens, block_tables = pieces
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
     num_tokens = int(query_start_loc[-1])
+    if earlier_slots is not None:
+        slot_mapping = np.concatenate([earlier_slots, slot_mapping])
     writes = _Writes(slot_mapping, block_size)
     shared = _Calls(num_tokens)
     if window is not None:
@@ -146,7 +152,8 @@ def plan(
             for of_call in _shared_rows(rows, len(members), length * block_size):
                 table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)
                 queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
-                shared.add(_bucket(table, queries, None, writes, block_size), queries)
+                bucket = _bucket(table, queries, None, writes, block_size, num_tokens)
+                shared.add(bucket, queries)
                 first_block[members] = length
     num_blocks = -(-seq_lens // block_size) - first_block
     decodes = query_lens <= DECODE_ROWS
@@ -160,7 +167,7 @@ def plan(
         )
         queries = _padded_queries(query_start_loc[members], query_lens[members])
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
-        bucket = _bucket(table, queries, first_query, writes, block_size, window)
+        bucket = _bucket(table, queries, first_query, writes, block_size, num_tokens, window)
         if causal and window is None and len(members) == 1 and not decodes[members[0]]:
             bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
         own.add(bucket, queries)
@@ -246,6 +253,12 @@ class _Writes:
         return places[written].astype(np.int32), self._rows[nearest[written]]
 
 
+def _repeated(values: np.ndarray, count: int) -> np.ndarray:
+    """[count at least] the values, and then the last of them again and again."""
+    missing = max(0, count - len(values)) if len(values) else 0
+    return np.pad(values, (0, missing), mode="edge") if missing else values
+
+
 def _in_pieces(
     query_start_loc: np.ndarray, seq_lens: np.ndarray, block_tables: np.ndarray, window: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -321,13 +334,14 @@ def _bucket(
     first_query: np.ndarray | None,
     writes: _Writes,
     block_size: int,
+    num_tokens: int,
     window: int | None = None,
 ) -> Bucket:
     """
     Args beyond the plan's:
         first_query: [n] int32, context slot of each request's first row; None: behind the context.
     """
-    (n, q), num_tokens = queries.rows.shape, len(writes)
+    n, q = queries.rows.shape
     s = table.blocks.shape[1] * block_size
     mask = None
     if first_query is not None:
@@ -337,6 +351,9 @@ def _bucket(
         if window is not None:
             mask &= slots > query_slots - window
     fresh, sources = writes.into(table)
+    if len(writes) > num_tokens:  # the same shape, however many rows nobody reads
+        least = n * (len(writes) // num_tokens)
+        fresh, sources = _repeated(fresh, least), _repeated(sources, least)
     rows = queries.rows.ravel()
     return Bucket(
         num_requests=n,
@@ -345,6 +362,6 @@ def _bucket(
         block_table=mx.array(table.blocks),
         rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
         fresh=mx.array(fresh),
-        sources=None if _is_range(sources, num_tokens) else mx.array(sources),
+        sources=None if _is_range(sources, len(writes)) else mx.array(sources),
         mask=None if mask is None else mx.array(mask[:, None]),
     )

@@ -27,15 +27,17 @@ from vllm_metal.mlx_patches.seam import Scoring
 class ScatterPlan:
     """A step of one group and kind of layer."""
 
-    slot_mapping: mx.array  # [T] int32
+    slot_mapping: mx.array  # [E + T] int32, those of earlier forwards of the hand-over first
     attention: buckets.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
+    group: int  # whose block tables these are
+    follows: bool  # whether there are such earlier forwards
 
     @cached_property
     def places(self) -> Places:
-        """Head, block and offset of what goes to the slots, each [T * Hkv] int32.
+        """Head, block and offset of what goes to the slots, each [(E + T) * Hkv] int32.
 
         The heads of a row one after another; made once a step.
         """
@@ -51,7 +53,8 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So
     `write` only keeps a step's K/V. `begin_step` scatters them at the start of the next step: the
     device runs that once the reads before it are done and before any new one is queued. Within a
-    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes.
+    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes; so
+    it does with those of earlier forwards that are handed over together with it.
     """
 
     pipelined = False
@@ -70,14 +73,21 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             kind.window,
             share=not on_gpu,
             causal=on_gpu,
+            earlier_slots=layout.earlier_slots_np,
         )
         pace = None
         if layout.pace is not None and on_gpu:
             sizes = kind.shape.head_size + kind.shape.value_size
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)
-        slots, num_heads = mx.array(layout.slot_mapping_np), kind.shape.num_kv_heads
-        return ScatterPlan(slots, attention, pace, num_heads, layout.block_size)
+        earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
+        follows = earlier_np is not None
+        if earlier_np is not None:
+            slots_np = np.concatenate([earlier_np, slots_np])
+        # Rows that are not kept go to block 0, which vLLM gives to no request.
+        slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
+        placed = layout.block_size, layout.group, follows
+        return ScatterPlan(slots, attention, pace, num_heads, *placed)
 
     def begin_step(self) -> None:
         if not self._pending:
@@ -98,6 +108,11 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         both = (keys,) if self.values is None else (keys, values)
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
         rows = [part for part in encoded if part is not None]
+        if plan.follows:
+            # Within a group a storage is one layer's.
+            before = next(each for each in self._pending if each.plan.group == plan.group)
+            self._pending = tuple(each for each in self._pending if each is not before)
+            rows = [joined(parts) for parts in zip(before.arrays, rows, strict=True)]
         self._pending += (Pending(plan, rows),)
 
     @contextmanager

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -68,7 +68,7 @@ class PagedLayers:
         self._scopes = [(group, scope) for (group, _), scope in scopes.items()]
         own = [layer_states[layer.name] for layer in layers]
         #: Of this network's own layers, each after the one it lies in.
-        self._own_states = list(
+        self.own_states = list(
             dict.fromkeys(each for state in own for each in (state.storage, state))
         )
 
@@ -100,26 +100,64 @@ class PagedLayers:
         for state in self._restorable:
             state.restore(last_rows_np)
 
-    @contextmanager
-    def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
-        """The layers' caches, for the forward of these rows that is built inside.
-
-        The caches serve nobody after that, also where the forward raises.
-        """
+    def begin_step(self) -> None:
+        """Puts what was left for later into the pool, before the plans of what is built next."""
         if self._begins_steps:
             for state in self.layer_states:
                 state.begin_step()
-        layouts: dict[int, StepLayout] = {}
-        try:
+
+    def plans(self, forwards: Sequence[Rows], block_tables: BlockTables) -> list[Any]:
+        """What each scope needs of forwards that are handed over together, one after the other.
+
+        Args:
+            forwards: the rows of each.
+            block_tables: of the requests.
+
+        Returns:
+            The plans of the first forward, one a scope, then those of the next.
+        """
+        found: list[Any] = []
+        earlier: dict[int, np.ndarray] = {}  # by group, slots of the forwards before
+        for rows in forwards:
+            layouts: dict[int, StepLayout] = {}
             for group, scope in self._scopes:
                 if group not in layouts:
                     table_np = block_tables.tables_np[group]
-                    layouts[group] = step_layout(rows, table_np, self.block_size, self._pace)
-                scope.begin(rows.positions, layouts[group])
+                    placed = self.block_size, self._pace, group, earlier.get(group)
+                    layouts[group] = step_layout(rows, table_np, *placed)
+                found.append(scope.plan_of(layouts[group]))
+            if len(forwards) > 1:
+                for group, layout in layouts.items():
+                    slots_np = earlier.get(group, layout.slot_mapping_np[:0])
+                    earlier[group] = np.concatenate([slots_np, layout.slot_mapping_np])
+        return found
+
+    @property
+    def num_scopes(self) -> int:
+        """Plans that a forward has."""
+        return len(self._scopes)
+
+    @contextmanager
+    def during(self, positions: mx.array, plans: Sequence[Any]) -> Iterator[list[Any]]:
+        """The layers' caches, for the forward that is built inside.
+
+        The caches serve nobody after that, also where the forward raises.
+
+        Args:
+            positions: [T] int32, of the rows.
+            plans: of the scopes.
+        """
+        with ExitStack() as stack:
+            for (_, scope), plan in zip(self._scopes, plans, strict=True):
+                stack.enter_context(scope.during(positions, plan))
             yield self._caches
-        finally:
-            for _, scope in self._scopes:
-                scope.end()
+
+    @contextmanager
+    def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
+        """As `during`, for these rows alone, once the step has begun."""
+        self.begin_step()
+        with self.during(rows.positions, self.plans([rows], block_tables)) as caches:
+            yield caches
 
     def block_pages(self) -> BlockPages:
         """Whole blocks of the pool, of all networks whose storage these layers look after."""

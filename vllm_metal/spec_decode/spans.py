@@ -40,6 +40,11 @@ class Spans:
         rows = np.arange(len(self.index_np), dtype=np.int32)
         return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
 
+    def of(self, indices_np: np.ndarray) -> Spans:
+        """Returns those of some of the requests, by [n] indices."""
+        parts = self.req_indices_np, self.starts_np, self.ends_np
+        return Spans(*(part[indices_np] for part in parts))
+
     def tokens(self, request: DraftRequest, ahead: int = 0) -> mx.array:
         """[T] int32, the token of each row; past those that are kept: any of the vocabulary.
 
@@ -64,12 +69,14 @@ class Spans:
         input_ids: mx.array,
         logits_indices: mx.array | None,
         behind: PositionLag | None = None,
+        stored_np: np.ndarray | None = None,
     ) -> Rows:
         """
         Args:
             input_ids: [T] int32.
             logits_indices: [N] int32, rows to compute logits of; None: all.
             behind: how far before these positions the requests are; None: they are exact.
+            stored_np: [T] bool, rows whose K/V are kept; None: all.
         """
         return Rows(
             req_indices_np=self.req_indices_np,
@@ -80,4 +87,5 @@ class Spans:
             input_ids=input_ids,
             logits_indices=logits_indices,
             behind=behind,
+            stored_np=stored_np,
         )
