@@ -121,8 +121,9 @@ def plan(
         query_start_loc: [R + 1] int32, first batch row of each request.
         seq_lens: [R] int32, context of each request including this step's rows.
         block_tables: [R, W] int32, pool blocks of each request in order.
-        slot_mapping: [T] int32, pool slot each row's K/V go to. A request may read blocks that
-            another one writes in this same step (a prefix hit on a prompt just scheduled).
+        slot_mapping: [T] int32, pool slot each row's K/V go to; -1: nobody reads them. A request
+            may read blocks that another one writes in this same step (a prefix hit on a prompt just
+            scheduled).
         block_size: tokens of a block.
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
         share: whether blocks that requests begin with in common are gathered once for all of them.
@@ -138,9 +139,7 @@ def plan(
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
     num_tokens = int(query_start_loc[-1])
-    if earlier_slots is not None:
-        slot_mapping = np.concatenate([earlier_slots, slot_mapping])
-    writes = _Writes(slot_mapping, block_size)
+    writes = _Writes(slot_mapping, block_size, earlier_slots)
     shared = _Calls(num_tokens)
     if window is not None:
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
@@ -234,7 +233,13 @@ class _Table:
 class _Writes:
     """Which batch row writes a pool slot in this step, if any."""
 
-    def __init__(self, slot_mapping: np.ndarray, block_size: int) -> None:
+    def __init__(
+        self, slot_mapping: np.ndarray, block_size: int, earlier: np.ndarray | None = None
+    ) -> None:
+        left_out = bool((slot_mapping < 0).any())
+        self.varied = left_out or earlier is not None  # numbers of rows that somebody reads
+        if earlier is not None:
+            slot_mapping = np.concatenate([earlier, slot_mapping])
         self._rows = np.argsort(slot_mapping).astype(np.int32)
         self._slots = slot_mapping[self._rows]
         self._blocks = np.unique(slot_mapping // block_size)
@@ -351,8 +356,8 @@ def _bucket(
         if window is not None:
             mask &= slots > query_slots - window
     fresh, sources = writes.into(table)
-    if len(writes) > num_tokens:  # the same shape, however many rows nobody reads
-        least = n * (len(writes) // num_tokens)
+    if writes.varied:  # the same shape for all
+        least = n * q * len(writes) // num_tokens
         fresh, sources = _repeated(fresh, least), _repeated(sources, least)
     rows = queries.rows.ravel()
     return Bucket(
@@ -362,6 +367,8 @@ def _bucket(
         block_table=mx.array(table.blocks),
         rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
         fresh=mx.array(fresh),
-        sources=None if _is_range(sources, len(writes)) else mx.array(sources),
+        sources=None
+        if not writes.varied and _is_range(sources, len(writes))
+        else mx.array(sources),
         mask=None if mask is None else mx.array(mask[:, None]),
     )

@@ -80,7 +80,7 @@ class Bench:
         self.graphs = Graphs(allowed)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.free = self.rng.permutation(np.arange(1, 80)).tolist()
-        passes = Passes(self.network, paged, self.tables, self.graphs)
+        passes = Passes(self.network, paged, self.tables, self.graphs, K)
         self.proposer = DraftModelProposer(passes, MAX_NUM_REQS, K, max_len)
         self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
         self.known = np.zeros(MAX_NUM_REQS, np.int32)
@@ -184,7 +184,7 @@ def test_a_request_index_taken_over_by_another_request():
 
 
 def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
-    bench = Bench()
+    bench = Bench(allowed=False)
     bench.begin(0, bench.prompt(10))
     bench.propose([0], [2])
     before = bench.network.passes
@@ -203,7 +203,7 @@ def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
 
 @pytest.mark.parametrize("behind", [3, MAX_BEHIND])
 def test_a_completed_request_leaves_whole_blocks_to_others(behind):
-    bench = Bench()
+    bench = Bench(allowed=False)
     start = 2 * BLOCK + 1 - behind
     bench.begin(0, bench.prompt(start))
     bench.propose([0], [2])

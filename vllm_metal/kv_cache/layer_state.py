@@ -36,8 +36,9 @@ class StepLayout(RaggedLayout):
     behind: PositionLag | None = None
     slot_mapping: mx.array | None = None  # [T] int32
     group: int = 0  # whose block tables these are
-    #: [E] int32, slots of the rows of earlier forwards that are handed over together with this one;
-    #: None: there are none.
+    #: Where this forward is one of several that are handed over together, each of the same requests
+    #: in as many rows: [E] int32, slots of the rows of those before it, the newest last. There is
+    #: room for those of all but one; what is not taken is -1, and comes first.
     earlier_slots_np: np.ndarray | None = None
 
     def split(self, parts: int) -> StepLayout:

@@ -27,13 +27,13 @@ from vllm_metal.mlx_patches.seam import Scoring
 class ScatterPlan:
     """A step of one group and kind of layer."""
 
-    slot_mapping: mx.array  # [E + T] int32, those of earlier forwards of the hand-over first
+    slot_mapping: mx.array  # [E + T] int32, those of earlier forwards first, see StepLayout
     attention: buckets.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
     group: int  # whose block tables these are
-    follows: bool  # whether there are such earlier forwards
+    num_earlier: int  # E
 
     @cached_property
     def places(self) -> Places:
@@ -81,12 +81,12 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)
         earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
-        follows = earlier_np is not None
+        num_earlier = 0 if earlier_np is None else len(earlier_np)
         if earlier_np is not None:
             slots_np = np.concatenate([earlier_np, slots_np])
         # Rows that are not kept go to block 0, which vLLM gives to no request.
         slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
-        placed = layout.block_size, layout.group, follows
+        placed = layout.block_size, layout.group, num_earlier
         return ScatterPlan(slots, attention, pace, num_heads, *placed)
 
     def begin_step(self) -> None:
@@ -108,17 +108,37 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         both = (keys,) if self.values is None else (keys, values)
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
         rows = [part for part in encoded if part is not None]
-        if plan.follows:
-            # Within a group a storage is one layer's.
-            before = next(each for each in self._pending if each.plan.group == plan.group)
-            self._pending = tuple(each for each in self._pending if each is not before)
-            rows = [joined(parts) for parts in zip(before.arrays, rows, strict=True)]
+        if plan.num_earlier:
+            rows = self._behind_earlier(plan, rows)
         self._pending += (Pending(plan, rows),)
+
+    def _behind_earlier(self, plan: ScatterPlan, rows: list[mx.array]) -> list[mx.array]:
+        """[E + T, ...] rows that the layer wrote in forwards before, then these [T, ...].
+
+        Shapes are the same in all forwards of a hand-over but the first, so one graph serves them.
+        """
+        # Within a group a storage is one layer's.
+        before = [each for each in self._pending if each.plan.group == plan.group]
+        self._pending = tuple(each for each in self._pending if each.plan.group != plan.group)
+        if before:
+            earlier = [part[len(part) - plan.num_earlier :] for part in before[0].arrays]
+        else:
+            earlier = [mx.zeros((plan.num_earlier, *part.shape[1:]), part.dtype) for part in rows]
+        return [joined(parts) for parts in zip(earlier, rows, strict=True)]
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """The pool, and what earlier forwards of the hand-over leave."""
+        return [*self.arrays, *(array for each in self._pending for array in each.arrays)]
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
         arrays, pending = self.arrays, self._pending
-        self.arrays, self._pending = list(inputs), ()
+        given = iter(inputs)
+        self.arrays = [next(given) for _ in arrays]
+        self._pending = tuple(
+            Pending(each.plan, [next(given) for _ in each.arrays]) for each in pending
+        )
         try:
             yield
         finally:
@@ -130,7 +150,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     @outputs.setter
     def outputs(self, outputs: Sequence[Pending[ScatterPlan]]) -> None:
-        self._pending += tuple(outputs)
+        self._pending = tuple(outputs)
 
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
         return states_reference.read(self.elements_of(self.arrays), blocks, width, self.split)

@@ -19,6 +19,28 @@ from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 
 
+class EarlierSlots:
+    """Where the forwards of one hand-over write, for those after them."""
+
+    def __init__(self, num_forwards: int, num_rows: int) -> None:
+        """
+        Args:
+            num_forwards: the most that are handed over together.
+            num_rows: of each.
+        """
+        self._none_np = np.full((num_forwards - 1) * num_rows, -1, np.int32)
+        self._by_group: dict[int, np.ndarray] = {}
+
+    def of(self, group: int) -> np.ndarray:
+        """[E] int32, see StepLayout."""
+        return self._by_group.get(group, self._none_np)
+
+    def add(self, group: int, slots_np: np.ndarray) -> None:
+        """Takes the slots of a forward's rows."""
+        slots_np = np.concatenate([self.of(group), slots_np])
+        self._by_group[group] = slots_np[len(slots_np) - len(self._none_np) :]
+
+
 class PagedLayers:
     """What the layers of one network keep, and the step at hand."""
 
@@ -106,36 +128,28 @@ class PagedLayers:
             for state in self.layer_states:
                 state.begin_step()
 
-    def plans(self, forwards: Sequence[Rows], block_tables: BlockTables) -> list[Any]:
-        """What each scope needs of forwards that are handed over together, one after the other.
+    def plans(
+        self, rows: Rows, block_tables: BlockTables, earlier: EarlierSlots | None = None
+    ) -> list[Any]:
+        """What each scope needs of a forward.
 
         Args:
-            forwards: the rows of each.
+            rows: of the forward.
             block_tables: of the requests.
-
-        Returns:
-            The plans of the first forward, one a scope, then those of the next.
+            earlier: of the hand-over that the forward is one of, which gets these rows' slots;
+                None: it is handed over by itself.
         """
-        found: list[Any] = []
-        earlier: dict[int, np.ndarray] = {}  # by group, slots of the forwards before
-        for rows in forwards:
-            layouts: dict[int, StepLayout] = {}
-            for group, scope in self._scopes:
-                if group not in layouts:
-                    table_np = block_tables.tables_np[group]
-                    placed = self.block_size, self._pace, group, earlier.get(group)
-                    layouts[group] = step_layout(rows, table_np, *placed)
-                found.append(scope.plan_of(layouts[group]))
-            if len(forwards) > 1:
-                for group, layout in layouts.items():
-                    slots_np = earlier.get(group, layout.slot_mapping_np[:0])
-                    earlier[group] = np.concatenate([slots_np, layout.slot_mapping_np])
-        return found
-
-    @property
-    def num_scopes(self) -> int:
-        """Plans that a forward has."""
-        return len(self._scopes)
+        layouts: dict[int, StepLayout] = {}
+        for group, _ in self._scopes:
+            if group not in layouts:
+                table_np = block_tables.tables_np[group]
+                earlier_np = None if earlier is None else earlier.of(group)
+                placed = self.block_size, self._pace, group, earlier_np
+                layouts[group] = step_layout(rows, table_np, *placed)
+        if earlier is not None:
+            for group, layout in layouts.items():
+                earlier.add(group, layout.slot_mapping_np)
+        return [scope.plan_of(layouts[group]) for group, scope in self._scopes]
 
     @contextmanager
     def during(self, positions: mx.array, plans: Sequence[Any]) -> Iterator[list[Any]]:
@@ -156,7 +170,7 @@ class PagedLayers:
     def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
         """As `during`, for these rows alone, once the step has begun."""
         self.begin_step()
-        with self.during(rows.positions, self.plans([rows], block_tables)) as caches:
+        with self.during(rows.positions, self.plans(rows, block_tables)) as caches:
             yield caches
 
     def block_pages(self) -> BlockPages:

@@ -69,7 +69,8 @@ class DraftModel(DraftNetwork):
     def proposer(self, pool: DraftPool) -> Proposer:
         placed = self._own(pool), pool.group_of, self._config.cache_config.block_size
         paged = PagedLayers(self.layers, *placed)
-        passes = Passes(GreedyModel(self._parts), paged, pool.block_tables, pool.graphs)
+        placed_in = paged, pool.block_tables, pool.graphs
+        passes = Passes(GreedyModel(self._parts), *placed_in, self._num_drafts)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
         return DraftModelProposer(passes, max_num_reqs, self._num_drafts, self._max_len)
 

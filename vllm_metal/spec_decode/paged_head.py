@@ -65,7 +65,7 @@ class HeadNetwork(DraftNetwork):
 
     def proposer(self, pool: DraftPool) -> Proposer:
         network, paged = HeadPasses(self._head), self._paged(pool)
-        passes = Passes(network, paged, pool.block_tables, pool.graphs)
+        passes = Passes(network, paged, pool.block_tables, pool.graphs, self._num_drafts)
         return HeadProposer(self._head, passes, self._states, self._num_drafts)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:

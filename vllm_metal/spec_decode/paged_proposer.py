@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.layout import PositionLag
-from vllm_metal.spec_decode.passes import Passes, further_rows
+from vllm_metal.spec_decode.passes import Passes, evened, single_rows
 from vllm_metal.spec_decode.proposer import Proposer
 from vllm_metal.spec_decode.spans import Spans
 
@@ -54,13 +54,11 @@ class PagedProposer(Proposer):
             behind: how many rows at the end of each span are of tokens that are not kept; None:
                 all are kept.
         """
+        exact = behind is None or not behind.most_np.any()
+        if exact and len(spans.index_np) == len(limits_np) and limits_np.all():
+            return self._together(spans, limits_np, input_ids, hidden, None)
         drafting = np.flatnonzero(limits_np)
-        last_rows = spans.query_start_loc_np[1:] - 1
-        # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
-        wanted = mx.array(last_rows[drafting] if len(drafting) else last_rows[:1])
-        if behind is not None and len(drafting):
-            wanted = wanted - behind.counts[mx.array(drafting)]
-        tokens, hidden = self._passes.first(spans.rows(input_ids, wanted), hidden)
+        tokens, hidden = self._first(spans, input_ids, hidden, drafting, behind)
         drafts = mx.zeros((len(limits_np), self._num_drafts), mx.int32)
         if not len(drafting):
             return drafts
@@ -72,6 +70,42 @@ class PagedProposer(Proposer):
                 tokens, hidden = tokens[kept], None if hidden is None else hidden[kept]
             drafting = drafting[going_on]
             of_these = None if behind is None else behind.of(drafting)
-            rows = further_rows(spans.of(drafting), limits_np[drafting], tokens, of_these)
-            drafts[mx.array(drafting), 1 : len(rows) + 1] = self._passes.further(rows, hidden)
+            ends_np = spans.ends_np[drafting]
+            single = Spans(spans.req_indices_np[drafting], ends_np, ends_np + 1)
+            more = self._together(single, limits_np[drafting] - 1, tokens, hidden, of_these)
+            drafts[mx.array(drafting), 1:] = more[:, :-1]
         return drafts
+
+    def _first(
+        self,
+        spans: Spans,
+        input_ids: mx.array,
+        hidden: mx.array | None,
+        drafting: np.ndarray,
+        behind: PositionLag | None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """Tokens and hidden states after the spans of the requests at `drafting`."""
+        even, places_np = evened(spans)
+        stored_np = None
+        if (places_np < 0).any():
+            stored_np, places = places_np >= 0, mx.array(np.maximum(places_np, 0))
+            input_ids, hidden = input_ids[places], None if hidden is None else hidden[places]
+        last_rows = even.query_start_loc_np[1:] - 1
+        # A pass without drafts only writes K/V; its one row of logits costs next to nothing.
+        wanted = mx.array(last_rows[drafting] if len(drafting) else last_rows[:1])
+        if behind is not None and len(drafting):
+            wanted = wanted - behind.counts[mx.array(drafting)]
+        return self._passes.first(even.rows(input_ids, wanted, None, stored_np), hidden)
+
+    def _together(
+        self,
+        spans: Spans,
+        limits_np: np.ndarray,
+        input_ids: mx.array,
+        hidden: mx.array | None,
+        behind: PositionLag | None,
+    ) -> mx.array:
+        """[R, K] int32 drafts of requests that all want some, after spans of one row each."""
+        rows = single_rows(spans, limits_np, input_ids, behind)
+        drafts = self._passes.together(rows, hidden)
+        return mx.pad(drafts, ((0, 0), (0, self._num_drafts - len(rows))))

@@ -40,11 +40,6 @@ class Spans:
         rows = np.arange(len(self.index_np), dtype=np.int32)
         return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
 
-    def of(self, indices_np: np.ndarray) -> Spans:
-        """Returns those of some of the requests, by [n] indices."""
-        parts = self.req_indices_np, self.starts_np, self.ends_np
-        return Spans(*(part[indices_np] for part in parts))
-
     def tokens(self, request: DraftRequest, ahead: int = 0) -> mx.array:
         """[T] int32, the token of each row; past those that are kept: any of the vocabulary.
 
