@@ -76,11 +76,11 @@ class Bench:
         }
         group_of = dict.fromkeys(pools, 0)
         self.network = Counting(GreedyModel(ModelParts(self.model)))
-        paged = PagedLayers(layers, pools, group_of, BLOCK)
+        self.paged = PagedLayers(layers, pools, group_of, BLOCK)
         self.graphs = Graphs(allowed)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.free = self.rng.permutation(np.arange(1, 80)).tolist()
-        passes = Passes(self.network, paged, self.tables, self.graphs, K)
+        passes = Passes(self.network, self.paged, self.tables, self.graphs, K)
         self.proposer = DraftModelProposer(passes, MAX_NUM_REQS, K, max_len)
         self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
         self.known = np.zeros(MAX_NUM_REQS, np.int32)
