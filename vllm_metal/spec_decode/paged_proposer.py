@@ -108,4 +108,4 @@ class PagedProposer(Proposer):
         """[R, K] int32 drafts of requests that all want some, after spans of one row each."""
         rows = single_rows(spans, limits_np, input_ids, behind)
         drafts = self._passes.together(rows, hidden)
-        return mx.pad(drafts, ((0, 0), (0, self._num_drafts - len(rows))))
+        return mx.pad(drafts, [(0, 0), (0, self._num_drafts - len(rows))])
