@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from vllm.logger import init_logger
 
 from metal_kernels.plan_arrays import all_else, with_arrays
@@ -55,8 +56,8 @@ class CompiledForward:
 
     def __init__(
         self,
-        build: Callable[[Any, Sequence[Any]], list[mx.array]],
-        weights: TransposedWeights,
+        build: Callable[[Any, Sequence[object]], list[mx.array]],
+        module: nn.Module,
         states: Sequence[LayerState],
         graphs: Graphs,
     ) -> None:
@@ -64,7 +65,7 @@ class CompiledForward:
         Args:
             build: the network's Python: from inputs and plans to arrays. It may pass over the rows
                 several times, each time by plans of its own.
-            weights: of the network.
+            module: the network, with its weights.
             states: the storage that the forward reads and writes.
             graphs: whether to make any; forwards that they build are counted there.
         """
@@ -74,9 +75,9 @@ class CompiledForward:
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         every = len(self._states) == len(states)
         self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
-        self._weights = weights
+        self._weights = TransposedWeights(module)
 
-    def __call__(self, inputs: object, plans: Sequence[Any], num_rows: int) -> list[mx.array]:
+    def __call__(self, inputs: object, plans: Sequence[object], num_rows: int) -> list[mx.array]:
         """What the forward gives; lazy. The step has begun.
 
         Args:
@@ -88,7 +89,7 @@ class CompiledForward:
         return self._build(inputs, plans) if results is None else results
 
     def _by_graph(
-        self, inputs: object, plans: Sequence[Any], num_rows: int
+        self, inputs: object, plans: Sequence[object], num_rows: int
     ) -> list[mx.array] | None:
         """What a graph computes; None where there is no graph of such steps.
 
@@ -133,7 +134,7 @@ class CompiledForward:
         return graph
 
     def _traced(
-        self, graph: _Graph, inputs: object, plans: Sequence[Any], num_inputs: Sequence[int]
+        self, graph: _Graph, inputs: object, plans: Sequence[object], num_inputs: Sequence[int]
     ) -> Callable[[list[mx.array]], list[mx.array]]:
         """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
 
@@ -166,7 +167,7 @@ class CompiledForward:
 
         return forward
 
-    def _accept(self, graph: _Graph, plans: Sequence[Any], outputs: Iterator[mx.array]) -> None:
+    def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
         """Hands the graph's extra outputs (pending writes, fences) to the states."""
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -13,7 +12,6 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.mlx_patches.traced_layers import TransposedWeights
 from vllm_metal.models.compiled import CompiledForward, Graphs
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
@@ -39,8 +37,8 @@ class ModelExecutor(PagedLayers):
         """
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
-        weights = TransposedWeights(parts.model)
-        self._forward = CompiledForward(self._build, weights, self.own_states, graphs or Graphs())
+        placed = parts.model, self.own_states, graphs or Graphs()
+        self._forward = CompiledForward(self._build, *placed)
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, inputs: ForwardInputs | None = None
@@ -59,7 +57,7 @@ class ModelExecutor(PagedLayers):
             observer.newest, shown = shown[: observer.num_layers], shown[observer.num_layers :]
         return hidden_states
 
-    def _build(self, inputs: ForwardInputs, plans: Sequence[Any]) -> list[mx.array]:
+    def _build(self, inputs: ForwardInputs, plans: Sequence[object]) -> list[mx.array]:
         """The model's hidden states, and those that its observers are shown."""
         with self.during(inputs.positions[0], plans) as caches:
             found = [self.parts.forward_hidden(inputs, caches)]

@@ -130,7 +130,7 @@ class PagedLayers:
 
     def plans(
         self, rows: Rows, block_tables: BlockTables, earlier: EarlierSlots | None = None
-    ) -> list[Any]:
+    ) -> list[object]:
         """What each scope needs of a forward.
 
         Args:
@@ -152,7 +152,7 @@ class PagedLayers:
         return [scope.plan_of(layouts[group]) for group, scope in self._scopes]
 
     @contextmanager
-    def during(self, positions: mx.array, plans: Sequence[Any]) -> Iterator[list[Any]]:
+    def during(self, positions: mx.array, plans: Sequence[object]) -> Iterator[list[Any]]:
         """The layers' caches, for the forward that is built inside.
 
         The caches serve nobody after that, also where the forward raises.

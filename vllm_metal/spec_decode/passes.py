@@ -15,7 +15,6 @@ import numpy as np
 from metal_kernels.layout import PositionLag
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
-from vllm_metal.mlx_patches.traced_layers import TransposedWeights
 from vllm_metal.models.compiled import CompiledForward, Graphs
 from vllm_metal.models.paged_layers import EarlierSlots, PagedLayers
 from vllm_metal.spec_decode.spans import Spans
@@ -78,8 +77,8 @@ class Passes:
         self._paged = paged
         self._tables = tables
         self._most = most
-        weights = TransposedWeights(network.module)
-        self._forward = CompiledForward(self._build, weights, paged.own_states, graphs)
+        placed = network.module, paged.own_states, graphs
+        self._forward = CompiledForward(self._build, *placed)
 
     def first(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
         """A pass by itself, of any rows.
@@ -126,7 +125,7 @@ class Passes:
         inputs = PassInputs(input_ids, rows.positions, hidden, rows.logits_indices)
         return self._forward(inputs, plans, len(rows.positions_np))
 
-    def _build(self, inputs: PassInputs, plans: Sequence[Any]) -> list[mx.array]:
+    def _build(self, inputs: PassInputs, plans: Sequence[object]) -> list[mx.array]:
         with self._paged.during(inputs.positions, plans) as caches:
             tokens, hidden = self._network.next_tokens(inputs, caches)
         return [tokens] if hidden is None else [tokens, hidden]
