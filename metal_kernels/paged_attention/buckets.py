@@ -156,7 +156,10 @@ def plan(
                 first_block[members] = length
     num_blocks = -(-seq_lens // block_size) - first_block
     decodes = query_lens <= DECODE_ROWS
-    widths = np.where(decodes, _stable(num_blocks, decodes.sum()), num_blocks)
+    widths = num_blocks
+    if earlier_slots is not None:  # one slot more, which no row sees
+        widths = -(-(seq_lens + 1) // block_size) - first_block
+    widths = np.where(decodes, _stable(widths, decodes.sum()), widths)
     own = _Calls(num_tokens)
     shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
     shapes = _joined(shapes, widths * block_size)
@@ -236,10 +239,12 @@ class _Writes:
     def __init__(
         self, slot_mapping: np.ndarray, block_size: int, earlier: np.ndarray | None = None
     ) -> None:
-        left_out = bool((slot_mapping < 0).any())
-        self.varied = left_out or earlier is not None  # numbers of rows that somebody reads
+        self.left_out = bool((slot_mapping < 0).any())  # some rows
+        self.follow = earlier is not None  # rows of steps before
+        self._num_tokens = len(slot_mapping)
         if earlier is not None:
             slot_mapping = np.concatenate([earlier, slot_mapping])
+        self._all_slots = slot_mapping
         self._rows = np.argsort(slot_mapping).astype(np.int32)
         self._slots = slot_mapping[self._rows]
         self._blocks = np.unique(slot_mapping // block_size)
@@ -256,6 +261,22 @@ class _Writes:
         nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
         written = self._slots[nearest] == slots
         return places[written].astype(np.int32), self._rows[nearest[written]]
+
+    def in_order(self, table: "_Table", members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `into`, of one row of each member in every step: all rows, in the order of steps.
+
+        Those that nobody reads go to the last slot of their request, which is padding.
+        """
+        (n, width), size = table.blocks.shape, len(self._offsets)
+        num_requests = self._num_tokens
+        slots = self._all_slots.reshape(-1, num_requests)[:, members]  # [steps, n]
+        here = (table.blocks == (slots // size)[:, :, None]) & table.real
+        places = np.where(
+            here.any(axis=2), here.argmax(axis=2) * size + slots % size, width * size - 1
+        )
+        rows = np.arange(len(slots))[:, None] * num_requests + members
+        places = places + np.arange(n) * width * size
+        return places.ravel().astype(np.int32), rows.ravel().astype(np.int32)
 
 
 def _repeated(values: np.ndarray, count: int) -> np.ndarray:
@@ -355,11 +376,13 @@ def _bucket(
         mask = slots <= query_slots
         if window is not None:
             mask &= slots > query_slots - window
-    fresh, sources = writes.into(table)
-    if writes.varied:  # the same shape for all
-        least = n * q * len(writes) // num_tokens
-        fresh, sources = _repeated(fresh, least), _repeated(sources, least)
     rows = queries.rows.ravel()
+    if writes.follow and first_query is not None:
+        fresh, sources = writes.in_order(table, rows)
+    else:
+        fresh, sources = writes.into(table)
+        if writes.left_out:  # the same shape, however many
+            fresh, sources = _repeated(fresh, n * q), _repeated(sources, n * q)
     return Bucket(
         num_requests=n,
         query_len=q,
@@ -367,8 +390,6 @@ def _bucket(
         block_table=mx.array(table.blocks),
         rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
         fresh=mx.array(fresh),
-        sources=None
-        if not writes.varied and _is_range(sources, len(writes))
-        else mx.array(sources),
+        sources=None if _is_range(sources, len(writes)) else mx.array(sources),
         mask=None if mask is None else mx.array(mask[:, None]),
     )
