@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -34,6 +35,7 @@ from vllm import LLM, SamplingParams
 from vllm_metal.kv_cache.layer_state import StepScope
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.parts import ModelParts
 from vllm_metal.sample import Sampler
 
 CONFIG = {
@@ -56,11 +58,11 @@ PROMPT_LEN = 32
 WARM_UP = 8  # steps: prompts, and caches warm
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, seed: int = 0) -> None:
     """A model folder with random weights."""
     from mlx_lm.models import llama
 
-    mx.random.seed(0)
+    mx.random.seed(seed)
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     mx.save_safetensors(
@@ -115,7 +117,7 @@ def wrap_all(meter: Meter, llm: LLM) -> None:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     for name in ("execute_model", "sample_tokens"):
         meter.wrap(worker, name, ROWS)
-    meter.wrap(StepScope, "begin", PLANS)
+    meter.wrap(StepScope, "plan_of", PLANS)
     meter.wrap(ScatterKVCache, "begin_step", WRITES)
     meter.wrap(ModelExecutor, "forward_hidden", GRAPH)
     meter.wrap(ModelExecutor, "compute_logits", SAMPLE)
@@ -174,6 +176,110 @@ def mlx_lm_step(model: nn.Module, meter: Meter, num_requests: int, steps: int) -
     return found
 
 
+#: Numbers of drafts, and of requests.
+DRAFTS, REQUESTS = (0, 1, 2, 4), (1, 8, 32)
+#: Of a step: its host time in milliseconds; how often the thread that drives it waits for an array;
+#: forwards that the models' Python builds, of the target's and all passes.
+HOST, WAITS, BUILT = "ms", "waits", "built in Python"
+
+
+def draft_engine(target: Path, draft: Path, num_drafts: int) -> LLM:
+    """The engine with a draft model; without one for no drafts."""
+    speculation = {"method": "draft_model", "model": str(draft)}
+    return LLM(
+        str(target),
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=64 << 20,
+        speculative_config=speculation | {"num_speculative_tokens": num_drafts}
+        if num_drafts
+        else None,
+        additional_config={"fixed_draft_length": True} if num_drafts else {},
+    )
+
+
+@contextmanager
+def counted(found: dict[str, float]) -> Iterator[None]:
+    """Counts waits and forwards built in Python."""
+    kept = mx.eval, ModelParts.forward_hidden
+
+    def waiting(*arrays: object) -> None:
+        found[WAITS] += 1
+        kept[0](*arrays)
+
+    def building(*arguments: object) -> mx.array:
+        found[BUILT] += 1
+        return kept[1](*arguments)
+
+    mx.eval, ModelParts.forward_hidden = waiting, building
+    try:
+        yield
+    finally:
+        mx.eval, ModelParts.forward_hidden = kept
+
+
+def draft_step(llm: LLM, num_requests: int, steps: int) -> dict[str, float]:
+    """HOST, WAITS and BUILT of a step in which all requests decode."""
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
+    core, found = llm.llm_engine, {WAITS: 0.0, BUILT: 0.0}
+    req_ids = [f"{num_requests}-{index}" for index in range(num_requests)]
+    for req_id, prompt in zip(req_ids, prompts(num_requests), strict=True):
+        core.add_request(req_id, {"prompt_token_ids": prompt}, params)
+    for _ in range(WARM_UP):
+        core.step()
+    with counted(found):
+        started = time.thread_time()
+        for _ in range(steps):
+            core.step()
+        found[HOST] = 1e3 * (time.thread_time() - started)
+    core.abort_request(req_ids)
+    while core.has_unfinished_requests():
+        core.step()
+    core.reset_prefix_cache()
+    return {name: value / steps for name, value in found.items()}
+
+
+def draft_steps(steps: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Medians by "DRAFTS, REQUESTS"; the draft model is as large as the target, seldom right."""
+    runs: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        target, draft = Path(name, "target"), Path(name, "draft")
+        for seed, folder in enumerate((target, draft)):
+            folder.mkdir()
+            write_model(folder, seed)
+        for num_drafts in DRAFTS:
+            llm = draft_engine(target, draft, num_drafts)
+            for _ in range(repeats):
+                for count in REQUESTS:
+                    runs.setdefault(f"{num_drafts}, {count}", []).append(
+                        draft_step(llm, count, steps)
+                    )
+            llm.llm_engine.engine_core.shutdown()
+    return {
+        label: {name: float(np.median([run[name] for run in of])) for name in of[0]}
+        for label, of in runs.items()
+    }
+
+
+def draft_table(found: dict[str, dict[str, float]]) -> str:
+    """Drafts down, requests across; what a further pass takes of a step without drafts."""
+    lines = [f"| drafts | {' | '.join(f'requests: {count}' for count in REQUESTS)} |"]
+    lines.append("| --- |" + " ---: |" * len(REQUESTS))
+    for num_drafts in DRAFTS:
+        cells = [found[f"{num_drafts}, {count}"] for count in REQUESTS]
+        texts = [f"{c[HOST]:.1f} ms, {c[WAITS]:.1f}, {c[BUILT]:.2f}" for c in cells]
+        lines.append(f"| {num_drafts} | {' | '.join(texts)} |")
+    least, most = DRAFTS[1], DRAFTS[-1]
+    shares = []
+    for count in REQUESTS:
+        plain, few, many = (found[f"{k}, {count}"][HOST] for k in (0, least, most))
+        shares.append(f"{(many - few) / (most - least) / plain:.2f}")
+    lines.append(f"| a further pass, of a step without drafts | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     """By phase, and of the whole."""
     whole = {"whole step": float(np.median([sum(run.values()) for run in runs]))}
@@ -193,8 +299,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured")
     parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
+    parser.add_argument("--drafts", action="store_true", help="steps with a draft model instead")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.drafts:
+        found_drafts = draft_steps(args.steps, args.repeats)
+        print("milliseconds, waits and forwards built in Python, of a step")
+        print(draft_table(found_drafts))
+        (args.out / "step_overhead_drafts.json").write_text(json.dumps(found_drafts, indent=2))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
@@ -223,7 +337,6 @@ def main() -> None:
             found[f"{name}, {count}"]["whole step"] for name in ("vllm-metal", "mlx-lm")
         )
         print(f"requests: {count}, host time over mlx-lm's: {ours / theirs:.2f}")
-    args.out.mkdir(parents=True, exist_ok=True)
     report = {"layers": CONFIG["num_hidden_layers"], "steps": args.steps, "runs_ms": runs}
     (args.out / "step_overhead.json").write_text(json.dumps(report, indent=2))
 

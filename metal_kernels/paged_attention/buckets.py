@@ -109,6 +109,7 @@ def plan(
     window: int | None = None,
     share: bool = False,
     causal: bool = False,
+    earlier_slots: np.ndarray | None = None,
 ) -> BucketPlan:
     """Groups R requests into buckets of like shape.
 
@@ -120,21 +121,25 @@ def plan(
         query_start_loc: [R + 1] int32, first batch row of each request.
         seq_lens: [R] int32, context of each request including this step's rows.
         block_tables: [R, W] int32, pool blocks of each request in order.
-        slot_mapping: [T] int32, pool slot each row's K/V go to. A request may read blocks that
-            another one writes in this same step (a prefix hit on a prompt just scheduled).
+        slot_mapping: [T] int32, pool slot each row's K/V go to; -1: nobody reads them. A request
+            may read blocks that another one writes in this same step (a prefix hit on a prompt just
+            scheduled).
         block_size: tokens of a block.
         window: a query at position p sees positions (p - window, p]; None sees [0, p].
         share: whether blocks that requests begin with in common are gathered once for all of them.
             `run` then takes plain operations, and needs a plan without a window.
         causal: whether buckets of a prompt's rows tell their `causal_len`, which differs from step
             to step where the padded shape does not. For MLX's fused attention.
+        earlier_slots: [E] int32, pool slots of rows that steps before had of the same requests, as
+            many of each, where the pool does not hold their K/V yet; -1: nobody reads that row.
+            `run` then takes the K/V of E + T rows, these first.
     """
     pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
     query_start_loc, seq_lens, block_tables = pieces
     query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(seq_lens)
     num_tokens = int(query_start_loc[-1])
-    writes = _Writes(slot_mapping, block_size)
+    writes = _Writes(slot_mapping, block_size, earlier_slots)
     shared = _Calls(num_tokens)
     if window is not None:
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
@@ -146,11 +151,15 @@ def plan(
             for of_call in _shared_rows(rows, len(members), length * block_size):
                 table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)
                 queries = _Queries(of_call[None], np.ones((1, len(of_call)), bool))
-                shared.add(_bucket(table, queries, None, writes, block_size), queries)
+                bucket = _bucket(table, queries, None, writes, block_size, num_tokens)
+                shared.add(bucket, queries)
                 first_block[members] = length
     num_blocks = -(-seq_lens // block_size) - first_block
     decodes = query_lens <= DECODE_ROWS
-    widths = np.where(decodes, _stable(num_blocks, decodes.sum()), num_blocks)
+    widths = num_blocks
+    if earlier_slots is not None:  # one slot more, which no row sees
+        widths = -(-(seq_lens + 1) // block_size) - first_block
+    widths = np.where(decodes, _stable(widths, decodes.sum()), widths)
     own = _Calls(num_tokens)
     shapes = _log2_ceil(query_lens) * 64 + _log2_ceil(widths)  # 2**64 blocks are enough
     shapes = _joined(shapes, widths * block_size)
@@ -160,7 +169,7 @@ def plan(
         )
         queries = _padded_queries(query_start_loc[members], query_lens[members])
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
-        bucket = _bucket(table, queries, first_query, writes, block_size, window)
+        bucket = _bucket(table, queries, first_query, writes, block_size, num_tokens, window)
         if causal and window is None and len(members) == 1 and not decodes[members[0]]:
             bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
         own.add(bucket, queries)
@@ -227,7 +236,15 @@ class _Table:
 class _Writes:
     """Which batch row writes a pool slot in this step, if any."""
 
-    def __init__(self, slot_mapping: np.ndarray, block_size: int) -> None:
+    def __init__(
+        self, slot_mapping: np.ndarray, block_size: int, earlier: np.ndarray | None = None
+    ) -> None:
+        self.left_out = bool((slot_mapping < 0).any())  # some rows
+        self.follow = earlier is not None  # rows of steps before
+        self._num_tokens = len(slot_mapping)
+        if earlier is not None:
+            slot_mapping = np.concatenate([earlier, slot_mapping])
+        self._all_slots = slot_mapping
         self._rows = np.argsort(slot_mapping).astype(np.int32)
         self._slots = slot_mapping[self._rows]
         self._blocks = np.unique(slot_mapping // block_size)
@@ -244,6 +261,28 @@ class _Writes:
         nearest = np.minimum(np.searchsorted(self._slots, slots), len(self._slots) - 1)
         written = self._slots[nearest] == slots
         return places[written].astype(np.int32), self._rows[nearest[written]]
+
+    def in_order(self, table: "_Table", members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `into`, of one row of each member in every step: all rows, in the order of steps.
+
+        Those that nobody reads go to the last slot of their request, which is padding.
+        """
+        (n, width), size = table.blocks.shape, len(self._offsets)
+        num_requests = self._num_tokens
+        slots = self._all_slots.reshape(-1, num_requests)[:, members]  # [steps, n]
+        here = (table.blocks == (slots // size)[:, :, None]) & table.real
+        places = np.where(
+            here.any(axis=2), here.argmax(axis=2) * size + slots % size, width * size - 1
+        )
+        rows = np.arange(len(slots))[:, None] * num_requests + members
+        places = places + np.arange(n) * width * size
+        return places.ravel().astype(np.int32), rows.ravel().astype(np.int32)
+
+
+def _repeated(values: np.ndarray, count: int) -> np.ndarray:
+    """[count at least] the values, and then the last of them again and again."""
+    missing = max(0, count - len(values)) if len(values) else 0
+    return np.pad(values, (0, missing), mode="edge") if missing else values
 
 
 def _in_pieces(
@@ -321,13 +360,14 @@ def _bucket(
     first_query: np.ndarray | None,
     writes: _Writes,
     block_size: int,
+    num_tokens: int,
     window: int | None = None,
 ) -> Bucket:
     """
     Args beyond the plan's:
         first_query: [n] int32, context slot of each request's first row; None: behind the context.
     """
-    (n, q), num_tokens = queries.rows.shape, len(writes)
+    n, q = queries.rows.shape
     s = table.blocks.shape[1] * block_size
     mask = None
     if first_query is not None:
@@ -336,8 +376,13 @@ def _bucket(
         mask = slots <= query_slots
         if window is not None:
             mask &= slots > query_slots - window
-    fresh, sources = writes.into(table)
     rows = queries.rows.ravel()
+    if writes.follow and first_query is not None:
+        fresh, sources = writes.in_order(table, rows)
+    else:
+        fresh, sources = writes.into(table)
+        if writes.left_out:  # the same shape, however many
+            fresh, sources = _repeated(fresh, n * q), _repeated(sources, n * q)
     return Bucket(
         num_requests=n,
         query_len=q,
@@ -345,6 +390,6 @@ def _bucket(
         block_table=mx.array(table.blocks),
         rows=None if _is_range(rows, num_tokens) else mx.array(rows.astype(np.int32)),
         fresh=mx.array(fresh),
-        sources=None if _is_range(sources, num_tokens) else mx.array(sources),
+        sources=None if _is_range(sources, len(writes)) else mx.array(sources),
         mask=None if mask is None else mx.array(mask[:, None]),
     )

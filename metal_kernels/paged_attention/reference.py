@@ -47,8 +47,9 @@ def run(
     Args:
         plan: of this step, for this layer's block table and window.
         queries: [T, H, D].
-        keys: [T, Hkv, D], of this step; None: the pool holds them already.
-        values: [T, Hkv, DV], likewise.
+        keys: [E + T, Hkv, D], of the plan's earlier rows, where it has some, and of this step;
+            None: the pool holds them already.
+        values: [E + T, Hkv, DV], likewise.
         key_pool: [Hkv, B, block_size, D], of the dtype of `queries`, uint8 (fp8 e4m3) or int8.
         value_pool: [Hkv, B, block_size, DV], likewise; of latents `key_pool` itself.
         scale: factor on the scores.

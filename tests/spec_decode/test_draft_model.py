@@ -15,9 +15,11 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches import seam
-from vllm_metal.models.executor import ModelExecutor
+from vllm_metal.models.compiled import Graphs
+from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
-from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer
+from vllm_metal.spec_decode.draft_model import MAX_BEHIND, DraftModelProposer, GreedyModel
+from vllm_metal.spec_decode.passes import Passes, PassNetwork
 from vllm_metal.spec_decode.proposer import DraftRequest
 
 BLOCK, VOCAB, MAX_LEN, MAX_NUM_REQS, K = 16, 64, 160, 6, 4
@@ -39,10 +41,22 @@ CONFIG = {
 WINDOWED = {"model_type": "olmo3", "sliding_window": 24}  # every fourth layer is a full one
 
 
+class Counting(PassNetwork):
+    """Counts the passes whose graph its Python builds."""
+
+    def __init__(self, network):
+        self.module, self._network = network.module, network
+        self.passes = 0
+
+    def next_tokens(self, inputs, caches):
+        self.passes += 1
+        return self._network.next_tokens(inputs, caches)
+
+
 class Bench:
     """A proposer on a small pool, the true tokens of its requests, and mlx-lm's model as judge."""
 
-    def __init__(self, windowed=False, max_len=MAX_LEN, kv_cache_type=ScatterKVCache):
+    def __init__(self, windowed=False, max_len=MAX_LEN, kv_cache_type=ScatterKVCache, allowed=True):
         seam.install()
         self.rng = np.random.default_rng(0)
         mx.random.seed(0)
@@ -61,18 +75,13 @@ class Bench:
             layer.name: kv_cache_type(80, BLOCK, layer.storage_key, mx.float32) for layer in layers
         }
         group_of = dict.fromkeys(pools, 0)
-        executor = ModelExecutor(ModelParts(self.model), layers, pools, group_of, BLOCK)
-        self.forwards = 0
-        forward = executor.forward
-
-        def counted(rows, tables):
-            self.forwards += 1
-            return forward(rows, tables)
-
-        executor.forward = counted
+        self.network = Counting(GreedyModel(ModelParts(self.model)))
+        self.paged = PagedLayers(layers, pools, group_of, BLOCK)
+        self.graphs = Graphs(allowed)
         self.tables = BlockTables(1, MAX_NUM_REQS, MAX_LEN // BLOCK + 1)
         self.free = self.rng.permutation(np.arange(1, 80)).tolist()
-        self.proposer = DraftModelProposer(executor, self.tables, MAX_NUM_REQS, K, max_len)
+        passes = Passes(self.network, self.paged, self.tables, self.graphs, K)
+        self.proposer = DraftModelProposer(passes, MAX_NUM_REQS, K, max_len)
         self.token_ids_np = np.zeros((MAX_NUM_REQS, MAX_LEN), np.int32)
         self.known = np.zeros(MAX_NUM_REQS, np.int32)
 
@@ -175,38 +184,38 @@ def test_a_request_index_taken_over_by_another_request():
 
 
 def test_nothing_runs_while_nobody_wants_drafts_until_enough_has_gathered():
-    bench = Bench()
+    bench = Bench(allowed=False)
     bench.begin(0, bench.prompt(10))
     bench.propose([0], [2])
-    before = bench.forwards
+    before = bench.network.passes
     for _ in range(MAX_BEHIND):
         bench.learn(0, bench.prompt(1))
         bench.propose([0], [0])
-    assert bench.forwards == before
+    assert bench.network.passes == before
     bench.learn(0, bench.prompt(1))
     (drafts,) = bench.propose([0], [3])
     bench.check(0, drafts)
     for _ in range(MAX_BEHIND + 1):
         bench.learn(0, bench.prompt(1))
         bench.propose([0], [0])
-    assert bench.forwards == before + 4  # three passes of drafts, one to catch up
+    assert bench.network.passes == before + 4  # three passes of drafts, one to catch up
 
 
 @pytest.mark.parametrize("behind", [3, MAX_BEHIND])
 def test_a_completed_request_leaves_whole_blocks_to_others(behind):
-    bench = Bench()
+    bench = Bench(allowed=False)
     start = 2 * BLOCK + 1 - behind
     bench.begin(0, bench.prompt(start))
     bench.propose([0], [2])
     for _ in range(behind):
         bench.learn(0, bench.prompt(1))
         bench.propose([0], [0])
-    before = bench.forwards
+    before = bench.network.passes
     for _ in range(2):  # the second time there is nothing left to write
         here, none = np.array([0], np.int32), np.array([0], np.int32)
         request = DraftRequest(bench.token_ids_np, here, here + 2 * BLOCK + 1, none)
         bench.proposer.complete_draft_kv(request)
-    assert bench.forwards - before == 1
+    assert bench.network.passes - before == 1
     text = bench.token_ids_np[0, : 2 * BLOCK].tolist()
     shared = bench.tables.tables_np[0][0, :2].tolist()
     bench.proposer.forget_request(0)

@@ -30,6 +30,7 @@ class Rows:
     logits_indices: mx.array | None  # [N] int32, rows to compute logits of; None: all
     num_drafts_np: np.ndarray | None = None  # [R] int32, drafts at a request's end; None: no drafts
     behind: PositionLag | None = None  # None: the host's positions are exact
+    stored_np: np.ndarray | None = None  # [T] bool, rows whose K/V are kept; None: all
 
     @property
     def inputs(self) -> ForwardInputs:
@@ -56,34 +57,48 @@ def device_positions(
 
 
 def step_layout(
-    rows: Rows, block_table_np: np.ndarray, block_size: int, pace: Pace | None
+    rows: Rows,
+    block_table_np: np.ndarray,
+    block_size: int,
+    pace: Pace | None,
+    group: int = 0,
+    earlier_slots_np: np.ndarray | None = None,
 ) -> StepLayout:
-    """Where the rows lie in one KV cache group's blocks.
+    """Where the rows lie in one KV cache group's blocks; those that are not kept: at slot -1.
 
     Args:
         rows: the batch.
         block_table_np: [max_num_reqs, max_blocks] int32, the group's table by req_idx.
         block_size: tokens of a block.
         pace: of the network; None: MLX ends command buffers.
+        group: the group.
+        earlier_slots_np: see StepLayout.
     """
     # Narrowed to the longest context, so that a step's cost follows what it really holds.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
     tables = block_table_np[rows.req_indices_np, :width]
     requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))
     blocks = tables[requests, rows.positions_np // block_size]
+    slot_mapping_np = blocks * block_size + rows.positions_np % block_size
     slot_mapping = None
     if rows.behind is not None:
         pages, offsets = mx.divmod(rows.positions, block_size)
         slot_mapping = mx.array(tables)[mx.array(requests), pages] * block_size + offsets
+    if rows.stored_np is not None:
+        slot_mapping_np = np.where(rows.stored_np, slot_mapping_np, np.int32(-1))
+        if slot_mapping is not None:
+            slot_mapping = mx.where(mx.array(rows.stored_np), slot_mapping, -1)
     return StepLayout(
         query_start_loc_np=rows.query_start_loc_np,
         seq_lens_np=rows.seq_lens_np,
         block_tables_np=tables,
-        slot_mapping_np=blocks * block_size + rows.positions_np % block_size,
+        slot_mapping_np=slot_mapping_np,
         block_size=block_size,
         req_indices_np=rows.req_indices_np,
         num_drafts_np=rows.num_drafts_np,
         pace=pace,
         behind=rows.behind,
         slot_mapping=slot_mapping,
+        group=group,
+        earlier_slots_np=earlier_slots_np,
     )

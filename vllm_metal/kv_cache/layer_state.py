@@ -36,6 +36,11 @@ class StepLayout(RaggedLayout):
     # Where this is there, the lengths are upper bounds, and only the device knows the slots.
     behind: PositionLag | None = None
     slot_mapping: mx.array | None = None  # [T] int32
+    group: int = 0  # whose block tables these are
+    #: Where this forward is one of several that are handed over together, each of the same requests
+    #: in as many rows: [E] int32, slots of the rows of those before it, the newest last. There is
+    #: room for those of all but one; what is not taken is -1, and comes first.
+    earlier_slots_np: np.ndarray | None = None
 
     def split(self, parts: int) -> StepLayout:
         """Returns the layout over a pool whose blocks are each cut into so many."""
@@ -59,7 +64,7 @@ class Pending(Generic[PlanT]):
 class StepScope(Generic[PlanT]):
     """What the layers of one kind in one KV cache group share of the step at hand.
 
-    PagedLayers begins and ends it; the layers' caches read it while the model's forward is built.
+    PagedLayers sets it; the layers' caches read it while the model's forward is built.
     """
 
     def __init__(self, plan: Callable[[StepLayout], PlanT]) -> None:
@@ -67,26 +72,23 @@ class StepScope(Generic[PlanT]):
         self._plan_of = plan
         self._step: tuple[mx.array, PlanT] | None = None
 
-    def begin(self, positions: mx.array, layout: StepLayout) -> None:
-        """
-        Args:
-            positions: [T] int32, position of each row in its request.
-            layout: of the group.
-        """
-        self._step = positions, self._plan_of(layout)
+    def plan_of(self, layout: StepLayout) -> PlanT:
+        """What the layers need of a step that is laid out so in their group."""
+        return self._plan_of(layout)
 
     @contextmanager
-    def traced(self, positions: mx.array, plan: PlanT) -> Iterator[None]:
-        """Within, these stand for the step's own: a forward is traced."""
+    def during(self, positions: mx.array, plan: PlanT) -> Iterator[None]:
+        """Within, the step is at hand; outside, use raises.
+
+        Args:
+            positions: [T] int32, position of each row in its request.
+            plan: of the step.
+        """
         step, self._step = self._step, (positions, plan)
         try:
             yield
         finally:
             self._step = step
-
-    def end(self) -> None:
-        """Clears the step, so that use outside a step raises."""
-        self._step = None
 
     @property
     def positions(self) -> mx.array:

@@ -27,15 +27,17 @@ from vllm_metal.mlx_patches.seam import Scoring
 class ScatterPlan:
     """A step of one group and kind of layer."""
 
-    slot_mapping: mx.array  # [T] int32
+    slot_mapping: mx.array  # [E + T] int32, those of earlier forwards first, see StepLayout
     attention: buckets.BucketPlan
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     num_heads: int  # of K and V
     block_size: int
+    group: int  # whose block tables these are
+    num_earlier: int  # E
 
     @cached_property
     def places(self) -> Places:
-        """Head, block and offset of what goes to the slots, each [T * Hkv] int32.
+        """Head, block and offset of what goes to the slots, each [(E + T) * Hkv] int32.
 
         The heads of a row one after another; made once a step.
         """
@@ -51,7 +53,8 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
     MLX scatters in place only while nothing else holds the buffer, and a queued read holds it. So
     `write` only keeps a step's K/V. `begin_step` scatters them at the start of the next step: the
     device runs that once the reads before it are done and before any new one is queued. Within a
-    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes.
+    step attention takes fresh K/V directly, encoded and decoded where the pool is one of codes; so
+    it does with those of earlier forwards that are handed over together with it.
     """
 
     pipelined = False
@@ -70,14 +73,21 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             kind.window,
             share=not on_gpu,
             causal=on_gpu,
+            earlier_slots=layout.earlier_slots_np,
         )
         pace = None
         if layout.pace is not None and on_gpu:
             sizes = kind.shape.head_size + kind.shape.value_size
             work = sum(bucket.work(kind.shape.num_heads, sizes) for bucket in attention.buckets)
             pace = pace_of(layout.pace, attention.num_tokens, work)
-        slots, num_heads = mx.array(layout.slot_mapping_np), kind.shape.num_kv_heads
-        return ScatterPlan(slots, attention, pace, num_heads, layout.block_size)
+        earlier_np, slots_np = layout.earlier_slots_np, layout.slot_mapping_np
+        num_earlier = 0 if earlier_np is None else len(earlier_np)
+        if earlier_np is not None:
+            slots_np = np.concatenate([earlier_np, slots_np])
+        # Rows that are not kept go to block 0, which vLLM gives to no request.
+        slots, num_heads = mx.array(np.maximum(slots_np, 0)), kind.shape.num_kv_heads
+        placed = layout.block_size, layout.group, num_earlier
+        return ScatterPlan(slots, attention, pace, num_heads, *placed)
 
     def begin_step(self) -> None:
         if not self._pending:
@@ -98,12 +108,37 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         both = (keys,) if self.values is None else (keys, values)
         encoded = [part for rows in both for part in encode(rows, self.dtype)]
         rows = [part for part in encoded if part is not None]
+        if plan.num_earlier:
+            rows = self._behind_earlier(plan, rows)
         self._pending += (Pending(plan, rows),)
+
+    def _behind_earlier(self, plan: ScatterPlan, rows: list[mx.array]) -> list[mx.array]:
+        """[E + T, ...] rows that the layer wrote in forwards before, then these [T, ...].
+
+        Shapes are the same in all forwards of a hand-over but the first, so one graph serves them.
+        """
+        # Within a group a storage is one layer's.
+        before = [each for each in self._pending if each.plan.group == plan.group]
+        self._pending = tuple(each for each in self._pending if each.plan.group != plan.group)
+        if before:
+            earlier = [part[len(part) - plan.num_earlier :] for part in before[0].arrays]
+        else:
+            earlier = [mx.zeros((plan.num_earlier, *part.shape[1:]), part.dtype) for part in rows]
+        return [joined(parts) for parts in zip(earlier, rows, strict=True)]
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """The pool, and what earlier forwards of the hand-over leave."""
+        return [*self.arrays, *(array for each in self._pending for array in each.arrays)]
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
         arrays, pending = self.arrays, self._pending
-        self.arrays, self._pending = list(inputs), ()
+        given = iter(inputs)
+        self.arrays = [next(given) for _ in arrays]
+        self._pending = tuple(
+            Pending(each.plan, [next(given) for _ in each.arrays]) for each in pending
+        )
         try:
             yield
         finally:
@@ -115,7 +150,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     @outputs.setter
     def outputs(self, outputs: Sequence[Pending[ScatterPlan]]) -> None:
-        self._pending += tuple(outputs)
+        self._pending = tuple(outputs)
 
     def read_states(self, plan: object, blocks: mx.array, width: int) -> mx.array:
         return states_reference.read(self.elements_of(self.arrays), blocks, width, self.split)

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from vllm.logger import init_logger
 
 from metal_kernels.plan_arrays import all_else, with_arrays
-from vllm_metal.attention.forward_inputs import ForwardInputs
-from vllm_metal.kv_cache.layer_state import LayerState, Pending, StepScope, Traceable
+from vllm_metal.kv_cache.layer_state import LayerState, Pending, Traceable
 from vllm_metal.mlx_patches.traced_layers import TransposedWeights, angles_shared
-from vllm_metal.models.parts import ModelParts
 
 logger = init_logger(__name__)
 
@@ -41,13 +40,14 @@ class _Graph:
     """A compiled forward, and what it leaves."""
 
     compute: Callable[[list[mx.array]], list[mx.array]] | None = None  # None: seen once, not traced
+    num_results: int = 0
     #: Of each storage, for each of its outputs: the scope whose plan it was made by, and its number
     #: of arrays. Noted when the graph is traced.
     left: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
-class CompiledForwards:
-    """Builds the forwards of one network; those of shapes that come again as compiled graphs.
+class CompiledForward:
+    """Builds one kind of forward of a network; those of shapes that come again as compiled graphs.
 
     mlx-lm's models build a graph anew for each step, by a call in Python for every operation. MLX
     can trace one such call, and then builds the same graph from other arrays by itself, with
@@ -56,44 +56,48 @@ class CompiledForwards:
 
     def __init__(
         self,
-        parts: ModelParts,
-        caches: Sequence[Any],
-        scopes: Sequence[StepScope],
+        build: Callable[[Any, Sequence[object]], list[mx.array]],
+        module: nn.Module,
         states: Sequence[LayerState],
         graphs: Graphs,
     ) -> None:
         """
         Args:
-            parts: the network.
-            caches: of its layers.
-            scopes: of the caches.
-            states: the storage that forwards read and write.
+            build: the network's Python: from inputs and plans to arrays. It may pass over the rows
+                several times, each time by plans of its own.
+            module: the network, with its weights.
+            states: the storage that the forward reads and writes.
             graphs: whether to make any; forwards that they build are counted there.
         """
-        self._parts = parts
-        self._caches = list(caches)
-        self._scopes = list(scopes)
+        self._build = build
         self._states = [state for state in states if isinstance(state, Traceable)]
         self._of_all = graphs
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         every = len(self._states) == len(states)
         self._traceable = graphs.allowed and every and all(s.traceable for s in self._states)
-        self._weights = TransposedWeights(parts.model)
+        self._weights = TransposedWeights(module)
 
-    def forward_hidden(self, inputs: ForwardInputs) -> mx.array:
-        """[T, 1, H] hidden states of T rows; the step has begun."""
-        hidden = self._by_graph(inputs) if self._traceable else None
-        return self._parts.forward_hidden(inputs, self._caches) if hidden is None else hidden
+    def __call__(self, inputs: object, plans: Sequence[object], num_rows: int) -> list[mx.array]:
+        """What the forward gives; lazy. The step has begun.
 
-    def _by_graph(self, inputs: ForwardInputs) -> mx.array | None:
-        """Hidden states as a graph computes them; None where there is no graph of such steps.
+        Args:
+            inputs: arrays, in dataclasses and tuples.
+            plans: of its scopes.
+            num_rows: of the forward.
+        """
+        results = self._by_graph(inputs, plans, num_rows) if self._traceable else None
+        return self._build(inputs, plans) if results is None else results
+
+    def _by_graph(
+        self, inputs: object, plans: Sequence[object], num_rows: int
+    ) -> list[mx.array] | None:
+        """What a graph computes; None where there is no graph of such steps.
 
         A shape that comes for the first time is not traced: most of a prompt's never come again.
         So tables that a model makes in its first call, and keeps, stay out of the graph.
         """
-        plans = [scope.plan for scope in self._scopes]
         # Command buffers that end amid a forward cannot be traced.
-        if inputs.input_ids.size > MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
+        if num_rows > MAX_ROWS or any(getattr(plan, "pace", None) for plan in plans):
             return None
         arrays: list[mx.array] = []
         key = [all_else(each, arrays) for each in (inputs, *plans)]
@@ -109,17 +113,17 @@ class CompiledForwards:
             self._weights.make()
             graph.compute = mx.compile(self._traced(graph, inputs, plans, num_inputs))
             try:
-                hidden, *others = graph.compute(arrays)
+                outputs = graph.compute(arrays)
             except (RuntimeError, ValueError) as error:  # the model wants to see a value
                 logger.info("MLX cannot trace the model, whose Python builds each step: %s", error)
                 self._traceable = False
                 self._graphs.clear()
                 return None
         else:
-            hidden, *others = graph.compute(arrays)
+            outputs = graph.compute(arrays)
         self._of_all.num_built += 1
-        self._accept(graph, plans, iter(others))
-        return hidden
+        self._accept(graph, plans, iter(outputs[graph.num_results :]))
+        return outputs[: graph.num_results]
 
     def _graph(self, key: Hashable) -> _Graph | None:
         """None: these shapes come for the first time."""
@@ -130,36 +134,28 @@ class CompiledForwards:
         return graph
 
     def _traced(
-        self,
-        graph: _Graph,
-        inputs: ForwardInputs,
-        plans: Sequence[object],
-        num_inputs: Sequence[int],
+        self, graph: _Graph, inputs: object, plans: Sequence[object], num_inputs: Sequence[int]
     ) -> Callable[[list[mx.array]], list[mx.array]]:
         """The forward as a function of arrays alone; it notes what storages it leaves outputs in.
 
         Args:
-            graph: whose `left` is filled in.
-            inputs: of the rows. Of these and of the plans, all but the arrays is taken as it is.
+            graph: whose `num_results` and `left` are filled in.
+            inputs: of the forward. Of these and of the plans, all but the arrays is taken as it is.
             plans: of the scopes.
             num_inputs: arrays of each storage.
         """
 
         def forward(arrays: list[mx.array]) -> list[mx.array]:
             given = iter(arrays)
-            of_rows = with_arrays(inputs, given)
-            positions = of_rows.positions[0]
+            traced_inputs = with_arrays(inputs, given)
             traced = [with_arrays(plan, given) for plan in plans]
             with ExitStack() as stack:
                 stack.enter_context(self._weights.used())
                 stack.enter_context(angles_shared())
-                for scope, plan in zip(self._scopes, traced, strict=True):
-                    stack.enter_context(scope.traced(positions, plan))
                 for state, count in zip(self._states, num_inputs, strict=True):
                     stack.enter_context(state.traced([next(given) for _ in range(count)]))
-                outputs = [self._parts.forward_hidden(of_rows, self._caches)]
-                for observer in self._parts.observers:
-                    outputs += observer.newest
+                outputs = list(self._build(traced_inputs, traced))
+                graph.num_results = len(outputs)
                 graph.left = []
                 for state in self._states:
                     left = state.outputs
@@ -172,9 +168,7 @@ class CompiledForwards:
         return forward
 
     def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
-        """Hands the graph's extra outputs (hidden, pending writes) to observers and states."""
-        for observer in self._parts.observers:
-            observer.newest = [next(outputs) for _ in range(observer.num_layers)]
+        """Hands the graph's extra outputs (pending writes, fences) to the states."""
         for state, left in zip(self._states, graph.left, strict=True):
             state.outputs = [
                 Pending(plans[place], [next(outputs) for _ in range(count)])

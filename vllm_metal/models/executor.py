@@ -12,7 +12,7 @@ from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_state import LayerState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.models.compiled import CompiledForwards, Graphs
+from vllm_metal.models.compiled import CompiledForward, Graphs
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 
@@ -37,10 +37,8 @@ class ModelExecutor(PagedLayers):
         """
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
-        scopes = [scope for _, scope in self._scopes]
-        self._forwards = CompiledForwards(
-            parts, self._caches, scopes, self._own_states, graphs or Graphs()
-        )
+        placed = parts.model, self.own_states, graphs or Graphs()
+        self._forward = CompiledForward(self._build, *placed)
 
     def forward_hidden(
         self, rows: Rows, block_tables: BlockTables, inputs: ForwardInputs | None = None
@@ -52,8 +50,18 @@ class ModelExecutor(PagedLayers):
             block_tables: of the requests.
             inputs: what the model reads; None: the rows' own `inputs`.
         """
-        with self.step(rows, block_tables):
-            return self._forwards.forward_hidden(inputs or rows.inputs)
+        self.begin_step()
+        plans = self.plans(rows, block_tables)
+        hidden_states, *shown = self._forward(inputs or rows.inputs, plans, len(rows.positions_np))
+        for observer in self.parts.observers:
+            observer.newest, shown = shown[: observer.num_layers], shown[observer.num_layers :]
+        return hidden_states
+
+    def _build(self, inputs: ForwardInputs, plans: Sequence[object]) -> list[mx.array]:
+        """The model's hidden states, and those that its observers are shown."""
+        with self.during(inputs.positions[0], plans) as caches:
+            found = [self.parts.forward_hidden(inputs, caches)]
+        return found + [state for observer in self.parts.observers for state in observer.newest]
 
     def compute_logits(self, hidden_states: mx.array) -> mx.array:
         """[N, V] logits of [N, 1, H] hidden states; lazy."""

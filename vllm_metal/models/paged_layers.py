@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +19,28 @@ from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.sequence_plan import SequenceScope
 from vllm_metal.kv_cache.sequence_state import SequenceState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+
+
+class EarlierSlots:
+    """Where the forwards of one hand-over write, for those after them."""
+
+    def __init__(self, num_forwards: int, num_rows: int) -> None:
+        """
+        Args:
+            num_forwards: the most that are handed over together.
+            num_rows: of each.
+        """
+        self._none_np = np.full((num_forwards - 1) * num_rows, -1, np.int32)
+        self._by_group: dict[int, np.ndarray] = {}
+
+    def of(self, group: int) -> np.ndarray:
+        """[E] int32, see StepLayout."""
+        return self._by_group.get(group, self._none_np)
+
+    def add(self, group: int, slots_np: np.ndarray) -> None:
+        """Takes the slots of a forward's rows."""
+        slots_np = np.concatenate([self.of(group), slots_np])
+        self._by_group[group] = slots_np[len(slots_np) - len(self._none_np) :]
 
 
 class PagedLayers:
@@ -75,7 +97,7 @@ class PagedLayers:
         self.keeps_states = bool(self._restorable or self._sequences)
         own = [layer_states[layer.name] for layer in layers]
         #: Of this network's own layers, each after the one it lies in.
-        self._own_states = list(
+        self.own_states = list(
             dict.fromkeys(each for state in own for each in (state.storage, state))
         )
 
@@ -133,26 +155,56 @@ class PagedLayers:
                 if plan is not None and isinstance(state, SequenceState):
                     state.settle(plan)
 
-    @contextmanager
-    def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
-        """The layers' caches, for the forward of these rows that is built inside.
-
-        The caches serve nobody after that, also where the forward raises.
-        """
+    def begin_step(self) -> None:
+        """Puts what was left for later into the pool, before the plans of what is built next."""
         if self._begins_steps:
             for state in self.layer_states:
                 state.begin_step()
+
+    def plans(
+        self, rows: Rows, block_tables: BlockTables, earlier: EarlierSlots | None = None
+    ) -> list[object]:
+        """What each scope needs of a forward.
+
+        Args:
+            rows: of the forward.
+            block_tables: of the requests.
+            earlier: of the hand-over that the forward is one of, which gets these rows' slots;
+                None: it is handed over by itself.
+        """
         layouts: dict[int, StepLayout] = {}
-        try:
-            for group, scope in self._scopes:
-                if group not in layouts:
-                    table_np = block_tables.tables_np[group]
-                    layouts[group] = step_layout(rows, table_np, self.block_size, self._pace)
-                scope.begin(rows.positions, layouts[group])
+        for group, _ in self._scopes:
+            if group not in layouts:
+                table_np = block_tables.tables_np[group]
+                earlier_np = None if earlier is None else earlier.of(group)
+                placed = self.block_size, self._pace, group, earlier_np
+                layouts[group] = step_layout(rows, table_np, *placed)
+        if earlier is not None:
+            for group, layout in layouts.items():
+                earlier.add(group, layout.slot_mapping_np)
+        return [scope.plan_of(layouts[group]) for group, scope in self._scopes]
+
+    @contextmanager
+    def during(self, positions: mx.array, plans: Sequence[object]) -> Iterator[list[Any]]:
+        """The layers' caches, for the forward that is built inside.
+
+        The caches serve nobody after that, also where the forward raises.
+
+        Args:
+            positions: [T] int32, of the rows.
+            plans: of the scopes.
+        """
+        with ExitStack() as stack:
+            for (_, scope), plan in zip(self._scopes, plans, strict=True):
+                stack.enter_context(scope.during(positions, plan))
             yield self._caches
-        finally:
-            for _, scope in self._scopes:
-                scope.end()
+
+    @contextmanager
+    def step(self, rows: Rows, block_tables: BlockTables) -> Iterator[list[Any]]:
+        """As `during`, for these rows alone, once the step has begun."""
+        self.begin_step()
+        with self.during(rows.positions, self.plans(rows, block_tables)) as caches:
+            yield caches
 
     def block_pages(self) -> BlockPages:
         """Whole blocks of the pool, of all networks whose storage these layers look after."""

@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.attention.forward_inputs import ForwardInputs
 from vllm_metal.attention.layers import attention_layers
-from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.requests import Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import LayerState, Restorable
 from vllm_metal.memory.profile import profile_step
 from vllm_metal.models import loader
-from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.paged_layers import PagedLayers
 from vllm_metal.models.parts import ModelParts
 from vllm_metal.spec_decode.draft_writer import DraftWriter, Forward
 from vllm_metal.spec_decode.network import LAYER_PREFIX, DraftNetwork, DraftPool
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
+from vllm_metal.spec_decode.passes import Passes, PassInputs, PassNetwork
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.spec_decode.spans import Spans
 
@@ -67,11 +68,11 @@ class DraftModel(DraftNetwork):
 
     def proposer(self, pool: DraftPool) -> Proposer:
         placed = self._own(pool), pool.group_of, self._config.cache_config.block_size
-        executor = ModelExecutor(self._parts, self.layers, *placed, pool.graphs)
+        paged = PagedLayers(self.layers, *placed)
+        placed_in = paged, pool.block_tables, pool.graphs
+        passes = Passes(GreedyModel(self._parts), *placed_in, self._num_drafts)
         max_num_reqs = self._config.scheduler_config.max_num_seqs
-        return DraftModelProposer(
-            executor, pool.block_tables, max_num_reqs, self._num_drafts, self._max_len
-        )
+        return DraftModelProposer(passes, max_num_reqs, self._num_drafts, self._max_len)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
         own, block_size = self._own(pool), self._config.cache_config.block_size
@@ -110,28 +111,39 @@ def _within(rows: Rows, max_len: int) -> Rows | None:
     return spans.rows(rows.input_ids[mx.array(within_np)], None)
 
 
+class GreedyModel(PassNetwork):
+    """What a model would generate greedily."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        """
+        Args:
+            parts: the model's.
+        """
+        self.module = parts.model
+        self._parts = parts
+
+    def next_tokens(self, inputs: PassInputs, caches: list[Any]) -> tuple[mx.array, None]:
+        """The likeliest next tokens; see PassNetwork."""
+        of_rows = ForwardInputs(inputs.input_ids, inputs.positions[None])
+        hidden_states = self._parts.forward_hidden(of_rows, caches)
+        if inputs.wanted is not None:
+            hidden_states = hidden_states[inputs.wanted]
+        logits = self._parts.compute_logits(hidden_states)
+        return mx.argmax(logits, axis=-1).astype(mx.int32), None
+
+
 class DraftModelProposer(PagedProposer):
     """Drafts what the model would generate greedily, one token a pass."""
 
-    def __init__(
-        self,
-        executor: ModelExecutor,
-        block_tables: BlockTables,
-        max_num_reqs: int,
-        num_drafts: int,
-        max_len: int,
-    ) -> None:
+    def __init__(self, passes: Passes, max_num_reqs: int, num_drafts: int, max_len: int) -> None:
         """
         Args:
-            executor: of the draft model, over the shared pool.
-            block_tables: the requests' blocks.
+            passes: of the draft model, over the shared pool.
             max_num_reqs: rows of a per-request table.
             num_drafts: K, the most drafts of a request.
             max_len: tokens the model is made for; longer requests get no drafts.
         """
-        super().__init__(executor, num_drafts)
-        self._executor = executor
-        self._block_tables = block_tables
+        super().__init__(passes, num_drafts)
         self._max_len = max_len
         # By req_idx, how many positions have K/V. Drafts count until the next call of `propose`,
         # when rejected ones lie at or behind the newest token.
@@ -195,7 +207,3 @@ class DraftModelProposer(PagedProposer):
         self._written_np[spans.req_indices_np] = ends_np + np.maximum(limits_np - 1, 0)
         self._doubtful_np[spans.req_indices_np] = 0 if behind is None else behind.most_np
         return drafts
-
-    def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        logits = self._executor.forward(rows, self._block_tables)
-        return mx.argmax(logits, axis=-1).astype(mx.int32), None

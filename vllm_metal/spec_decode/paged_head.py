@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from vllm_metal.batch.input_batch import following_ids
-from vllm_metal.batch.requests import BlockTables, Requests
+from vllm_metal.batch.requests import Requests
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
@@ -23,6 +23,7 @@ from vllm_metal.spec_decode.draft_writer import DraftWriter, Forward
 from vllm_metal.spec_decode.head import Head
 from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
 from vllm_metal.spec_decode.paged_proposer import PagedProposer
+from vllm_metal.spec_decode.passes import Passes, PassInputs, PassNetwork
 from vllm_metal.spec_decode.proposer import DraftRequest, Drafts, Proposer
 from vllm_metal.spec_decode.spans import Spans
 
@@ -63,8 +64,9 @@ class HeadNetwork(DraftNetwork):
         mx.eval(self._head.tokens(out[rows.logits_indices]))
 
     def proposer(self, pool: DraftPool) -> Proposer:
-        paged = self._paged(pool)
-        return HeadProposer(self._head, paged, pool.block_tables, self._states, self._num_drafts)
+        network, paged = HeadPasses(self._head), self._paged(pool)
+        passes = Passes(network, paged, pool.block_tables, pool.graphs, self._num_drafts)
+        return HeadProposer(self._head, passes, self._states, self._num_drafts)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
         def pass_over(rows: Rows, last_token_ids: mx.array) -> tuple[Rows, Forward]:
@@ -92,28 +94,46 @@ class _Kept:
     count: int
 
 
+class HeadPasses(PassNetwork):
+    """What a head predicts."""
+
+    module: Head
+
+    def __init__(self, head: Head) -> None:
+        """
+        Args:
+            head: with its ends in place.
+        """
+        self.module = head
+
+    def next_tokens(self, inputs: PassInputs, caches: list[Any]) -> tuple[mx.array, mx.array]:
+        """The likeliest tokens, and the head's hidden states; see PassNetwork."""
+        assert inputs.hidden is not None
+        out, hidden = self.module(inputs.input_ids, inputs.hidden, caches)
+        if inputs.wanted is not None:
+            out, hidden = out[inputs.wanted], hidden[inputs.wanted]
+        return self.module.tokens(out), hidden
+
+
 class HeadProposer(PagedProposer):
     """Reads the target's hidden states for the first draft, the head's own for those after."""
 
     def __init__(
         self,
         head: Head,
-        paged: PagedLayers,
-        block_tables: BlockTables,
+        passes: Passes,
         states: HiddenStates,
         num_drafts: int,
     ) -> None:
         """
         Args:
             head: with its ends in place.
-            paged: its layers, over the shared pool.
-            block_tables: the requests' blocks.
+            passes: of it, over the shared pool.
             states: the target's.
             num_drafts: K, the most drafts of a request.
         """
-        super().__init__(paged, num_drafts)
+        super().__init__(passes, num_drafts)
         self._head = head
-        self._block_tables = block_tables
         self._states = states
         self._kept: dict[int, _Kept] = {}  # by req_idx
         self._written: dict[int, int] = {}  # by req_idx, end of what has been run of those
@@ -168,14 +188,6 @@ class HeadProposer(PagedProposer):
 
     def complete_draft_kv(self, request: DraftRequest) -> None:
         self.propose(request)
-
-    def _pass(self, rows: Rows, hidden: mx.array | None) -> tuple[mx.array, mx.array | None]:
-        assert hidden is not None
-        with self._paged.step(rows, self._block_tables) as caches:
-            out, hidden = self._head(rows.input_ids, hidden, caches)
-        if rows.logits_indices is not None:
-            out, hidden = out[rows.logits_indices], hidden[rows.logits_indices]
-        return self._head.tokens(out), hidden
 
 
 def _first_positions(rows: Rows) -> np.ndarray:

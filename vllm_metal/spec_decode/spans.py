@@ -64,12 +64,14 @@ class Spans:
         input_ids: mx.array,
         logits_indices: mx.array | None,
         behind: PositionLag | None = None,
+        stored_np: np.ndarray | None = None,
     ) -> Rows:
         """
         Args:
             input_ids: [T] int32.
             logits_indices: [N] int32, rows to compute logits of; None: all.
             behind: how far before these positions the requests are; None: they are exact.
+            stored_np: [T] bool, rows whose K/V are kept; None: all.
         """
         return Rows(
             req_indices_np=self.req_indices_np,
@@ -80,4 +82,5 @@ class Spans:
             input_ids=input_ids,
             logits_indices=logits_indices,
             behind=behind,
+            stored_np=stored_np,
         )
