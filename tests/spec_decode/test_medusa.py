@@ -85,6 +85,7 @@ def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
     for _ in range(5):
         limits = bench.rng.integers(0, K + 1, 2)
         assert bench.step(bench.rng.permutation(2), limits) == np.minimum(limits, most).tolist()
+    assert bench.graphs.num_built > 0
     assert bench.step([0], [1]) == [1]
     assert bench.step([0, 1], [2, 2]) == [2, 0]  # the other one sat a step out
     for req_idx in range(2):

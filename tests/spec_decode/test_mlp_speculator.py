@@ -135,6 +135,7 @@ def test_drafts_are_vllms_after_any_pattern_of_acceptance(bench):
     for _ in range(5):
         limits = bench.rng.integers(0, K + 1, 2)
         assert bench.step(bench.rng.permutation(2), limits) == np.minimum(limits, most).tolist()
+    assert bench.graphs.num_built > 0
     for req_idx in range(2):
         bench.proposer.forget_request(req_idx)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.memory.profile import largest_step
 from vllm_metal.models import loader
+from vllm_metal.models.compiled import CompiledForward, Graphs
 from vllm_metal.models.loader import ModelLoadError, mlx_dtype
 from vllm_metal.models.parts import HiddenStates, ModelParts
 from vllm_metal.spec_decode.network import DraftNetwork, DraftPool
@@ -94,7 +96,16 @@ class StateNetwork(DraftNetwork):
         mx.eval(self._heads(hidden, mx.zeros(len(sampled), mx.int32), self._heads.num_heads))
 
     def proposer(self, pool: DraftPool) -> Proposer:
-        return StateProposer(self._heads, self._states, self._num_drafts)
+        return StateProposer(self._heads, self._states, self._num_drafts, pool.graphs)
+
+
+@dataclass(frozen=True)
+class _HeadInputs:
+    """What the heads read of N requests."""
+
+    hidden: mx.array  # [N, H]
+    newest: mx.array  # [N] int32
+    num_heads: int
 
 
 class StateProposer(Proposer):
@@ -103,14 +114,18 @@ class StateProposer(Proposer):
     vLLM takes these heads without async scheduling only, so the host knows that token.
     """
 
-    def __init__(self, heads: StateHeads, states: HiddenStates, num_drafts: int) -> None:
+    def __init__(
+        self, heads: StateHeads, states: HiddenStates, num_drafts: int, graphs: Graphs | None = None
+    ) -> None:
         """
         Args:
             heads: one for each draft, or fewer.
             states: the target's.
             num_drafts: K, the most drafts of a request.
+            graphs: whether passes may be built by graphs; None: they may, and nobody counts.
         """
         self._heads = heads
+        self._forward = CompiledForward(self._build, heads, (), graphs or Graphs())
         self._states = states
         self._num_drafts = num_drafts
         self._newest: mx.array | None = None  # [T, H] of the newest step
@@ -141,5 +156,10 @@ class StateProposer(Proposer):
             hidden = self._newest[mx.array((firsts + offsets)[drafting].astype(np.int32))]
             newest_np = request.token_ids_np[req_indices_np[drafting], num_tokens_np[drafting] - 1]
             width = int(limits.max())
-            token_ids[mx.array(drafting), :width] = self._heads(hidden, mx.array(newest_np), width)
+            inputs = _HeadInputs(hidden, mx.array(newest_np), width)
+            (found,) = self._forward(inputs, (), len(drafting))
+            token_ids[mx.array(drafting), :width] = found
         return Drafts(token_ids, limits)
+
+    def _build(self, inputs: _HeadInputs, _: Sequence[object]) -> list[mx.array]:
+        return [self._heads(inputs.hidden, inputs.newest, inputs.num_heads)]
