@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models import base
+from mlx_lm.models import base, gated_delta, ssm
 from mlx_patches.test_seam import Noting
 from mlx_patches.test_traced_layers import operations
 
@@ -49,6 +49,14 @@ def attention_asks_no_cache():
 def modules_have_no_hooks():
     """MLX tells nobody of a module's call."""
     return not [name for name in dir(nn.Module) if "_hook" in name]
+
+
+@probe("recurrences")
+def recurrences_are_of_whole_sequences():
+    """mlx-lm's functions take sequences of one length each, and none that another one follows."""
+    functions = gated_delta.gated_delta_update, ssm.ssm_update
+    names = [set(inspect.signature(function).parameters) for function in functions]
+    return not any({"query_start_loc", "cu_seqlens"} & each for each in names)
 
 
 @probe("traced_layers")

@@ -11,7 +11,12 @@ import mlx_lm.models
 from models import further, latent, recurrent
 from models.recurrent import make_model
 
-from vllm_metal.attention.layers import AttentionLayer, RecurrentLayer, attention_layers
+from vllm_metal.attention.layers import (
+    AttentionLayer,
+    RunLayer,
+    SequenceLayer,
+    attention_layers,
+)
 
 #: Small models of one module: the one that stands in the table, and variants that do not.
 _VARIANTS = ("qwen3_next, large states",)
@@ -52,7 +57,9 @@ def kinds(layers) -> list[str]:
 
 
 def kind(layer) -> str:
-    if isinstance(layer, RecurrentLayer):
+    if isinstance(layer, RunLayer):
+        return "a state, by runs"
+    if isinstance(layer, SequenceLayer):
         return "a state"
     assert isinstance(layer, AttentionLayer)
     if layer.latent:
