@@ -79,9 +79,15 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         moves_blocks: bool,
         repeatable: bool = True,
         by_mlx: Mapping[AttentionKind, frozenset[Phase]] | None = None,
+        computes_states: bool = True,
     ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine, and to what is fastest."""
-        works = {"tiles": tiles, "moves_blocks": moves_blocks, "repeatable": repeatable}
+        works = {
+            "tiles": tiles,
+            "moves_blocks": moves_blocks,
+            "repeatable": repeatable,
+            "computes_states": computes_states,
+        }
         faster = {"by_mlx": by_mlx or {}, "gathers": any((by_mlx or {}).values())}
         return type(cls.__name__, (cls,), works | faster)
 
