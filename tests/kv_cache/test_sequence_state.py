@@ -185,3 +185,27 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
         if step % 7 == 6:
             play.leave(int(rng.integers(NUM_REQS)))
     assert max(text.computed for text in play.texts) > 4 * BLOCK
+
+
+def test_nothing_of_its_last_owner_stays_in_a_block(pool):
+    """A prompt ends two blocks and begins a third; then one row goes on in that one."""
+    state = SequenceState(MEMORIES["bfloat16"](pool), FORM)
+    state.storage.arrays = [mx.ones(array.shape, array.dtype) for array in state.storage.arrays]
+    scope, weights = SequenceScope(state.by_kernels, TAPS), Weights(np.random.default_rng(0))
+    for begin, rows in ((0, 2 * BLOCK + 3), (2 * BLOCK + 3, 1)):
+        starts, lens = np.array([0, rows], np.int32), np.array([begin + rows], np.int32)
+        table = np.array([[3, 7, 5]], np.int32)
+        layout = StepLayout(
+            *(starts, lens, table, np.zeros(rows, np.int32), BLOCK),
+            req_indices_np=np.zeros(1, np.int32),
+        )
+        state.begin_step()
+        scope.begin(mx.zeros(rows, mx.int32), layout)
+        given = np.arange(begin, begin + rows) / 7
+        state.call(scope.plan, lambda call, given=given: weights.module(given, call))
+    state.wait_for_device()
+    (memory,) = state.page_arrays
+    blocks = np.array(memory.reshape(NUM_BLOCKS, -1).view(mx.uint8))
+    assert blocks.shape[1] == 48 * 16 * 2
+    assert not blocks[[3, 7, 5], FORM.nbytes :].any()
+    assert np.array(memory.reshape(NUM_BLOCKS, -1)[4] == 1).all()

@@ -155,7 +155,9 @@ class ByKernels(Call):
             pools: list[mx.array], split: int, after: Sequence[mx.array]
         ) -> tuple[tuple[mx.array, mx.array], mx.array]:
             out, left, fence = convolution.run(
-                self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after
+                *(self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after),
+                # Of a layer's convolutions the first clears what states leave of a block.
+                state_bytes=None if part.start else self.form.end,
             )
             return (out, left), fence
 
