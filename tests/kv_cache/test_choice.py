@@ -265,6 +265,40 @@ def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
         assert_right(chosen, SHAPE)
 
 
+@pytest.mark.parametrize(
+    ("shares", "fewest"),
+    [
+        ({512: 0.5, 2048: 0.4}, 512),
+        ({512: 1.2, 2048: 0.4}, 2048),
+        ({512: 0.5, 2048: 0.96}, None),  # a tie
+        ({512: 0.5, 2048: 2.0}, None),
+        ({}, None),  # could not be timed
+    ],
+)
+def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shares, fewest):
+    said: list[str] = []
+    monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
+
+    def results(cases):
+        for case in cases:
+            for one in checks(case):
+                timed = shares if one.kernel == "recurrence_way" else {}
+                ways = {"metal": 1.0, "mlx": None} if timed else {}
+                times = {
+                    way: {f"1 x {rows}": whole or share for rows, share in shares.items()}
+                    for way, whole in ways.items()
+                }
+                ok = one.kernel != "recurrence_way" or bool(shares)
+                yield Outcome(one.kernel, case, ok, "" if ok else "no", rows=one.rows, times=times)
+
+    monkeypatch.setattr(selfcheck, "results", lambda cases: list(results(cases)))
+    chosen = kv_cache_type([*LAYERS, DELTA])
+    assert chosen.long_prompt == fewest and chosen.computes_states
+    assert (chosen is KernelKVCache) == (fewest is None)
+    (line,) = (line for line in said if line.startswith("long prompts"))
+    assert (f"MLX from {fewest} rows on" if fewest else "by our kernels") in line
+
+
 def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
     asked = []
 

@@ -86,7 +86,7 @@ class Play:
         self.rng = rng = np.random.default_rng(3)
         self.weights, self.lagging = Weights(rng), lagging
         self.state = SequenceState(MEMORIES[memory](pool), FORM)
-        self.scope = SequenceScope(self.state.by_kernels, TAPS)
+        self.scope = SequenceScope(self.state.by_kernels, TAPS, self.state.long_prompt)
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
         self.free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
@@ -164,7 +164,10 @@ class Play:
         return starts, starts[1:] - 1 - drafts + accepted
 
 
-@pytest.fixture(params=[ScatterKVCache, KernelKVCache])
+IN_CHUNKS = KernelKVCache.limited({}, True, long_prompt=9)
+
+
+@pytest.fixture(params=[ScatterKVCache, KernelKVCache, IN_CHUNKS], ids=["ops", "kernels", "chunks"])
 def pool(request):
     """The class of memories."""
     with kernel.using(metal_interpreter.Checker("random:1").metal_kernel):
@@ -209,3 +212,22 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
     assert blocks.shape[1] == 48 * 16 * 2
     assert not blocks[[3, 7, 5], FORM.nbytes :].any()
     assert np.array(memory.reshape(NUM_BLOCKS, -1)[4] == 1).all()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_long_prompts_give_what_the_kernel_gives(memory):
+    """Results, and the states in all blocks: amid a text, at its end, and where one ends a block."""
+    found = []
+    for kind in (KernelKVCache, IN_CHUNKS):
+        with kernel.using(metal_interpreter.metal_kernel):
+            play = Play(memory, kind, lagging=False)
+            for rows in ([20, 9, 3], [1, 8, 11], [16, 1, 12], [9, 30, 10]):
+                drafts = np.array([0, 0, 2 if rows[2] == 3 else 0])
+                play.step(np.arange(3), drafts, np.array(rows))
+                assert (play.scope.kept.num_rows > 0) == bool(drafts.any())
+            play.state.wait_for_device()
+            everything = mx.arange(1, NUM_BLOCKS, dtype=mx.int32)
+            found.append([np.array(part) for part in play.state.read(None, everything)])
+    for ours, chunked in zip(*found, strict=True):
+        np.testing.assert_allclose(chunked, ours, atol=1e-4)
+        assert ours.any()

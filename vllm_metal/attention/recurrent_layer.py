@@ -168,7 +168,7 @@ class SequenceLayer(RecurrentLayer):
     def scope(self, state: LayerState) -> SequenceScope:
         assert isinstance(state, SequenceState)
         taps = (convolution.taps for convolution in self.inside.convolutions)
-        return SequenceScope(state.by_kernels, max(taps, default=1))
+        return SequenceScope(state.by_kernels, max(taps, default=1), state.long_prompt)
 
     def cases(
         self,
@@ -192,10 +192,10 @@ class SequenceLayer(RecurrentLayer):
         kv_cache_type: type[LayerKVCache],
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
-        if not (issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.computes_states):
+        computes = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.computes_states
+        if not computes or kv_cache_type.long_prompt is not None:
             yield from super().trials(dtype, elements, block_size, kv_cache_type, host)
-            return
-        if self.inside != Inside():
+        if computes and self.inside != Inside():
             state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
             place = None if host is None else host.storage_key
             yield (

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import Tiles
-from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, usable
+from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, long_prompt, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
@@ -164,10 +164,18 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     moves_blocks, repeatable = works("kv_blocks"), works("graph")
     computes_states = works("convolution") and works("recurrence")
     every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
-    by_mlx = _faster_by_mlx(found)
-    if moves_blocks and repeatable and computes_states and every_size and not by_mlx:
+    by_mlx, long = _faster_by_mlx(found), _long_prompt(found)
+    whole = moves_blocks and repeatable and computes_states and every_size
+    if whole and not by_mlx and long is None:
         return KernelKVCache
-    return KernelKVCache.limited(tiles, moves_blocks, repeatable, by_mlx, computes_states)
+    return KernelKVCache.limited(tiles, moves_blocks, repeatable, by_mlx, computes_states, long)
+
+
+def _long_prompt(found: Sequence[Outcome]) -> int | None:
+    """Rows from which on MLX's function in chunks is faster for each kind of recurrent layer."""
+    rows = [long_prompt(outcome) for outcome in found if outcome.kernel == "recurrence_way"]
+    known = [count for count in rows if count is not None]
+    return max(known) if known and len(known) == len(rows) else None
 
 
 def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Phase]]:
@@ -183,13 +191,16 @@ def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Ph
 def _described_choices(found: Sequence[Outcome]) -> Iterator[str]:
     """A line for each choice: what serves, and the times."""
     for outcome in found:
-        if outcome.kernel not in _PHASES:
+        if outcome.kernel not in CHOICES:
             continue
-        phase, case = _PHASES[outcome.kernel], outcome.case
+        phase, case = _PHASES.get(outcome.kernel, "long prompts"), outcome.case
         if not outcome.ok:
             yield f"{phase} ({case}) by our kernels: no times, {outcome.detail}"
         elif outcome.times:
             serves = "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
+            if outcome.kernel not in _PHASES:
+                rows = long_prompt(outcome)
+                serves = "our kernels" if rows is None else f"MLX from {rows} rows on"
             ours, others = (outcome.times[way] for way in WAYS)
             times = ", ".join(
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours

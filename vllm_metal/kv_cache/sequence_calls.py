@@ -13,6 +13,7 @@ from metal_kernels import convolution, recurrence
 from metal_kernels.convolution import reference as convolution_reference
 from metal_kernels.recurrence import reference as recurrence_reference
 from metal_kernels.sequences import RecurrenceInputs, StatePart
+from vllm_metal.kv_cache import long_prompts
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.sequence_plan import SequencePlan
@@ -172,18 +173,26 @@ class ByKernels(Call):
         delta: bool,
         log_rates: mx.array | None,
     ) -> tuple[mx.array, RecurrenceInputs]:
+        long = self.plan.long
+        if long is not None and not long_prompts.fits(inputs, part.dtype, delta):
+            long = None
+
         def launch(
             pools: list[mx.array], split: int, after: Sequence[mx.array]
         ) -> tuple[tuple[mx.array, RecurrenceInputs], mx.array]:
             y, left, fence = recurrence.run(
-                self.plan.sequences,
+                self.plan.sequences if long is None else long.others,
                 *(queries, inputs, kept, pools, part, delta, log_rates),
                 split=split,
                 after=after,
             )
             return (y, left), fence
 
-        return self._storage.update_states(self.plan, launch)
+        y, left = self._storage.update_states(self.plan, launch)
+        if long is not None:
+            rows = queries, inputs
+            y = long_prompts.recur(long, self.plan, self._storage, self.form, rows, y)
+        return y, left
 
 
 class ByOperations(Call):
