@@ -150,8 +150,12 @@ class _Noted(SequenceCall):
         delta: bool,
         log_rates: mx.array | None = None,
     ) -> mx.array:
+        (num_keys, key_size), (num_heads, value_size) = (
+            inputs.keys.shape[1:],
+            inputs.values.shape[1:],
+        )
         found = Recurrence(
-            (*inputs.keys.shape[1:], *inputs.values.shape[1:]),
+            (num_keys, key_size, num_heads, value_size),
             queries.dtype,
             inputs.values.dtype,
             0 if inputs.decays is None else inputs.decays.ndim,

@@ -193,7 +193,8 @@ class SequenceLayer(RecurrentLayer):
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
         computes = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.computes_states
-        if not computes or kv_cache_type.long_prompt is not None:
+        in_chunks = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.long_prompt
+        if in_chunks or not computes:
             yield from super().trials(dtype, elements, block_size, kv_cache_type, host)
         if computes and self.inside != Inside():
             state = partial(self._trial_state, elements, block_size, kv_cache_type, host)

@@ -30,7 +30,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """Those of a step, and what is left for the kernel."""
+    """The long prompts of a step, and what is left for the kernel."""
 
     prompts: tuple[Prompt, ...]
     others: Sequences
@@ -138,8 +138,9 @@ def _through(
     computed, ended, start = [], [], prompt.first
     for count, block in prompt.ends:
         stop = prompt.first + count
-        pieces = (queries, inputs.keys, inputs.values, inputs.decays, inputs.rates)
-        out, state = mx.fast.gated_delta_update(*(each[None, start:stop] for each in pieces), state)
+        given = (queries, inputs.keys, inputs.values, inputs.decays, inputs.rates)
+        query, key, value, decay, rate = (array[None, start:stop] for array in given)
+        out, state = mx.fast.gated_delta_update(query, key, value, decay, rate, state)
         computed.append(out[0].astype(inputs.values.dtype))
         if block:
             ended.append(state.reshape(1, *states.shape[1:]))
