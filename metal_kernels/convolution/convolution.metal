@@ -43,8 +43,44 @@ inline device S* state_of(
       key_pool, value_pool, num_blocks, block, at);
 }
 
-// Writes a channel's state after `count` inputs into a block.
-template <typename S, typename P, int KEYS, int VALUES, int NUM_HEADS, int START, typename T, int TAPS>
+// Makes bytes of a block zero, up to a multiple of 16; threads take runs of 16 bytes in turn.
+template <typename P, int KEYS, int VALUES, int NUM_HEADS>
+inline void clear(
+    uint from,
+    uint to,
+    uint thread_index,
+    uint num_threads,
+    const device P* key_pool,
+    const device P* value_pool,
+    ulong num_blocks,
+    int block) {
+  for (uint run = from / 16 + thread_index; run * 16 < to; run += num_threads) {
+    device uchar* bytes =
+        state_at<P, KEYS, VALUES, NUM_HEADS>(key_pool, value_pool, num_blocks, block, run * 16);
+    if (run * 16 >= from) {
+      *(device metal::vec<uint, 4>*)bytes = metal::vec<uint, 4>(0);
+    } else {
+      for (uint i = from % 16; i < 16; i++) {
+        bytes[i] = 0;
+      }
+    }
+  }
+}
+
+// Writes a channel's state after `count` inputs into a block. In one that it was not read from, nothing
+// stays of the block's last owner: what lies between this part and the next, and behind the whole state.
+template <
+    typename S,
+    typename P,
+    int KEYS,
+    int VALUES,
+    int NUM_HEADS,
+    int START,
+    int END,
+    int CLEAR_FROM,
+    int CLEAR_TO,
+    typename T,
+    int TAPS>
 inline void write_state(
     const thread Inputs<T, TAPS>& given,
     int count,
@@ -52,18 +88,25 @@ inline void write_state(
     const device P* key_pool,
     const device P* value_pool,
     ulong num_blocks,
-    int block) {
+    int block,
+    int read) {
   UNROLLED for (int j = 0; j < TAPS - 1; j++) {
     *state_of<S, P, KEYS, VALUES, NUM_HEADS, START>(
         j, channel, given.channels, key_pool, value_pool, num_blocks, block) =
         static_cast<S>(given.at(count + j - (TAPS - 1)));
   }
+  if (block != read) {
+    clear<P, KEYS, VALUES, NUM_HEADS>(
+        END, (END + 15) / 16 * 16, channel, given.channels, key_pool, value_pool, num_blocks, block);
+    clear<P, KEYS, VALUES, NUM_HEADS>(
+        CLEAR_FROM, CLEAR_TO, channel, given.channels, key_pool, value_pool, num_blocks, block);
+  }
 }
 
 // ---- kernel body
 // Template: T, S, P, dtypes of the rows, of states and of the pools; TAPS; HAS_BIAS; BLOCK_SIZE; START,
-// first byte of the states; KEYS, VALUES, NUM_HEADS, SPLIT, of the pools as in read_states.metal;
-// TILE_ROWS. Grid: (channels, tiles).
+// first byte of the states, END, the one behind them; CLEAR_FROM, CLEAR_TO, of what is cleared with them;
+// KEYS, VALUES, NUM_HEADS, SPLIT, of the pools as in read_states.metal; TILE_ROWS. Grid: (channels, tiles).
 const uint channel = thread_position_in_grid.x;
 const uint channels = weight_shape[0];
 if (thread_position_in_grid.y == 0) {
@@ -124,18 +167,19 @@ for (int row = first; row < end; row++) {
 // States: after each certain input that is its block's last, and after the last certain one.
 if (first == 0) {
   const int certain = sequence.num_kept + sequence.num_certain;
+  const int read = sequence.position > 0 ? sequence.read : 0;
   const device int* full_blocks = blocks + static_cast<ulong>(request) * blocks_shape[1];
   int index = sequence.position / BLOCK_SIZE;
   int count = BLOCK_SIZE - sequence.position % BLOCK_SIZE;  // of inputs, up to that block's last
   for (; count <= certain; count += BLOCK_SIZE, index++) {
     const int block = full_blocks[index];
     if (block != 0 && (count != certain || block != sequence.write)) {
-      write_state<S, P, KEYS, VALUES, NUM_HEADS, START>(
-          given, count, channel, key_pool, value_pool, num_blocks, block);
+      write_state<S, P, KEYS, VALUES, NUM_HEADS, START, END, CLEAR_FROM, CLEAR_TO>(
+          given, count, channel, key_pool, value_pool, num_blocks, block, read);
     }
   }
   if (sequence.write != 0) {
-    write_state<S, P, KEYS, VALUES, NUM_HEADS, START>(
-        given, certain, channel, key_pool, value_pool, num_blocks, sequence.write);
+    write_state<S, P, KEYS, VALUES, NUM_HEADS, START, END, CLEAR_FROM, CLEAR_TO>(
+        given, certain, channel, key_pool, value_pool, num_blocks, sequence.write, read);
   }
 }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """run() convolves a step's rows, each channel by itself: checks and grid, one dispatch."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,12 +33,16 @@ def run(
     part: StatePart,
     split: int = 1,
     after: Sequence[mx.array] = (),
+    state_bytes: int | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Convolves all rows of a step, and brings the states of its requests on.
 
     A row's output is bias + sum over k of weight[:, k] * input k - K + 1 rows further, where the
     rows before a request's first of the step are the kept ones that are applied, then the state's;
     zeros before position 0. A state is a request's newest K - 1 inputs, the oldest first.
+
+    A block that gets a state, and that the request's was not read from, keeps nothing of its last
+    owner beside it: zeros fill the part's last 16 bytes, and what is left behind the whole state.
 
     Args:
         sequences: the step, with num_rows of T.
@@ -52,6 +57,8 @@ def run(
         part: where the [K - 1, C] floats lie among a state's bytes.
         split: parts of a block.
         after: fences of the dispatches that must come before.
+        state_bytes: of the whole state, of which this is a part, up to its last number; what is
+            behind them in K, and in V where the state goes on there, is cleared. None: it is not.
 
     Returns:
         out: [T, C], the dtype of inputs; sums are of float32.
@@ -64,7 +71,8 @@ def run(
     table, blocks = token_ops.step_inputs(sequences)
     num_channels, num_taps = _check(sequences, inputs, kept, weight, bias)
     state = token_ops.state_template(pools, part, (num_taps - 1, num_channels), split)
-    num_rows = len(inputs)
+    num_rows, end = len(inputs), part.start + math.prod(part.shape) * part.dtype.size
+    cleared = (end, end) if state_bytes is None else (state_bytes, _used(pools, state_bytes, split))
     out, next_kept, fence = _KERNEL(
         inputs=[
             table,
@@ -84,6 +92,9 @@ def run(
             ("HAS_BIAS", bias is not None),
             ("BLOCK_SIZE", sequences.block_size),
             ("TILE_ROWS", TILE_ROWS),
+            ("END", end),
+            ("CLEAR_FROM", cleared[0]),
+            ("CLEAR_TO", cleared[1]),
             *state,
         ],
         grid=(num_channels, len(sequences.tiles), 1),
@@ -96,6 +107,12 @@ def run(
         output_dtypes=[inputs.dtype, inputs.dtype, op_common.FENCE_DTYPE],
     )
     return (out if num_rows else out[:0]), next_kept, fence
+
+
+def _used(pools: Sequence[mx.array], state_bytes: int, split: int) -> int:
+    """Bytes of a block's memory that a state lies in: of K, or of K and V."""
+    sizes = [op_common.block_elements(pool, split) * pool.dtype.size for pool in pools]
+    return sizes[0] if state_bytes <= sizes[0] else sum(sizes)
 
 
 def _check(

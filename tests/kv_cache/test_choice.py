@@ -11,15 +11,17 @@ import pytest
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, checks, timing
+from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, StateKind, checks, timing
 from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
-from vllm_metal.attention.layers import AttentionLayer
+from vllm_metal.attention.inside import Convolution, Inside, Recurrence
+from vllm_metal.attention.layers import AttentionLayer, RunLayer, SequenceLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
+from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches.seam import Scoring
 
@@ -143,6 +145,64 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
     assert issubclass(kv_cache_type(), KernelKVCache)
 
 
+BF16, F32 = mx.bfloat16, mx.float32
+FORM = StateFormat(((3, 96), (1, 32), (8, 16, 32)), (BF16, BF16, F32))
+CONVOLUTIONS = (Convolution(96, 4, BF16, BF16, None), Convolution(32, 2, BF16, BF16, BF16))
+DELTA = SequenceLayer(
+    "layers.3", FORM, inside=Inside(CONVOLUTIONS, Recurrence((4, 32, 8, 16), BF16, BF16, 2, True))
+)
+SCAN = SequenceLayer(
+    "layers.4",
+    StateFormat(((24, 16),), (BF16,)),
+    inside=Inside((), Recurrence((1, 16, 24, 1), F32, F32, 0, False)),
+)
+BY_RUNS = RunLayer("layers.5", StateFormat(((64,),), (F32,)))
+
+
+def test_layers_with_states_make_cases_of_their_states_and_have_states_moved():
+    layers = [*LAYERS, DELTA, SCAN, BY_RUNS, DELTA]
+    *attending, first, second, scan = choice.needed_cases(layers, BF16, mx.uint8, 16)
+    assert [case.window for case in attending] == [None, 512]
+    assert ["kv_states" in case.kernels for case in attending] == [True, False]  # in one storage
+    for case in (first, second, scan):
+        assert (case.shape, case.cache_dtype, case.block_size) == (SHAPE, mx.uint8, 16)
+    assert (first.dtype, second.dtype, scan.dtype) == (BF16, BF16, F32)
+    assert first.states == StateKind((4, 32, 8, 16), True, "heads", F32, 96, 4)
+    assert second.states == StateKind(channels=32, taps=2)
+    assert scan.states == StateKind((1, 16, 24, 1), False, "rates", BF16)
+    assert in_use(first)[:2] == ["convolution", "recurrence"]
+    assert in_use(second) == ["convolution"] and in_use(scan) == ["recurrence"]
+
+
+def test_states_alone_are_checked_in_memory_of_their_own():
+    memory, states = choice.needed_cases([SCAN], BF16, BF16, 256)
+    assert {"kv_states", "kv_blocks", "graph"} <= set(in_use(memory))
+    assert memory.cache_dtype == states.cache_dtype == F32 and states.dtype == F32
+    (memory,) = choice.needed_cases([BY_RUNS], BF16, BF16, 256)
+    assert "kv_states" in memory.kernels and memory.states is None
+
+
+@pytest.mark.parametrize("layers", [[*LAYERS, DELTA], [DELTA, SCAN], [*LAYERS, BY_RUNS]])
+@pytest.mark.parametrize("failed", ["convolution", "recurrence", "kv_states"])
+def test_operations_compute_states_where_our_kernels_do_not(monkeypatch, warned, layers, failed):
+    """Of any one kind: layers of all kinds share plans."""
+    cases = choice.needed_cases(layers, BF16, BF16, 16)
+    worst = [case for case in cases if Check(failed) in checks(case)][-1:]
+    found_where(monkeypatch, lambda case, one: case in worst and one.kernel == failed)
+    chosen = kv_cache_type(layers)
+    if not worst:
+        assert chosen is KernelKVCache and not warned
+        return
+    (line,) = warned
+    assert failed in line and REASON in line
+    if failed == "kv_states":
+        assert chosen is ScatterKVCache
+        return
+    assert issubclass(chosen, KernelKVCache) and not chosen.computes_states
+    assert (chosen.moves_blocks, chosen.repeatable) == (True, True)
+    assert layers[-1].share(chosen.of_states(2, 1 << 20)).by_kernels is False
+
+
 def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None], float]) -> None:
     """Has the self-check find all right, and MLX's attention to take so much of the kernels' time.
 
@@ -203,6 +263,40 @@ def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
         assert "1 x 1 of 16: 1000 and 500 µs, 8 x 1 of 16: 4000 and 2000 µs" in "".join(lines)
     with kernel.using(metal_interpreter.metal_kernel):
         assert_right(chosen, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("shares", "fewest"),
+    [
+        ({512: 0.5, 2048: 0.4}, 512),
+        ({512: 1.2, 2048: 0.4}, 2048),
+        ({512: 0.5, 2048: 0.96}, None),  # a tie
+        ({512: 0.5, 2048: 2.0}, None),
+        ({}, None),  # could not be timed
+    ],
+)
+def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shares, fewest):
+    said: list[str] = []
+    monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
+
+    def results(cases):
+        for case in cases:
+            for one in checks(case):
+                timed = shares if one.kernel == "recurrence_way" else {}
+                ways = {"metal": 1.0, "mlx": None} if timed else {}
+                times = {
+                    way: {f"1 x {rows}": whole or share for rows, share in shares.items()}
+                    for way, whole in ways.items()
+                }
+                ok = one.kernel != "recurrence_way" or bool(shares)
+                yield Outcome(one.kernel, case, ok, "" if ok else "no", rows=one.rows, times=times)
+
+    monkeypatch.setattr(selfcheck, "results", lambda cases: list(results(cases)))
+    chosen = kv_cache_type([*LAYERS, DELTA])
+    assert chosen.long_prompt == fewest and chosen.computes_states
+    assert (chosen is KernelKVCache) == (fewest is None)
+    (line,) = (line for line in said if line.startswith("long prompts"))
+    assert (f"MLX from {fewest} rows on" if fewest else "by our kernels") in line
 
 
 def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):

@@ -93,7 +93,7 @@ class Play:
         self.rng = rng = np.random.default_rng(3)
         self.weights, self.lagging = Weights(rng), lagging
         self.state = SequenceState(MEMORIES[memory](pool), FORM)
-        self.scope = SequenceScope(self.state.by_kernels, TAPS)
+        self.scope = SequenceScope(self.state.by_kernels, TAPS, self.state.long_prompt)
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
         self.free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
@@ -198,14 +198,21 @@ class Play:
             np.testing.assert_allclose(np.array(found)[0], expected, atol=2e-5)
 
 
-@pytest.fixture(params=[(ScatterKVCache, False), (KernelKVCache, False), (KernelKVCache, True)])
-def pool(request):
-    """The class of memories, and whether the host knows of a step's outcome one step later.
+IN_CHUNKS = KernelKVCache.limited({}, True, long_prompt=9)
+#: Classes of memories, and whether the host knows of a step's outcome one step later.
+POOLS = {
+    "ops": (ScatterKVCache, False),  # which wait for it
+    "kernels": (KernelKVCache, False),
+    "kernels, late": (KernelKVCache, True),
+    "chunks": (IN_CHUNKS, True),
+}
 
-    MLX's operations wait for it.
-    """
+
+@pytest.fixture(params=POOLS)
+def pool(request):
+    """One of POOLS."""
     with kernel.using(metal_interpreter.Checker("random:1").metal_kernel):
-        yield request.param
+        yield POOLS[request.param]
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -226,3 +233,46 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
     play.settle()
     play.check_blocks()
     assert max(text.computed for text in play.texts) > 4 * BLOCK
+
+
+def test_nothing_of_its_last_owner_stays_in_a_block(pool):
+    """A prompt ends two blocks and begins a third; then one row goes on in that one."""
+    state = SequenceState(MEMORIES["bfloat16"](pool[0]), FORM)
+    state.storage.arrays = [mx.ones(array.shape, array.dtype) for array in state.storage.arrays]
+    scope, weights = SequenceScope(state.by_kernels, TAPS), Weights(np.random.default_rng(0))
+    for begin, rows in ((0, 2 * BLOCK + 3), (2 * BLOCK + 3, 1)):
+        starts, lens = np.array([0, rows], np.int32), np.array([begin + rows], np.int32)
+        table = np.array([[3, 7, 5]], np.int32)
+        layout = StepLayout(
+            *(starts, lens, table, np.zeros(rows, np.int32), BLOCK),
+            req_indices_np=np.zeros(1, np.int32),
+        )
+        state.begin_step()
+        scope.begin(mx.zeros(rows, mx.int32), layout)
+        given = np.arange(begin, begin + rows) / 7
+        state.call(scope.plan, lambda call, given=given: weights.module(given, call))
+    state.wait_for_device()
+    (memory,) = state.page_arrays
+    blocks = np.array(memory.reshape(NUM_BLOCKS, -1).view(mx.uint8))
+    assert blocks.shape[1] == 48 * 16 * 2
+    assert not blocks[[3, 7, 5], FORM.nbytes :].any()
+    assert np.array(memory.reshape(NUM_BLOCKS, -1)[4] == 1).all()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_long_prompts_give_what_the_kernel_gives(memory):
+    """Results, and states in all blocks: amid a text, at its end, and where one ends a block."""
+    found = []
+    for kind in (KernelKVCache, IN_CHUNKS):
+        with kernel.using(metal_interpreter.metal_kernel):
+            play = Play(memory, kind, lagging=False)
+            for rows in ([20, 9, 3], [1, 8, 11], [16, 1, 12], [9, 30, 10]):
+                drafts = np.array([0, 0, 2 if rows[2] == 3 else 0])
+                play.step(np.arange(3), drafts, np.array(rows))
+                assert (play.scope.kept.num_rows > 0) == bool(drafts.any())
+            play.state.wait_for_device()
+            everything = mx.arange(1, NUM_BLOCKS, dtype=mx.int32)
+            found.append([np.array(part) for part in play.state.read(None, everything)])
+    for ours, chunked in zip(*found, strict=True):
+        np.testing.assert_allclose(chunked, ours, atol=1e-4)
+        assert ours.any()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled at start is all that any step asks for."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ from hypothesis import strategies as st
 from metal_kernels import kernel
 from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.doubles import Recorder
-from vllm_metal.attention.layers import AttentionLayer
+from tests.models.recurrent import FAMILIES, make_model
+from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_cache.specs import block_size_for, host_of_states
 from vllm_metal.kv_cache.warm_up import compile_kernels
 from vllm_metal.mlx_patches.seam import Scoring
 
@@ -132,3 +136,73 @@ def test_a_tile_of_one_row_alone_is_compiled_for_few_rows_and_for_more():
         for rows in (1, 9):
             serve(kv_cache_type, layer, mx.float16, mx.float16, [[(248, rows)]])
     assert recorder.pipelines - compiled == set()
+
+
+HEADS = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+HYBRIDS = {
+    name: replace(FAMILIES[name], config=FAMILIES[name].config | changes)
+    for name, changes in {
+        "qwen3_next": HEADS,
+        "mamba2": {},
+        "lfm2": HEADS,
+        "jamba": HEADS,
+    }.items()
+}
+
+
+def serve_states(model, layers, kv_cache_type, dtype, pool_dtype, block_size):
+    """Prompts, decodes and drafts of which some are accepted, through the model's own modules."""
+    host = host_of_states(layers, block_size, pool_dtype)
+    size = NUM_BLOCKS, block_size, pool_dtype, kv_cache_type
+    tables = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
+    for layer, module_of in zip(layers, model.layers, strict=True):
+        if not layer.state_bytes:
+            continue
+        state = layer.allocate(*size) if host is None else layer.share(host.allocate(*size).storage)
+        scope = layer.scope(state)
+        for begins, counts, drafts in (
+            ([0, 0], [40, 3], [0, 0]),
+            ([40, 3], [4, 1], [3, 0]),
+            ([42, 4], [3, 5], [2, 4]),
+            ([43, 9], [1, 1], [0, 0]),
+        ):
+            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+            lens = np.array(begins, np.int32) + np.array(counts, np.int32)
+            layout = StepLayout(
+                *(starts, lens, tables, np.arange(starts[-1], dtype=np.int32), block_size),
+                req_indices_np=np.arange(2, dtype=np.int32),
+                num_drafts_np=np.array(drafts, np.int32),
+            )
+            state.begin_step()
+            scope.begin(mx.arange(int(starts[-1])), layout)
+            x = mx.zeros((int(starts[-1]), 1, model.args.hidden_size), dtype)
+            module_of(x, mask=None, cache=layer.cache(state, scope))
+        state.begin_step()
+
+
+@pytest.mark.parametrize("pool_dtype", [mx.bfloat16, mx.int8])
+@pytest.mark.parametrize("ways", [(True, None), (True, 40), (False, None)], ids=str)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_no_step_of_a_recurrent_layer_asks_for_what_was_not_compiled(name, ways, pool_dtype):
+    by_kernels, long_prompt = ways
+    model = make_model(HYBRIDS[name])
+    model.set_dtype(mx.bfloat16)
+    layers = attention_layers(model, name)
+    block_size = block_size_for(layers, BLOCK_SIZE, pool_dtype)
+    kv_cache_type = KernelKVCache.limited(
+        {}, True, computes_states=by_kernels, long_prompt=long_prompt
+    )
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(kv_cache_type, layers, mx.bfloat16, pool_dtype, block_size)
+        compiled, recorder.pipelines = set(recorder.pipelines), set()
+        serve_states(model, layers, kv_cache_type, mx.bfloat16, pool_dtype, block_size)
+    assert recorder.pipelines and recorder.pipelines <= compiled
+    launched = {pipeline.kernel for pipeline in recorder.pipelines}
+    ours = {"convolution"} if name == "lfm2" else {"convolution", "recurrence"}
+    moves = {"read_states", "write_states"}
+    in_chunks = long_prompt is not None and name == "qwen3_next"
+    assert launched == (moves if not by_kernels else ours | (moves if in_chunks else set()))
+    attending = {"kv_write", "kv_blocks", "decode", "prefill", "reduce"}
+    if long_prompt is None:
+        assert {pipeline.kernel for pipeline in compiled} - attending == launched

@@ -435,9 +435,20 @@ _FAULTS: _Faults = {
         ("block 0 for want of one", "  if (sequence.write != 0) {", "  {"),
         ("no state after the last certain input", "given, certain, channel", "given, 0, channel"),
         ("half a tile", "first + TILE_ROWS,", "first + TILE_ROWS / 2,"),
+        ("nothing cleared", "if (block != read) {", "if (false) {"),
+        ("cleared wherever states are written", "if (block != read) {", "{"),
+        (
+            "not cleared where a request begins",
+            "sequence.position > 0 ? sequence.read : 0;",
+            "sequence.read;",
+        ),
+        ("behind the part, nothing cleared", "END, (END + 15) / 16 * 16", "0, 0"),
+        ("whole runs alone cleared", "bytes[i] = 0;", ""),
+        ("runs cleared in part alone", "bytes = metal::vec<uint, 4>(0);", "bytes;"),
         ("fence not written", "fence[i] = 0;", ""),
     ],
     (CONVOLUTION, "convolution", RACE): [
+        ("cleared from the run's first byte", "uint i = from % 16;", "uint i = 0;"),
         (
             "kept rows of all requests from 0",
             "const ulong to = sequence.keep_at + row",
@@ -454,6 +465,7 @@ _FAULTS: _Faults = {
         ),
     ],
     (CONVOLUTION, "convolution", BOUNDS): [
+        ("runs of K cleared behind the block", "run * 16 < to;", "run * 16 < 2 * to;"),
         ("rows of a tile that has none", "first >= sequence.num_rows", "false"),
         (
             "tiles that are full",

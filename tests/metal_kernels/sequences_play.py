@@ -9,7 +9,7 @@ holds states as bytes in numpy, and says which of them a step may change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,7 @@ class Played:
     outputs: dict[int, np.ndarray]  # by row
     kept: dict[int, int]  # rows of the step, by row kept
     states: dict[int, np.ndarray]  # by block
+    fresh: set[int]  # of these, the blocks that the request's state was not read from
 
 
 def play(
@@ -110,10 +111,10 @@ def play(
         read: a block's state before the step; of block -1, that before a request's first token.
         apply: what a token does.
     """
-    played = Played({}, {}, {})
+    played = Played({}, {}, {}, set())
     for request, columns in enumerate(step.table.tolist()):
         first, rows, certain, first_kept, num_kept, position, block, write, keep_at = columns
-        state = read(block if position else -1)
+        state, before = read(block if position else -1), set(played.states)
         tokens = [("kept", first_kept + i) for i in range(num_kept)]
         tokens += [("inputs", first + i) for i in range(rows)]
         for count, (kind, row) in enumerate(tokens, 1):
@@ -130,6 +131,7 @@ def play(
                 played.states[write] = state
         if num_kept + certain == 0 and write:
             played.states[write] = state
+        played.fresh.update(set(played.states) - before - ({block} if position else set()))
     return played
 
 
@@ -194,13 +196,24 @@ def part_of(blocks: np.ndarray, part: StatePart) -> np.ndarray:
 
 
 def check_states(
-    before: np.ndarray, after: np.ndarray, part: StatePart, played: Played, **tolerance: Any
+    before: np.ndarray,
+    after: np.ndarray,
+    part: StatePart,
+    played: Played,
+    cleared: Sequence[slice] = (),
+    **tolerance: Any,
 ) -> None:
-    """That a step wrote the states it must, and changed no other byte of any block."""
-    size = int(np.prod(part.shape)) * part.dtype.size
-    touched = np.zeros(before.shape, bool)
-    touched[list(played.states), part.start : part.start + size] = True
-    np.testing.assert_array_equal(after[~touched], before[~touched])
+    """That a step wrote the states it must, and changed no other byte of any block.
+
+    But for those that are cleared in blocks which states were not read from.
+    """
+    end = part.start + int(np.prod(part.shape)) * part.dtype.size
+    expected = before.copy()
+    for span in cleared:
+        expected[list(played.fresh), span] = 0
+    of_states = list(played.states), slice(part.start, end)
+    expected[of_states] = after[of_states]
+    np.testing.assert_array_equal(after, expected)
     states = part_of(after, part)
     for block, state in played.states.items():
         np.testing.assert_allclose(states[block], state, **tolerance)

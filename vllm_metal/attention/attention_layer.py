@@ -124,7 +124,13 @@ class AttentionLayer(StatefulLayer):
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
         return paged_attention.unsupported(self.shape, dtype, block_size // parts_of(block_size))
 
-    def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
         size = block_size // parts_of(block_size)
         kind = (self.shape, dtype, elements, size, self.window)
         return [Case(*kind, sinks=True, softcap=self.softcap, kernels=_KERNELS)]

@@ -188,6 +188,9 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
             "attend through the paged cache"
         )
     layers = [probe.layer(name) for name, probe in _named(placed)]
+    if not any(isinstance(layer, RunLayer) for layer in layers):
+        # Steps launch our own kernels; mlx-lm's serve the check of a text, with its dense forward.
+        calls = [call for call in calls if call.takes_texts]
     return [
         replace(layer, library_calls=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
         for layer in layers

@@ -12,19 +12,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import ArraysCache
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from metal_kernels.sequences import RecurrenceInputs
+from metal_kernels.layout import BLOCK_SIZES
+from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.selfcheck import Case
 from vllm_metal.attention import forward_inputs
+from vllm_metal.attention.inside import Inside, inside_of
 from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepScope, Storage
+from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepLayout, StepScope, Storage
 from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.kv_cache.run_plan import RunPlan
 from vllm_metal.kv_cache.run_state import RunState
@@ -35,6 +41,16 @@ from vllm_metal.mlx_patches import library_kernels, module_calls, recurrences
 from vllm_metal.mlx_patches.module_calls import ModuleCall, SequenceCache
 from vllm_metal.mlx_patches.recurrences import SequenceCall, handed_to
 
+#: Where no layer attends: memory of states is float32 (LayerKVCache.of_states).
+_STATES_ALONE = Case(
+    AttentionShape(1, 1, 64, 64),
+    mx.float32,
+    mx.float32,
+    BLOCK_SIZES[0],
+    kernels=("kv_write", "kv_blocks", "kv_states", "decode", "prefill", "reduce", "graph"),
+)
+#: The kernels that compute states, and where MLX's operations may be faster.
+_OF_SEQUENCES = ("convolution", "recurrence", "recurrence_way")
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
 
@@ -84,6 +100,31 @@ class RecurrentLayer(StatefulLayer):
     @abstractmethod
     def share(self, storage: Storage) -> RecurrentState: ...
 
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
+        if host is None:
+            return [_STATES_ALONE]
+        found = host.cases(dtype, elements, block_size)
+        return [replace(case, kernels=("kv_states",)) for case in found]
+
+    def _trial_state(
+        self,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None,
+    ) -> RecurrentState:
+        """A state of the layer in storage as the pool's."""
+        pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
+        if host is None:
+            return self.allocate(*pool)
+        return self.share(host.allocate(*pool).storage)
+
     def trials(
         self,
         dtype: mx.Dtype,
@@ -93,14 +134,9 @@ class RecurrentLayer(StatefulLayer):
         host: StatefulLayer | None = None,
     ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
         if issubclass(kv_cache_type, Fenced):
-            pool = _TRIAL_BLOCKS, block_size, elements, kv_cache_type
-
-            def move() -> mx.array:
-                if host is None:
-                    return self.allocate(*pool).move(0, 1)
-                return self.share(host.allocate(*pool).storage).move(0, 1)
-
-            yield (None if host is None else host.storage_key, self.form.nbytes), move
+            state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
+            place = None if host is None else host.storage_key
+            yield (place, self.form.nbytes), lambda: state().move(0, 1)
 
 
 @dataclass(frozen=True)
@@ -120,21 +156,10 @@ class RunLayer(RecurrentLayer):
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What goes from token to token in a module, besides its convolutions."""
-
-    rows: mx.Dtype  # of the convolutions' inputs, or of the recurrence's values
-    num_key_heads: int = 0  # of the recurrence; 0: there is none
-    decays: int = 0  # axes of its decays: 2 by head, 3 by key; 0: they follow from the rates
-    delta: bool = False  # by the delta rule
-    biases: tuple[bool, ...] = ()  # whether each convolution has one
-
-
-@dataclass(frozen=True)
 class SequenceLayer(RecurrentLayer):
     """A layer whose module is called once for all rows of a step."""
 
-    inside: Inside | None = None  # None: of a layer that was not read off a module
+    inside: Inside = field(default_factory=Inside)
 
     def share(self, storage: Storage) -> SequenceState:
         assert isinstance(storage, LayerKVCache)
@@ -142,8 +167,54 @@ class SequenceLayer(RecurrentLayer):
 
     def scope(self, state: LayerState) -> SequenceScope:
         assert isinstance(state, SequenceState)
-        convolutions = [shape[0] + 1 for shape in self.form.shapes if len(shape) == 2]
-        return SequenceScope(state.by_kernels, max(convolutions, default=1))
+        taps = (convolution.taps for convolution in self.inside.convolutions)
+        return SequenceScope(state.by_kernels, max(taps, default=1), state.long_prompt)
+
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
+        found = super().cases(dtype, elements, block_size, host)
+        memory = Case(found[0].shape, dtype, found[0].cache_dtype, found[0].block_size)
+        return found + [
+            replace(memory, dtype=rows, kernels=_OF_SEQUENCES, states=kind)
+            for rows, kind in self.inside.kinds(self.form)
+        ]
+
+    def trials(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        kv_cache_type: type[LayerKVCache],
+        host: StatefulLayer | None = None,
+    ) -> Iterator[tuple[Hashable, Callable[[], mx.array]]]:
+        computes = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.computes_states
+        in_chunks = issubclass(kv_cache_type, KernelKVCache) and kv_cache_type.long_prompt
+        if in_chunks or not computes:
+            yield from super().trials(dtype, elements, block_size, kv_cache_type, host)
+        if computes and self.inside != Inside():
+            state = partial(self._trial_state, elements, block_size, kv_cache_type, host)
+            place = None if host is None else host.storage_key
+            yield (
+                (place, self.form, self.inside),
+                lambda: self._compute_once(state(), block_size),
+            )
+
+    def _compute_once(self, state: RecurrentState, block_size: int) -> mx.array:
+        """Has kernels compute one row of one request."""
+        assert isinstance(state, SequenceState) and isinstance(state.storage, KernelKVCache)
+        one, scope = np.ones(1, np.int32), self.scope(state)
+        layout = StepLayout(
+            np.array([0, 1], np.int32), one, one[:, None], one * block_size, block_size,
+            req_indices_np=one,
+        )  # fmt: skip
+        scope.begin(mx.zeros(1, mx.int32), layout)
+        state.call(scope.plan, self.inside.repeat)
+        return mx.stack(list(state.storage.fences))
 
     def cache(self, state: LayerState, scope: StepScope) -> RowsCache:
         assert isinstance(state, SequenceState)
@@ -315,52 +386,4 @@ class RecurrentProbe(ArraysCache):
         if not recurrences.known(call.module):
             return RunLayer(name, form)
         recurrences.hand_over(call.module)
-        return SequenceLayer(name, form, inside=_inside(call, self, form))
-
-
-def _inside(call: ModuleCall, cache: ArraysCache, form: StateFormat) -> Inside:
-    """Reads what a known module leaves to its cache, by building a call of it."""
-    noted = _Noted(form)
-    args, options = tree_map(
-        lambda leaf: noted if leaf is cache else leaf, (list(call.args), call.options)
-    )
-    with handed_to(noted):
-        call.module(*args, **options)
-    return noted.inside
-
-
-class _Noted(SequenceCall):
-    """Notes the operations of a module."""
-
-    def __init__(self, form: StateFormat) -> None:
-        self._form = form
-        self.inside = Inside(form.dtypes[0])
-
-    @property
-    def num_parts(self) -> int:
-        return len(self._form.shapes)
-
-    def __getitem__(self, index: int) -> mx.array:
-        return mx.zeros((1, 0, *self._form.shapes[index][1:]), self._form.dtypes[index])
-
-    def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-        before = self.inside
-        biases = (*before.biases, bias is not None)
-        self.inside = replace(before, rows=inputs.dtype, biases=biases)
-        return inputs
-
-    def recur(
-        self,
-        queries: mx.array,
-        inputs: RecurrenceInputs,
-        delta: bool,
-        log_rates: mx.array | None = None,
-    ) -> mx.array:
-        self.inside = replace(
-            self.inside,
-            rows=inputs.values.dtype,
-            num_key_heads=inputs.keys.shape[1],
-            decays=0 if inputs.decays is None else inputs.decays.ndim,
-            delta=delta,
-        )
-        return inputs.values
+        return SequenceLayer(name, form, inside=inside_of(call, self, form))

@@ -12,14 +12,14 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel
-from metal_kernels.layout import BLOCK_SIZES
-from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import CHOICES, WAYS, Case, Outcome, usable
+from metal_kernels.paged_attention import Tiles
+from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, long_prompt, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_cache.specs import host_of_states
 from vllm_metal.mlx_patches import library_kernels
 from vllm_metal.settings import envs, extras
 
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Where no layer attends: memory of states is float32 (LayerKVCache.of_states).
-_STATES_ALONE = Case(
-    AttentionShape(1, 1, 64, 64),
-    mx.float32,
-    mx.float32,
-    BLOCK_SIZES[0],
-    kernels=("kv_write", "kv_blocks", "decode", "prefill", "reduce", "graph"),
-)
 _ADVICE = "`vllm-metal doctor --again` checks anew and writes a report to attach to a bug report"
 #: The rows that a choice of the self-check is for.
 _PHASES: Mapping[str, Phase] = MappingProxyType({"decode_way": "decode", "prefill_way": "prefill"})
@@ -120,12 +112,12 @@ def needed_cases(
         pool_dtype: of the pool's elements.
         block_size: tokens of a block.
     """
-    all_cases = (layer.cases(dtype, pool_dtype, block_size) for layer in layers)
-    found = list(dict.fromkeys(case for cases in all_cases for case in cases))
-    if any(layer.state_bytes for layer in layers):
-        found = found or [_STATES_ALONE]
-        return [replace(case, kernels=(*case.kernels, "kv_states")) for case in found]
-    return found
+    host = host_of_states(layers, block_size, pool_dtype)
+    found: dict[Case, dict[str, None]] = {}  # kernels by what they are checked for
+    for layer in layers:
+        for case in layer.cases(dtype, pool_dtype, block_size, host):
+            found.setdefault(replace(case, kernels=()), {}).update(dict.fromkeys(case.kernels))
+    return [replace(subject, kernels=tuple(names)) for subject, names in found.items()]
 
 
 def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
@@ -150,25 +142,40 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     Python builds each forward. Where the kernels are right and MLX's attention is faster, over what
     `kv_gather` reads, it serves the rows for which it is.
 
+    Without `convolution` or `recurrence`, MLX's operations compute states, over what `kv_states`
+    reads.
+
     Returns:
         None where the K/V of some layer cannot be written, or not attended to, or where states
         cannot be moved.
     """
     passed = {(outcome.case, outcome.kernel) for outcome in found if outcome.ok}
-    tiles = {AttentionKind(case.shape, case.window): usable(case, found) for case in cases}
-    if not all((case, "kv_write") in passed for case in cases):
+
+    def works(kernel: str) -> bool:
+        wanted = (case for case in cases if Check(kernel) in checks(case))
+        return all((case, kernel) in passed for case in wanted)
+
+    attending = [case for case in cases if "kv_write" in case.kernels]
+    tiles = {AttentionKind(case.shape, case.window): usable(case, found) for case in attending}
+    if not works("kv_write") or not works("kv_states"):
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
         return None
-    if any("kv_states" in case.kernels and (case, "kv_states") not in passed for case in cases):
-        return None
-    moves_blocks = all((case, "kv_blocks") in passed for case in cases)
-    repeatable = all((case, "graph") in passed for case in cases)
+    moves_blocks, repeatable = works("kv_blocks"), works("graph")
+    computes_states = works("convolution") and works("recurrence")
     every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
-    by_mlx = _faster_by_mlx(found)
-    if moves_blocks and repeatable and every_size and not by_mlx:
+    by_mlx, long = _faster_by_mlx(found), _long_prompt(found)
+    whole = moves_blocks and repeatable and computes_states and every_size
+    if whole and not by_mlx and long is None:
         return KernelKVCache
-    return KernelKVCache.limited(tiles, moves_blocks, repeatable, by_mlx)
+    return KernelKVCache.limited(tiles, moves_blocks, repeatable, by_mlx, computes_states, long)
+
+
+def _long_prompt(found: Sequence[Outcome]) -> int | None:
+    """Rows from which on MLX's function in chunks is faster for each kind of recurrent layer."""
+    rows = [long_prompt(outcome) for outcome in found if outcome.kernel == "recurrence_way"]
+    known = [count for count in rows if count is not None]
+    return max(known) if known and len(known) == len(rows) else None
 
 
 def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Phase]]:
@@ -184,13 +191,16 @@ def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Ph
 def _described_choices(found: Sequence[Outcome]) -> Iterator[str]:
     """A line for each choice: what serves, and the times."""
     for outcome in found:
-        if outcome.kernel not in _PHASES:
+        if outcome.kernel not in CHOICES:
             continue
-        phase, case = _PHASES[outcome.kernel], outcome.case
+        phase, case = _PHASES.get(outcome.kernel, "long prompts"), outcome.case
         if not outcome.ok:
             yield f"{phase} ({case}) by our kernels: no times, {outcome.detail}"
         elif outcome.times:
             serves = "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
+            if outcome.kernel not in _PHASES:
+                rows = long_prompt(outcome)
+                serves = "our kernels" if rows is None else f"MLX from {rows} rows on"
             ours, others = (outcome.times[way] for way in WAYS)
             times = ", ".join(
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours

@@ -65,6 +65,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     moves_blocks: ClassVar[bool] = True
     #: Whether kernels compute recurrent layers, in the blocks of their states.
     computes_states: ClassVar[bool] = True
+    #: Rows of a prompt from which on MLX's chunked delta rule is faster than those; None: never.
+    long_prompt: ClassVar[int | None] = None
     #: Whether graphs that hold the kernels give the same when MLX builds them again.
     repeatable: ClassVar[bool] = True
 
@@ -79,10 +81,21 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         moves_blocks: bool,
         repeatable: bool = True,
         by_mlx: Mapping[AttentionKind, frozenset[Phase]] | None = None,
+        computes_states: bool = True,
+        long_prompt: int | None = None,
     ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine, and to what is fastest."""
-        works = {"tiles": tiles, "moves_blocks": moves_blocks, "repeatable": repeatable}
-        faster = {"by_mlx": by_mlx or {}, "gathers": any((by_mlx or {}).values())}
+        works = {
+            "tiles": tiles,
+            "moves_blocks": moves_blocks,
+            "repeatable": repeatable,
+            "computes_states": computes_states,
+        }
+        faster = {
+            "by_mlx": by_mlx or {},
+            "gathers": any((by_mlx or {}).values()),
+            "long_prompt": long_prompt,
+        }
         return type(cls.__name__, (cls,), works | faster)
 
     @classmethod

@@ -35,6 +35,12 @@ class StateFormat:
         return sum(self.part_bytes)
 
     @cached_property
+    def end(self) -> int:
+        """Bytes of one state up to its last number."""
+        last = self.parts[-1]
+        return last.start + math.prod(last.shape) * last.dtype.size
+
+    @cached_property
     def part_bytes(self) -> tuple[int, ...]:
         """Bytes of each part, rounded up to where the next one begins."""
         sizes = (math.prod(s) * d.size for s, d in zip(self.shapes, self.dtypes, strict=True))

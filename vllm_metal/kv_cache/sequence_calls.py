@@ -14,6 +14,7 @@ from metal_kernels import convolution, recurrence
 from metal_kernels.convolution import reference as convolution_reference
 from metal_kernels.recurrence import reference as recurrence_reference
 from metal_kernels.sequences import RecurrenceInputs, StatePart
+from vllm_metal.kv_cache import long_prompts
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.sequence_plan import SequencePlan
@@ -157,7 +158,9 @@ class ByKernels(Call):
             pools: list[mx.array], split: int, after: Sequence[mx.array]
         ) -> tuple[tuple[mx.array, mx.array], mx.array]:
             out, left, fence = convolution.run(
-                self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after
+                *(self.plan.sequences, inputs, kept, weight, bias, pools, part, split, after),
+                # Of a layer's convolutions the first clears what states leave of a block.
+                state_bytes=None if part.start else self.form.end,
             )
             return (out, left), fence
 
@@ -172,18 +175,26 @@ class ByKernels(Call):
         delta: bool,
         log_rates: mx.array | None,
     ) -> tuple[mx.array, RecurrenceInputs]:
+        long = self.plan.long
+        if long is not None and not long_prompts.fits(inputs, part.dtype, delta):
+            long = None
+
         def launch(
             pools: list[mx.array], split: int, after: Sequence[mx.array]
         ) -> tuple[tuple[mx.array, RecurrenceInputs], mx.array]:
             y, left, fence = recurrence.run(
-                self.plan.sequences,
+                self.plan.sequences if long is None else long.others,
                 *(queries, inputs, kept, pools, part, delta, log_rates),
                 split=split,
                 after=after,
             )
             return (y, left), fence
 
-        return self._storage.update_states(self.plan, launch)
+        y, left = self._storage.update_states(self.plan, launch)
+        if long is not None:
+            rows = queries, inputs
+            y = long_prompts.recur(long, self.plan, self._storage, self.form, rows, y)
+        return y, left
 
 
 class ByOperations(Call):

@@ -24,8 +24,10 @@ from metal_kernels import sequence_groups, sequences
 from metal_kernels.layout import stable
 from metal_kernels.sequence_groups import ReferencePlan
 from metal_kernels.sequences import Sequences
+from vllm_metal.kv_cache import long_prompts
 from vllm_metal.kv_cache.kept_rows import Entries, KeptRows, lag_of
 from vllm_metal.kv_cache.layer_state import StepLayout, StepScope
+from vllm_metal.kv_cache.long_prompts import LongPrompts
 
 _numbers = count()  # of scopes
 
@@ -42,20 +44,23 @@ class SequencePlan:
     #: Where MLX's operations compute: who is computed together; None: kernels do.
     groups: ReferencePlan | None
     reads: mx.array | None  # [N] int32, blocks that states are read from; None as `groups`
+    long: LongPrompts | None = None  # rows that MLX's function in chunks may take
 
 
 class SequenceScope(StepScope[SequencePlan]):
     """What the layers of one KV cache group share of a step, and who has drafts to be applied."""
 
-    def __init__(self, by_kernels: bool, num_taps: int) -> None:
+    def __init__(self, by_kernels: bool, num_taps: int, long_prompt: int | None = None) -> None:
         """
         Args:
             by_kernels: whether kernels compute, by numbers that only the device knows.
             num_taps: inputs that a row of the layers' convolutions has, at most.
+            long_prompt: rows from which on prompts need not go by kernels; None: all do.
         """
         super().__init__(self._planned)
         self.number = next(_numbers)
         self.by_kernels, self.num_taps = by_kernels, num_taps
+        self.long_prompt = long_prompt
         self._block_size = 0
         self.kept = KeptRows()
 
@@ -216,16 +221,14 @@ class _Step:
         num_rows = max(int(self.layout.query_start_loc_np[-1]), 1)
         applies = bool(most.any() or num_carried)
         num_before = num_before if applies else 0
+        tiles = mx.array(_tiles(starts, rows))
+        step = Sequences(table, mx.array(blocks), tiles, self.size, num_rows, num_fresh)
+        long = None
+        if scope.long_prompt is not None and not self._lags:
+            long = long_prompts.chosen(step, table_np, blocks, scope.long_prompt)
         plan = SequencePlan(
             scope.number,
-            Sequences(
-                table,
-                mx.array(blocks),
-                mx.array(_tiles(starts, rows)),
-                self.size,
-                num_rows,
-                num_fresh,
-            ),
+            step,
             applies=applies,
             keeps=keeps,
             carried=_rows_of(self.carried) if num_carried else None,
@@ -236,6 +239,7 @@ class _Step:
                 num_taps=scope.num_taps,
             ),
             reads=None if scope.by_kernels else mx.array(table_np[:, sequences.READ]),
+            long=long,
         )
         return plan, self._left(table_np, num_reqs, num_fresh)
 

@@ -35,6 +35,14 @@ class SequenceState(RecurrentState[SequencePlan]):
         """Whether kernels compute the states where they lie."""
         return isinstance(self._storage, KernelKVCache) and self._storage.computes_states
 
+    @property
+    def long_prompt(self) -> int | None:
+        """Rows from which on a prompt may go by MLX's function in chunks; None: none does."""
+        storage = self._storage
+        if isinstance(storage, KernelKVCache) and storage.computes_states:
+            return storage.long_prompt
+        return None
+
     def begin_step(self) -> None:
         pending, self._pending = self._pending, []
         for left in pending:

@@ -109,8 +109,17 @@ class StatefulLayer(ABC):
         """
         return None
 
-    def cases(self, dtype: mx.Dtype, elements: mx.Dtype, block_size: int) -> list[Case]:
-        """What the layer asks of our kernels, to be checked before it is served by them."""
+    def cases(
+        self,
+        dtype: mx.Dtype,
+        elements: mx.Dtype,
+        block_size: int,
+        host: StatefulLayer | None = None,
+    ) -> list[Case]:
+        """What the layer asks of our kernels, to be checked before it is served by them.
+
+        `host` is the layer in whose storage states lie, if there is one.
+        """
         return []
 
     @property

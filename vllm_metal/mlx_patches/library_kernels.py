@@ -92,6 +92,11 @@ class Call:
     #: For each argument, the shape and the dtype of an array, else the value.
     arguments: tuple[tuple[tuple[int, ...], str] | Any, ...]
 
+    @property
+    def takes_texts(self) -> bool:
+        """Whether mlx-lm launches the kernel for more than one token at a time."""
+        return max(_BY_NAME[self.name].lengths) > 1
+
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Call:
         return Call(fields["name"], _as_tuples(fields["arguments"]))

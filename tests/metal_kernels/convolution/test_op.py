@@ -76,6 +76,52 @@ def test_steps_in_a_row(name, schedule):
                 assert mx.array_equal(kept[row], inputs[source])
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "channels", "state_bytes", "used"),
+    [
+        ("states of K alone", 41, 500, 4096),  # in bytes of a block that has 4096 in K
+        ("on into V", 41, 532, 768),  # 256 in K, 512 in V
+        ("on into V", 8, 256, 256),  # the whole of K
+        ("on into V", 8, 250, 256),
+        ("in three parts", 41, 270, 288),
+        ("in three parts", 41, 290, 1152),
+        ("codes", 41, 287, 288),
+    ],
+)
+def test_nothing_of_its_last_owner_stays_in_a_block(name, channels, state_bytes, used, schedule):
+    """Blocks of random bits; a state that stays in its block is written, and nothing else is."""
+    kind, taps, dtype, state_dtype, start = CASES[name]
+    rng = np.random.default_rng(channels)
+    traffic = Traffic(rng, 3)
+    pools = kind.make(rng, traffic.num_blocks)
+    part = StatePart(start, (taps - 1, channels), state_dtype)
+    weight, kept, after = draw(rng, (channels, taps), dtype), None, ()
+    end = start + int(np.prod(part.shape)) * state_dtype.size
+    cleared = slice(end, -(-end // 16) * 16), slice(state_bytes, used)
+    num_fresh = 0
+    with kernel.using(metal_interpreter.Checker(schedule).metal_kernel):
+        for _ in range(4):
+            step = traffic.step(longest=12)
+            inputs = draw(rng, (step.num_rows, channels), dtype)
+            before = kind.blocks(pools)
+            states = part_of(before, part)
+            wanted = play(
+                step,
+                lambda block, states=states: np.zeros(part.shape) if block < 0 else states[block],
+                convolved(inputs, kept, weight, None),
+            )
+            _, kept, fence = convolution.run(
+                *(step.sequences(), inputs, kept, weight, None, pools, part, kind.split, after),
+                state_bytes=state_bytes,
+            )
+            after = [fence]
+            mx.eval(fence)
+            check_states(before, kind.blocks(pools), part, wanted, cleared, rtol=0, atol=0)
+            num_fresh += len(wanted.fresh)
+    assert num_fresh
+
+
 def run_alone(kind, layer, rng, sizes, inputs, weight, bias):
     """Steps of one request, each of (certain, drafts, accepted of the step before).
 
