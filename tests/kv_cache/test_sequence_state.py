@@ -154,10 +154,9 @@ class Play:
             behind=behind,
         )
         self.state.begin_step()
-        self.scope.begin(mx.zeros(int(starts[-1]), mx.int32), layout)
+        plan = self.scope.plan_of(layout)
         flat = np.concatenate(numbers)
-        found, _ = self.state.call(self.scope.plan, lambda call: self.weights.module(flat, call))
-        self.scope.end()
+        found, _ = self.state.call(plan, lambda call: self.weights.module(flat, call))
         found = np.array(found)
         for place, index in enumerate(who):
             text = self.texts[index]
@@ -248,9 +247,8 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
             req_indices_np=np.zeros(1, np.int32),
         )
         state.begin_step()
-        scope.begin(mx.zeros(rows, mx.int32), layout)
         given = np.arange(begin, begin + rows) / 7
-        state.call(scope.plan, lambda call, given=given: weights.module(given, call))
+        state.call(scope.plan_of(layout), lambda call, given=given: weights.module(given, call))
     state.wait_for_device()
     (memory,) = state.page_arrays
     blocks = np.array(memory.reshape(NUM_BLOCKS, -1).view(mx.uint8))

@@ -174,9 +174,9 @@ def serve_states(model, layers, kv_cache_type, dtype, pool_dtype, block_size):
                 num_drafts_np=np.array(drafts, np.int32),
             )
             state.begin_step()
-            scope.begin(mx.arange(int(starts[-1])), layout)
             x = mx.zeros((int(starts[-1]), 1, model.args.hidden_size), dtype)
-            module_of(x, mask=None, cache=layer.cache(state, scope))
+            with scope.during(mx.arange(int(starts[-1])), scope.plan_of(layout)):
+                module_of(x, mask=None, cache=layer.cache(state, scope))
         state.begin_step()
 
 

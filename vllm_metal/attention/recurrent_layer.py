@@ -212,8 +212,7 @@ class SequenceLayer(RecurrentLayer):
             np.array([0, 1], np.int32), one, one[:, None], one * block_size, block_size,
             req_indices_np=one,
         )  # fmt: skip
-        scope.begin(mx.zeros(1, mx.int32), layout)
-        state.call(scope.plan, self.inside.repeat)
+        state.call(scope.plan_of(layout), self.inside.repeat)
         return mx.stack(list(state.storage.fences))
 
     def cache(self, state: LayerState, scope: StepScope) -> RowsCache:
