@@ -106,8 +106,8 @@ class MemoryPlanner:
             quantised: share of its bytes that a quantised cache would take; None: it is one.
             calls: of the model.
             forward: runs its largest forward pass.
-            requests: gives what runs the requests of `profile.drafted` with so many drafts, once
-                their pool is there; asked where layers keep states.
+            requests: gives what runs steps of the requests of `profile.drafted` with so many
+                drafts, once their pool is there; asked where layers keep states.
             transfer_bytes: of staging for K/V transfers, not allocated yet; 0: there are none.
 
         Raises:
@@ -125,7 +125,7 @@ class MemoryPlanner:
         # On a CPU, waiting makes a step twice as slow, and MLX is few operations ahead.
         waiting = self._kind == "metal"
         peaks = Peaks(peak_of(forward, waiting))
-        if calls.states:
+        if calls.keeps_states:
             _, most = calls.drafted
             without, drafting = (peak_of(requests(drafts), waiting) for drafts in (0, most))
             peaks = replace(peaks, requests=without, drafts=drafting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,19 @@ def requests_profile(
     kv_cache_type: type[LayerKVCache],
     drafts: int,
 ) -> Callable[[], None]:
-    """What runs the few requests of `drafted` with so many drafts each; their pool is there."""
+    """What runs two steps of the requests of `drafted`, with so many drafts each.
+
+    The second step has what the first one leaves for it, and leaves as much itself. The pool of
+    both is there already.
+    """
     step = LargestStep.of(layers, config, kv_cache_type, drafts)
     mx.eval(step.layers.pool_arrays())
-    return partial(_run, parts, step)
+
+    def run() -> None:
+        _run(parts, step)
+        _run(parts, step.next())
+
+    return run
 
 
 def _run(parts: ModelParts, step: LargestStep) -> None:
@@ -170,7 +179,8 @@ class LargestStep:
         begin, num_reqs = 0 if drafts is None else 1, len(counts)
         starts = np.append(0, np.cumsum(counts)).astype(np.int32)
         lengths = begin + np.diff(starts)
-        width = -(-int(lengths.max()) // block_size)
+        longest = int(lengths.max()) + (0 if drafts is None else 1 + drafts)  # of the next step
+        width = -(-longest // block_size)
         tables = BlockTables(1, num_reqs, width)
         for req_idx in range(num_reqs):
             tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
@@ -198,6 +208,22 @@ class LargestStep:
         """The layers' caches, for a forward of the rows; see PagedLayers.step."""
         return self.layers.step(self.rows, self.block_tables)
 
+    def next(self) -> LargestStep:
+        """The step after this one, whose forward was built: all of its drafts were accepted."""
+        rows = self.rows
+        starts = rows.query_start_loc_np
+        counts = np.diff(starts)
+        self.layers.learn(rows, starts[1:] - 1)
+        positions = rows.positions_np + np.repeat(counts, counts)
+        following = replace(
+            rows,
+            query_start_loc_np=starts.copy(),  # by which a step is known
+            seq_lens_np=rows.seq_lens_np + counts,
+            positions_np=positions,
+            positions=mx.array(positions),
+        )
+        return replace(self, rows=following)
+
 
 @dataclass(frozen=True)
 class LargestCalls:
@@ -209,7 +235,7 @@ class LargestCalls:
     most_sampled: int  # rows of a step
     logit_bytes: int  # of one
     drafted: tuple[int, int] = (1, 0)  # see `drafted`
-    states: tuple[int, ...] = ()  # bytes of a request's, by layer that keeps one
+    keeps_states: bool = False  # whether any layer keeps a state
 
     @staticmethod
     def of(
@@ -227,11 +253,11 @@ class LargestCalls:
             most_sampled(config),
             mlx_dtype(config).size,
             drafted(config),
-            tuple(layer.state_bytes for layer in layers if layer.state_bytes),
+            any(layer.state_bytes for layer in layers),
         )
 
     def step_states(self, peaks: Peaks, num_tokens: int) -> StepStates | None:
-        """What the states of steps take; None where no layer keeps any.
+        """What requests and drafts take besides; None where no layer keeps states.
 
         A step is taken for the sum of its parts: rows of prompts, as many as it may have, and what
         each request and each draft takes beyond a row of them. Memory grows with the drafts of a
@@ -241,15 +267,14 @@ class LargestCalls:
             peaks: that were measured.
             num_tokens: rows that `peaks.forward` is of.
         """
-        if not self.states:
+        if not self.keeps_states:
             return None
         requests, drafts = self.drafted
-        # Of the step before, a layer's states are there until the layer begins.
-        beside = max(self.states) - peaks.forward // num_tokens
+        row = peaks.forward // num_tokens
         of_drafts = peaks.drafts - peaks.requests
         return StepStates(
-            max(-(-peaks.requests // requests) + beside, 0),
-            max(-(-of_drafts // (requests * drafts)) + beside, 0) if drafts else 0,
+            max(-(-peaks.requests // requests) - row, 0),
+            max(-(-of_drafts // (requests * drafts)) - row, 0) if drafts else 0,
         )
 
 
@@ -258,5 +283,5 @@ class Peaks:
     """What forward passes take at most; bytes."""
 
     forward: int  # of max_num_batched_tokens rows of prompts
-    requests: int = 0  # of the requests of `drafted`, without drafts
-    drafts: int = 0  # of the same with all drafts that they may have
+    requests: int = 0  # two steps of the requests of `drafted`, without drafts
+    drafts: int = 0  # the same with all drafts that they may have

@@ -43,11 +43,12 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
     Args:
         graph: that computes them.
         outputs: its arrays that are wanted.
-        kept: arrays that stay when they are no longer needed, beside those and the constants.
+        kept: arrays that stay when they are no longer needed, beside those, the constants and
+            `free`.
         free: inputs that are there already, and are not counted. The others are allocated when they
-            are first needed, and stay.
+            are first needed.
     """
-    run = _Run(graph, {*outputs, *kept, *graph.constants, *graph.inputs})
+    run = _Run(graph, {*outputs, *kept, *graph.constants, *free})
     for name in (*graph.constants, *free):
         run.place(name, counted=name not in free)
     late = [Operation("Full", (), (), (name,)) for name in graph.inputs if name not in free]

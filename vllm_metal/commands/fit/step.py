@@ -50,48 +50,42 @@ def step_peak(
     with recordable(metal=kind == "metal"):
         # Without a pace: the graph is recorded as a whole.
         prompts = LargestStep.of(layers, config, kv_cache_type, paced=False)
-        forward, vocab_size = _recorded(parts, prompts, pool_is_there=False)
+        forward, vocab_size = _recorded(parts, prompts)
         peaks = Peaks(forward)
         if any(layer.state_bytes for layer in layers):
             _, most = drafted(config)
             requests, drafts = (
-                _recorded(
-                    parts,
-                    LargestStep.of(layers, config, kv_cache_type, count, paced=False),
-                    pool_is_there=True,
-                )[0]
+                _of_two(parts, LargestStep.of(layers, config, kv_cache_type, count, paced=False))
                 for count in (0, most)
             )
             peaks = Peaks(forward, requests, drafts)
     return peaks, vocab_size
 
 
-def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tuple[int, int]:
-    """Bytes that a step takes at most, and the size of its vocabulary.
+def _of_two(parts: ModelParts, step: LargestStep) -> int:
+    """Bytes that a step and the next one take at most beside their pool, which is there."""
+    pool = sum(array.nbytes for array in step.layers.pool_arrays())
+    return _recorded(parts, step, twice=True)[0] - pool
+
+
+def _recorded(parts: ModelParts, step: LargestStep, twice: bool = False) -> tuple[int, int]:
+    """Bytes that a step and its pool take at most, and the size of the vocabulary.
 
     Args:
         parts: of the model; its parameters stay as they are.
         step: to be recorded.
-        pool_is_there: whether its pool counts as there already.
+        twice: whether the next step is recorded behind it.
     """
     model = parts.model
     names, parameters = zip(*tree_flatten(model.parameters()), strict=True)
-    states, storages = step.layers.layer_states, step.layers.storages
 
     def build(*inputs: mx.array) -> list[mx.array]:
         given = iter(inputs)
         model.update(tree_unflatten([(name, next(given)) for name in names]))
-        for storage in storages:
+        for storage in step.layers.storages:
             storage.arrays = [next(given) for _ in storage.arrays]
-        with step.caches() as caches:
-            input_ids = mx.zeros(step.rows.input_ids.shape, mx.int32)
-            of_rows = replace(step.rows.inputs, input_ids=input_ids)
-            hidden_states = parts.forward_hidden(of_rows, caches)
-        logits = parts.compute_logits(step.rows.of_logits(hidden_states))
-        # Beside the logits, all that the layers keep of a step, or leave for the next.
-        kept = [array for storage in storages for array in storage.arrays]
-        left = [each for state in states if isinstance(state, Traceable) for each in state.outputs]
-        return [logits, *kept, *(array for each in left for array in each.arrays)]
+        outputs = _forward(parts, step, [])
+        return _forward(parts, step.next(), outputs) if twice else outputs
 
     try:
         graph = record(build, [*parameters, *step.layers.pool_arrays()])
@@ -99,5 +93,20 @@ def _recorded(parts: ModelParts, step: LargestStep, pool_is_there: bool) -> tupl
         model.update(tree_unflatten(list(zip(names, parameters, strict=True))))
     logits, *kept = graph.outputs
     shape, _ = graph.arrays[logits]
-    there = graph.inputs if pool_is_there else graph.inputs[: len(parameters)]
-    return peak(graph, [logits], kept, there), shape[-1]
+    return peak(graph, [logits], kept, graph.inputs[: len(parameters)]), shape[-1]
+
+
+def _forward(parts: ModelParts, step: LargestStep, before: Sequence[mx.array]) -> list[mx.array]:
+    """Builds a forward that runs once `before` is there.
+
+    Returns:
+        The logits, and all that the layers keep besides, read again, or leave for the next step.
+    """
+    with step.caches() as caches:
+        (input_ids,) = mx.depends([mx.zeros(step.rows.input_ids.shape, mx.int32)], before)
+        hidden_states = parts.forward_hidden(replace(step.rows.inputs, input_ids=input_ids), caches)
+    logits = parts.compute_logits(step.rows.of_logits(hidden_states))
+    states = [state for state in step.layers.layer_states if isinstance(state, Traceable)]
+    left = [array for state in states for each in state.outputs for array in each.arrays]
+    read = [array for state in states for array in state.inputs]
+    return [logits, *step.layers.pool_arrays(), *read, *left]
