@@ -80,6 +80,7 @@ def bring_states_on(pools, key_size, decays):
     convolution.run(
         *(step, rows.reshape(3, -1), rows.reshape(3, -1), mx.ones((2 * key_size, 4)), None, pools),
         StatePart(0, (3, 2 * key_size), F16),
+        state_bytes=1300,
     )
     inputs = RecurrenceInputs(rows, mx.ones((3, 2, 4)), mx.ones((3, 2)), decays)
     log_rates = mx.ones((2, key_size)) if decays is None else None

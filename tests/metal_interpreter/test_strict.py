@@ -96,6 +96,7 @@ def convolve(dtype, cache=None):
         *(one_request(3, 1).sequences(), mx.zeros((3, 8), dtype), None),
         *(mx.zeros((8, 4), dtype), mx.zeros(8, dtype)),
         *(pools, StatePart(0, (3, 8), dtype)),
+        state_bytes=3 * 8 * dtype.size,
     )
 
 

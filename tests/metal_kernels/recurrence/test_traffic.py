@@ -16,7 +16,8 @@ from tests.metal_kernels.sequences_play import BLOCK_SIZE, Step
 CHANNELS = 96
 CONVOLUTION = StatePart(0, (3, CHANNELS), mx.float32)
 LAYER = Layer((2, 128, 4, 8), True, "heads", start=3 * CHANNELS * 4)
-POOL = (1, 12, 1, CONVOLUTION.shape[0] * CHANNELS + math.prod(LAYER.part.shape))
+STATE = CONVOLUTION.shape[0] * CHANNELS + math.prod(LAYER.part.shape)
+POOL = (1, 12, 1, STATE + 64)
 KEPT = 4 * 8  # rows
 
 
@@ -31,8 +32,8 @@ def step_of(position: int, drafts: int, accepted: int, full: tuple[int, ...] = (
     return Step(np.array(table), blocks, 2 * (drafts + 1), KEPT)
 
 
-def measure(step: Step) -> dict[str, metal_interpreter.Traffic]:
-    """What each kernel does to the pool."""
+def measure(step: Step, clears: bool = False) -> dict[str, metal_interpreter.Traffic]:
+    """What each kernel does to the pool; `clears`: what a state leaves of a new block, too."""
     rng, checker = np.random.default_rng(0), metal_interpreter.Checker()
     queries, inputs = LAYER.draw(rng, step.num_rows)
     _, kept = LAYER.draw(rng, KEPT)
@@ -41,6 +42,7 @@ def measure(step: Step) -> dict[str, metal_interpreter.Traffic]:
         _, _, fence = convolution.run(
             *(step.sequences(), rows, mx.zeros((KEPT, CHANNELS)), mx.zeros((CHANNELS, 4)), None),
             *(pools, CONVOLUTION),
+            state_bytes=4 * STATE if clears else None,
         )
         recurrence.run(
             *(step.sequences(), queries, inputs, kept, pools, LAYER.part, LAYER.delta),
@@ -61,7 +63,8 @@ PARTS = {"convolution": CONVOLUTION, "recurrence": LAYER.part}
 @pytest.mark.parametrize("drafts", range(9))
 def test_a_state_moves_once_whatever_the_drafts(drafts):
     accepted = min(drafts, 2)
-    for name, traffic in measure(step_of(2 * BLOCK_SIZE, drafts, accepted)).items():
+    step = step_of(2 * BLOCK_SIZE, drafts, accepted)
+    for name, traffic in measure(step, clears=True).items():
         assert moved(traffic, PARTS[name]) == (2, 2)
 
 
