@@ -183,7 +183,8 @@ class LargestStep:
         width = -(-longest // block_size)
         tables = BlockTables(1, num_reqs, width)
         for req_idx in range(num_reqs):
-            tables.replace(req_idx, [range(req_idx * width, (req_idx + 1) * width)])
+            first = 1 + req_idx * width  # block 0 is nobody's
+            tables.replace(req_idx, [range(first, first + width)])
         places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
         positions = (begin + places).astype(np.int32)
         rows = Rows(
@@ -198,7 +199,7 @@ class LargestStep:
         )
         elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
         states = {
-            layer.name: layer.allocate(num_reqs * width, block_size, elements, kv_cache_type)
+            layer.name: layer.allocate(1 + num_reqs * width, block_size, elements, kv_cache_type)
             for layer in layers
         }
         paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)

@@ -66,6 +66,7 @@ CASES = {
     "halves": lambda x, w: activations.swiglu(*mx.split(x @ w, 2, axis=-1)),
     "rows in another order": lambda x, w: (x @ w)[mx.arange(255, -1, -1)] * 2,
     "transposed": lambda x, w: (x @ w).T.reshape(-1) + 1,
+    "as another dtype": lambda x, w: (x @ w).view(mx.uint32).view(mx.uint16)[:, ::2] + 1,
     "a scatter": lambda x, w: mx.zeros((512, 1024)).at[mx.arange(256)].add(x @ w) * 2,
     "attention": lambda x, w: mx.softmax((y := x @ w) @ y.T, axis=-1) @ x,
     "breadth first": lambda x, w: mx.exp(x).sum() + mx.sin(x).sum(),

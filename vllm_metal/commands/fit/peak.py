@@ -161,8 +161,8 @@ class _Run:
         if counted:
             self._now += nbytes
             self.highest = max(self.highest, self._now)
-        strides = [math.prod(shape[axis + 1 :]) * dtype.size for axis in range(len(shape))]
-        return _Placed(_Buffer(nbytes, counted), _layout(shape, strides, dtype.size))
+        layout = _layout(shape, _row_major(shape, dtype.size), dtype.size)
+        return _Placed(_Buffer(nbytes, counted), layout)
 
     def _output(self, operation: Operation, index: int, inputs: Sequence[_Placed]) -> _Placed:
         """Where the operation's output lies; new memory only where it must."""
@@ -181,6 +181,9 @@ class _Run:
             return _Placed(inputs[0].buffer, layout)
         if kind == "Contiguous" and inputs[0].layout.flags.c_contiguous:
             return inputs[0]
+        if kind == "View" and inputs[0].layout.flags.c_contiguous:  # as another dtype
+            size = self._graph.arrays[name][1].size
+            return _Placed(inputs[0].buffer, _layout(shape, _row_major(shape, size), size))
         if kind in _UPDATES:
             return self._taken_over(operation.inputs[:1], name) or self._new(name)
         if kind in _ELEMENTWISE or operation.opaque:
@@ -213,6 +216,10 @@ class _Run:
 def _layout(shape: Sequence[int], strides: Sequence[int], item_size: int) -> np.ndarray:
     nothing = np.empty(1, f"V{item_size}")
     return np.lib.stride_tricks.as_strided(nothing, shape, strides, writeable=False)
+
+
+def _row_major(shape: Sequence[int], item_size: int) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) * item_size for axis in range(len(shape))]
 
 
 def _view(

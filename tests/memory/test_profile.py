@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests take of a step that verify drafts: states of layers, and what drafts leave."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import metal_interpreter
+import pytest
+import torch
+from commands.fit.models import settings
+from models.recurrent import FAMILIES, write_model
+
+from metal_kernels import kernel
+from vllm_metal.attention.layers import attention_layers
+from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.memory import planner, profile
+from vllm_metal.memory.profile import LargestCalls, Peaks
+from vllm_metal.models import loader
+from vllm_metal.models.parts import ModelParts
+
+KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 2, 6, 128, 4
+#: Of Qwen3.5-27B, an eighth of the heads: states and inputs in the same proportion.
+DELTA = {
+    "num_hidden_layers": 12,
+    "head_dim": 64,
+    "num_experts": 0,
+    "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": SIZE,
+    "linear_value_head_dim": SIZE,
+    "linear_conv_kernel_dim": TAPS,
+}
+NUM_LAYERS = 9  # that keep states
+CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
+STATE = VALUE_HEADS * SIZE * SIZE * 4 + (TAPS - 1) * CHANNELS * 2
+#: Inputs of the convolution, keys and values in 16 bits; rates and decays in 32.
+INPUTS = 2 * (CHANNELS + KEY_HEADS * SIZE + VALUE_HEADS * SIZE) + 4 * 2 * VALUE_HEADS
+REQUESTS = 2
+WIDE = {"hidden_size": 1024, "lru_width": 1024, "num_attention_heads": 64}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A network with its layers and settings, by family and drafts; each loaded once."""
+    root = tmp_path_factory.mktemp("states")
+    written = {}
+
+    def serve(name, drafts, **changes):
+        if name not in written:
+            family = FAMILIES[name]
+            family = replace(family, config=family.config | changes)
+            written[name] = Path(write_model(family, root / name))
+        config = settings(written[name], torch.bfloat16, num_drafts=drafts)
+        network = loader.load(config)
+        return ModelParts(network), attention_layers(network, name), config
+
+    return serve
+
+
+@pytest.mark.parametrize("storage", [ScatterKVCache, KernelKVCache])
+def test_five_drafts_take_no_more_than_one_but_for_their_rows(served, storage):
+    """Within 5 percent, with the states that the requests have in the pool."""
+    kernels = kernel.using(metal_interpreter.metal_kernel) if storage is KernelKVCache else None
+    held = {}
+    with kernels or nullcontext():
+        for drafts in (1, 5):
+            parts, layers, config = served("qwen3_next", drafts, **DELTA)
+            states = [layer.state_bytes for layer in layers if layer.state_bytes]
+            assert states == [STATE] * NUM_LAYERS
+            run = profile.requests_profile(parts, layers, config, storage, drafts)
+            # Of two steps: the second one applies what the first one left, and leaves its own.
+            left = 2 * REQUESTS * drafts * NUM_LAYERS * INPUTS
+            peak = planner.peak_of(run)
+            assert peak > left
+            held[drafts] = REQUESTS * sum(states) + peak - left
+    assert held[5] <= 1.05 * held[1]
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_a_draft_is_a_state_only_where_modules_are_called_by_runs(served, drafts):
+    of_draft = {}
+    for name, changes in (("qwen3_next", DELTA), ("recurrent_gemma", WIDE)):
+        parts, layers, config = served(name, drafts, **changes)
+        states = sum(layer.state_bytes for layer in layers)
+        without, drafting = (
+            planner.peak_of(profile.requests_profile(parts, layers, config, ScatterKVCache, count))
+            for count in (0, drafts)
+        )
+        calls = LargestCalls.of(config, layers, ScatterKVCache, 64)
+        assert calls.drafted == (REQUESTS, drafts)
+        found = calls.step_states(Peaks(0, without, drafting), config.scheduler_config.max_num_seqs)
+        assert found.request >= states  # after its newest token, until the next step
+        of_draft[name] = found.draft / states
+    assert of_draft["qwen3_next"] < 0.05
+    assert of_draft["recurrent_gemma"] >= 1
+
+
+def test_layers_of_rows_alone_keep_nothing():
+    calls = LargestCalls(None, lambda rows: None, 64, 8, 4)
+    assert calls.step_states(Peaks(1 << 30), 8) is None
