@@ -216,7 +216,7 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_long_prompts_give_what_the_kernel_gives(memory):
-    """Results, and the states in all blocks: amid a text, at its end, and where one ends a block."""
+    """Results, and the states in all blocks: amid a text, at its end, where it ends a block."""
     found = []
     for kind in (KernelKVCache, IN_CHUNKS):
         with kernel.using(metal_interpreter.metal_kernel):
