@@ -99,7 +99,6 @@ def test_32_requests_that_verify_drafts_each(written):
         **options(share, speculative_config=drafting, **settings),
     )
     assert max(played.requests) == 32
-    print(played)
     assert max(played.drafts) == 32 * 6
     assert played.limit >= share * 0.999  # more where this process holds other things
     assert max(played.peaks) <= played.limit, played

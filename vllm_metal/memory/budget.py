@@ -11,6 +11,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from metal_kernels.layout import stable
+
 GIB = 2**30
 #: Never used, whatever --gpu-memory-utilization says. Metal's recommended working set is a limit
 #: for the GPU, not a share that is ours: Macs whose whole working set was wired have panicked, and
@@ -23,10 +25,10 @@ MARGIN_FLOOR = GIB // 2
 #: made for, and so many tokens at most, a question of a page and its answer.
 LEAST_CONTEXT_SHARE = 1 / 8
 LEAST_CONTEXT = 1024
-#: Of what the pool and the states of steps have, the most that is set aside for states of drafts,
-#: unless one request's take more. The draft of a hybrid like Qwen3-Next takes 80 MiB: beside 24 GiB
-#: some 40 requests verify one each, or 20 two. Where more run at once, a step has rows enough to
-#: keep the device busy, and drafts gain least.
+#: Of what the pool and the states of steps have, the most that is set aside for drafts, unless one
+#: request's take more. It is a bound where a draft has a state of its own, some 100 MiB: beside 24
+#: GiB some 30 requests verify one each. Where more run at once, a step has rows enough to keep the
+#: device busy, and drafts gain least. Drafts that leave inputs alone all have room, as a rule.
 DRAFTS_SHARE = 1 / 8
 
 
@@ -54,8 +56,10 @@ class Measured:
 class StepStates:
     """What layers that go from token to token take of a step beside its rows of prompts; bytes.
 
-    A step keeps the state after each row that may be a request's last until the next one begins: of
-    a request that verifies drafts after each of them, else after one.
+    Our kernels bring states on where they lie in the pool, and nothing is kept of a request;
+    where MLX's operations do, its newest state is, from one step to the next. A draft leaves the
+    inputs of the convolutions and recurrences until the step after the next one begins. A layer
+    whose module is called by runs keeps a state a request and one a draft.
     """
 
     request: int  # of one without drafts
@@ -174,7 +178,8 @@ def budget_of(measured: Measured, settings: Settings) -> Budget:
     left = sum(nbytes for _, nbytes in lines)
     if measured.states is not None:
         pool, states = _pool_and_states(measured.states, settings, left)
-        lines.append((f"- states of {at_once(settings, pool)} requests in a step", -states))
+        requests = at_once(settings, pool)
+        lines.append((f"- states and drafts of {requests} requests in a step", -states))
         left -= states
     if settings.most is not None and left > settings.most.nbytes:
         lines.append((f"- left alone, {settings.most.reason}", settings.most.nbytes - left))
@@ -196,7 +201,7 @@ def at_once(settings: Settings, pool: int) -> int:
 
 
 def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: int) -> int:
-    """What the states of a step take at most, beside a pool of so many bytes.
+    """What the states and drafts of a step take at most, beside a pool of so many bytes.
 
     Args:
         states: what one request takes.
@@ -206,11 +211,13 @@ def states_of_a_step(states: StepStates, settings: Settings, pool: int, drafts: 
     """
     requests = at_once(settings, pool)
     rows = min(requests * settings.num_drafts, settings.max_num_batched_tokens - requests)
+    # Arrays of drafts' inputs have room for more.
+    rows = stable(rows) if rows else 0
     return requests * states.request + min(rows * states.draft, drafts)
 
 
 def for_drafts(states: StepStates, settings: Settings, nbytes: int) -> int:
-    """Bytes to set aside for drafts' states, of `nbytes` for the pool and the states of steps.
+    """Bytes to set aside for drafts, of `nbytes` for the pool and the states of steps.
 
     At least those of one request, whatever there is.
     """
@@ -226,7 +233,7 @@ def most_drafts(measured: Measured, settings: Settings) -> int | None:
 
 
 def set_aside_for_states(measured: Measured, settings: Settings, pool: int) -> int:
-    """What the states of steps take of the sum, beside a pool of so many bytes."""
+    """What the states and drafts of steps take of the sum, beside a pool of so many bytes."""
     if measured.states is None:
         return 0
     drafts = for_drafts(measured.states, settings, _left_without_states(measured, settings))

@@ -181,9 +181,10 @@ class LargestStep:
         lengths = begin + np.diff(starts)
         longest = int(lengths.max()) + (0 if drafts is None else 1 + drafts)  # of the next step
         width = -(-longest // block_size)
+        num_blocks = begin + num_reqs * width
         tables = BlockTables(1, num_reqs, width)
         for req_idx in range(num_reqs):
-            first = 1 + req_idx * width  # block 0 is nobody's
+            first = begin + req_idx * width  # a request's states are not kept in block 0
             tables.replace(req_idx, [range(first, first + width)])
         places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
         positions = (begin + places).astype(np.int32)
@@ -199,7 +200,7 @@ class LargestStep:
         )
         elements = pool_dtype(config.cache_config.cache_dtype, mlx_dtype(config))
         states = {
-            layer.name: layer.allocate(1 + num_reqs * width, block_size, elements, kv_cache_type)
+            layer.name: layer.allocate(num_blocks, block_size, elements, kv_cache_type)
             for layer in layers
         }
         paged = PagedLayers(layers, states, dict.fromkeys(states, 0), block_size, paced)

@@ -22,9 +22,7 @@ GIB = 2**30
 MACS = (32, 64, 128)  # GB
 DRAFTS = (0, 5)
 REQUESTS = (4, 32)  # at once, --max-num-seqs
-#: --max-num-batched-tokens. Of more, a graph of mlx-lm's own operations, token by token, takes
-#: minutes to record.
-ROWS = 256
+ROWS = 256  # --max-num-batched-tokens; 2,048 take no longer
 _COMMON = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -156,7 +154,7 @@ def on(memory, found, requests, drafts):
 def cell(found):
     """GiB of the pool, and of the states of a step."""
     lines = dict(found.budget.lines)
-    states = -sum(nbytes for label, nbytes in lines.items() if label.startswith("- states of"))
+    states = -sum(nbytes for label, nbytes in lines.items() if label.startswith("- states"))
     return f"{max(found.pool, 0) / GIB:.2f} / {states / GIB:.2f}"
 
 

@@ -124,10 +124,12 @@ def test_drafts_of_a_model_with_states_leave_less_for_the_pool(folder, capsys):
     _, without = ask(capsys, *line)
     status, found = ask(capsys, *line, "--num-speculative-tokens", "4")
     assert status == 0
-    states = "- states of 64 requests in a step"
+    states = "- states and drafts of 64 requests in a step"
     pools = [of["kv_cache"]["auto"]["pool"] for of in (without, found)]
-    taken = [-of["kv_cache"]["auto"]["memory"][states] for of in (without, found)]
-    assert taken[1] - taken[0] >= 64 * 4 * found["kv_cache"]["auto"]["state_bytes"]
+    taken = [-of["kv_cache"]["auto"]["memory"].get(states, 0) for of in (without, found)]
+    # Of a draft what it leaves, and no state: heads of 32 have inputs of a tenth of one.
+    of_drafts = taken[1] - taken[0]
+    assert 0 < of_drafts < 0.3 * 64 * 4 * found["kv_cache"]["auto"]["state_bytes"]
     assert pools[0] > pools[1]
     drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
     assert f"--speculative-config '{drafts}'" in found["commands"][0]

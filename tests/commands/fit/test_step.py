@@ -57,7 +57,6 @@ def test_the_peak_of_requests_that_verify_drafts(folder, name, drafts):
         prepare = partial(profile.requests_profile, parts, layers, config, ScatterKVCache, count)
         prepare()()  # what only a first one takes
         measured = least_peak(prepare=prepare)
-        print(measured, estimated, sum(layer.state_bytes for layer in layers))
         assert measured > 2 * sum(layer.state_bytes for layer in layers)
         assert estimated == pytest.approx(measured, rel=0.15)
 
