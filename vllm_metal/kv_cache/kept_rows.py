@@ -29,26 +29,12 @@ class Entries:
     tables_np: np.ndarray  # [M, W] int32, blocks of each
     lag: mx.array | None  # [M] int32; None: all are exact
 
-    @staticmethod
-    def none() -> Entries:
-        """No entries."""
-        columns: dict[str, Any] = {
-            field.name: np.zeros(0, np.int32)
-            for field in fields(Entries)
-            if field.name.endswith("_np")
-        }
-        return Entries(**columns | {"tables_np": np.zeros((0, 1), np.int32), "lag": None})
-
     def __len__(self) -> int:
         return len(self.req_indices_np)
 
     def select(self, indices_np: np.ndarray) -> Entries:
         """Returns the entries at [n] indices."""
-        columns = {
-            field.name: getattr(self, field.name)[indices_np]
-            for field in fields(self)
-            if field.name.endswith("_np")
-        }
+        columns = {name: getattr(self, name)[indices_np] for name in _COLUMNS}
         lag = None if self.lag is None else self.lag[mx.array(indices_np.astype(np.int32))]
         return Entries(**columns, lag=lag)
 
@@ -66,11 +52,14 @@ class Entries:
             replace(each, tables_np=_widened(each.tables_np, width)) for each in (self, others)
         )
         columns = {
-            field.name: np.concatenate([getattr(mine, field.name), getattr(theirs, field.name)])
-            for field in fields(self)
-            if field.name.endswith("_np")
+            name: np.concatenate([getattr(mine, name), getattr(theirs, name)]) for name in _COLUMNS
         }
         return Entries(**columns, lag=lag)
+
+
+_COLUMNS = [field.name for field in fields(Entries) if field.name.endswith("_np")]
+_NOTHING: dict[str, Any] = dict.fromkeys(_COLUMNS, np.zeros(0, np.int32))
+NO_ENTRIES = Entries(**_NOTHING | {"tables_np": np.zeros((0, 1), np.int32)}, lag=None)
 
 
 class KeptRows:
@@ -81,7 +70,7 @@ class KeptRows:
     """
 
     def __init__(self) -> None:
-        self._entries = Entries.none()
+        self._entries = NO_ENTRIES
         self.num_rows = 0  # that the newest step kept, of all requests
         self._step = 0
         self._rows: dict[int, np.ndarray] = {}  # by step, what tells its rows apart
@@ -120,11 +109,10 @@ class KeptRows:
             Entries of requests in the step; [R] int which of these is each request's, -1 for none;
             those of other requests whose outcome is known; and those to be passed on.
         """
-        entries, self._entries = self._entries, Entries.none()
+        entries, self._entries = self._entries, NO_ENTRIES
         found_np = np.full(len(req_indices_np), -1, np.int64)
-        nothing = Entries.none()
         if not len(entries):
-            return nothing, found_np, nothing, nothing
+            return NO_ENTRIES, found_np, NO_ENTRIES, NO_ENTRIES
         most = max(int(entries.req_indices_np.max()), int(req_indices_np.max(initial=0)))
         place_np = np.full(most + 2, -1)
         place_np[entries.req_indices_np] = np.arange(len(entries))
@@ -133,6 +121,8 @@ class KeptRows:
         here = found_np[found_np >= 0]
         others_np = entries.req_indices_np >= 0
         others_np[here] = False
+        if not others_np.any():
+            return entries, found_np, NO_ENTRIES, NO_ENTRIES
         known_np = others_np & (entries.accepted_np >= 0)
         if settle is not None:
             known_np &= np.isin(entries.req_indices_np, settle)
@@ -154,10 +144,13 @@ class KeptRows:
         """
         self._step += 1
         self.num_rows = num_rows
+        self._entries = entries
+        if not len(entries):
+            self._rows = {}
+            return
         entries.steps_np[entries.steps_np < 0] = self._step
         rows = {**self._rows, self._step: query_start_loc_np}
-        self._rows = {step: rows[step] for step in np.unique(entries.steps_np).tolist()}
-        self._entries = entries
+        self._rows = {step: rows[step] for step in set(entries.steps_np.tolist())}
 
 
 def lag_of(lag: mx.array | None, count: int) -> mx.array:

@@ -25,7 +25,7 @@ from metal_kernels.layout import stable
 from metal_kernels.sequence_groups import ReferencePlan
 from metal_kernels.sequences import Sequences
 from vllm_metal.kv_cache import long_prompts
-from vllm_metal.kv_cache.kept_rows import Entries, KeptRows, lag_of
+from vllm_metal.kv_cache.kept_rows import NO_ENTRIES, Entries, KeptRows, lag_of
 from vllm_metal.kv_cache.layer_state import StepLayout, StepScope
 from vllm_metal.kv_cache.long_prompts import LongPrompts
 
@@ -89,7 +89,7 @@ class SequenceScope(StepScope[SequencePlan]):
             *(starts_np, nothing, np.zeros((0, 1), np.int32), nothing, self._block_size),
             req_indices_np=nothing,
         )
-        return self._step_of(layout, Entries.none(), found_np, settled, carried)
+        return self._step_of(layout, NO_ENTRIES, found_np, settled, carried)
 
     def _step_of(
         self,
@@ -134,7 +134,10 @@ class _Step:
             gaps_np = self.begins_np[has_np] - entries.settled_np[found_np[has_np]]
             most_np = entries.counts_np[found_np[has_np]]
             has_np[has_np] = (gaps_np >= 0) & (gaps_np <= most_np)
-        self.before = entries.select(np.maximum(found_np, 0)) if has_np.any() else None
+        self.before = None
+        if has_np.any():
+            in_order = np.array_equal(found_np, np.arange(len(entries)))
+            self.before = entries if in_order else entries.select(np.maximum(found_np, 0))
         self.has_np = has_np
         self.settled = settled
         self._lags = not (exact and settled.lag is None)
@@ -150,6 +153,8 @@ class _Step:
             last = np.where(has, before.last_np, last)
             first = np.where(has, before.first_np, 0)
             most = np.where(has, before.counts_np, 0)
+        if not len(settled):
+            return begins, since, last, first, most
         return tuple(
             np.concatenate(pair).astype(np.int32)
             for pair in (
@@ -192,9 +197,10 @@ class _Step:
         """
         num_reqs, num_late = len(self.counts_np), len(self.settled)
         begins, since, last, first, most = self._columns()
-        rows = np.concatenate([self.counts_np, np.zeros(num_late, np.int32)])
-        drafts = np.concatenate([self.drafts_np, np.zeros(num_late, np.int32)])
-        starts = np.append(self.layout.query_start_loc_np[:-1], np.zeros(num_late, np.int32))
+        columns = self.counts_np, self.drafts_np, self.layout.query_start_loc_np[:-1]
+        rows, drafts, starts = (
+            np.pad(each, (0, num_late)) if num_late else each for each in columns
+        )
         keep_at = np.cumsum(drafts) - drafts
         num_new = int(drafts.sum())
         blocks = _stacked(self._tables(), self.settled.tables_np)
@@ -331,6 +337,8 @@ def _without_passed(
 def _tiles(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """[M, 2] int32, see `Sequences.tiles`."""
     counts = np.maximum(-(-rows // sequences.TILE_ROWS), 1)
+    if len(rows) and counts.max() == 1:
+        return np.stack([np.arange(len(rows)), np.zeros(len(rows))], axis=1).astype(np.int32)
     whose = np.repeat(np.arange(len(rows)), counts)
     places = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.stack([whose, places * sequences.TILE_ROWS], axis=1).astype(np.int32)
