@@ -28,7 +28,7 @@ LEAST_CONTEXT = 1024
 #: Of what the pool and the states of steps have, the most that is set aside for drafts, unless one
 #: request's take more. It is a bound where a draft has a state of its own, some 100 MiB: beside 24
 #: GiB some 30 requests verify one each. Where more run at once, a step has rows enough to keep the
-#: device busy, and drafts gain least. Drafts that leave inputs alone all have room, as a rule.
+#: device busy, and drafts gain least. Drafts that leave only inputs all have room, as a rule.
 DRAFTS_SHARE = 1 / 8
 
 
