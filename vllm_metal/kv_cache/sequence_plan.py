@@ -30,6 +30,8 @@ from vllm_metal.kv_cache.layer_state import StepLayout, StepScope
 from vllm_metal.kv_cache.long_prompts import LongPrompts
 
 _numbers = count()  # of scopes
+#: A table of a request's blocks has room for as many at least.
+_FEWEST_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ class _Step:
         keep_at = np.cumsum(drafts) - drafts
         num_new = int(drafts.sum())
         blocks = _stacked(self._tables(), self.settled.tables_np)
+        # Of a width that stays for many steps, as their graph does.
+        width = stable(max(blocks.shape[1], _FEWEST_BLOCKS))
+        blocks = np.pad(blocks, ((0, 0), (0, width - blocks.shape[1])))
         ends = np.maximum(begins + rows - 1, 0)
         numbers = np.arange(len(rows))
         table_np = np.zeros((len(rows), sequences.COLUMNS), np.int32)
