@@ -31,6 +31,10 @@ MEMORIES = {
     "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
     "bfloat16": lambda of: of(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
 }
+#: By day those that K and V share.
+IN_MEMORIES = pytest.mark.parametrize(
+    "memory", [pytest.param("alone", marks=pytest.mark.more), "bfloat16"]
+)
 
 
 class Weights:
@@ -219,7 +223,7 @@ def pool(request):
         yield POOLS[request.param]
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@IN_MEMORIES
 def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
     play = Play(memory, *pool)
     rng = play.rng
@@ -262,7 +266,7 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
     assert np.array(memory.reshape(NUM_BLOCKS, -1)[4] == 1).all()
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@IN_MEMORIES
 def test_long_prompts_give_what_the_kernel_gives(memory):
     """Results, and states in all blocks: amid a text, at its end, and where one ends a block."""
     found = []
