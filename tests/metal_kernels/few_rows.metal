@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A decode kernel as short as may be that keeps within its budget: what faults are planted in.
+// The main loop of a decode kernel that keeps within its budget, for the tests to plant faults in. It
+// is never run, and what follows the loop joins nothing.
 // Flat: a simdgroup's lanes share a row of K or V, for ROWS query rows and a pool of one-byte codes.
 
 constant constexpr int STRIP = 4;

@@ -86,7 +86,7 @@ def _grouped(size: int, heads: int, registers: int, on_a_mac: str) -> Attention:
 
 
 _M1 = "{} threads, so {} floats at most; M1 Max (mlx#3885)"
-_TWO = "two variants since, of which one has 1 key ahead"
+_TWO = "float and bfloat got a variant with 1 key ahead"
 CALLS = (
     Attention("sdpa_vector", (256,), (1024, 1, 1), 1, "256", 43, _M1.format(1024, 52)),
     Attention("sdpa_vector", (512,), (1024, 1, 1), 1, "512", 68, _M1.format(832, 64)),

@@ -57,13 +57,11 @@ def arguments(texts: Sequence[str]) -> dict[str, bool | int | mx.Dtype]:
 
 def selected(kernel: str, wanted: dict[str, bool | int | mx.Dtype]) -> Iterator[Call]:
     """Calls of a kernel that servers make, with these template arguments; each once."""
-    seen = set()
-    for use in uses():
-        for call in use.calls():
-            fits = all(call.template.get(name) == value for name, value in wanted.items())
-            if call.kernel == kernel and fits and call not in seen:
-                seen.add(call)
-                yield call
+    found = dict.fromkeys(call for use in uses() for call in use.calls() if call.kernel == kernel)
+    for call in found:
+        template = call.template
+        if all(name in template and template[name] == value for name, value in wanted.items()):
+            yield call
 
 
 def changed(

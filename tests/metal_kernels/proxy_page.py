@@ -41,10 +41,10 @@ class Row:
     slots: tuple[int, int] | None  # with FAST_SUM and SLOW_SUM
 
     @staticmethod
-    def of(what: str, size: str, bits: int, calls: Sequence[tuple[Call, float | None]]) -> Row:
-        """Of calls, and how many keys a round of each has."""
-        figures = [measured(call) for call, _ in calls]
-        keys = [keys for _, keys in calls]
+    def of(what: str, size: str, bits: int, calls: Sequence[Call]) -> Row:
+        """The row of calls of one kernel, first the one whose loads it shows."""
+        figures = [measured(call) for call in calls]
+        keys = [keys_of(call) for call in calls]
 
         def slots(of_sum: float) -> float:
             return max(f.slots(of_sum) / k for f, k in zip(figures, keys, strict=True) if k)
@@ -53,7 +53,7 @@ class Row:
             what,
             size,
             bits,
-            calls[0][0].kernel,
+            calls[0].kernel,
             max(f.loop_registers for f in figures),
             max(f.registers for f in figures),
             tuple(batch.count for batch in figures[0].batches),
@@ -108,10 +108,9 @@ def _loads(loads: Sequence[int]) -> str:
     return ", ".join(f"{n} × {times}" if times > 1 else f"{n}" for n, times in runs) or "–"
 
 
-def of_use(use: Use, most: int | None = None) -> Row:
-    """The row of a use, by its first `most` runs; None: all."""
-    calls = [(call, keys_of(call)) for call in use.calls(most)]
-    return Row.of(use.what, use.size, use.bits, calls)
+def of_use(use: Use) -> Row:
+    """The row of a use."""
+    return Row.of(use.what, use.size, use.bits, use.calls())
 
 
 def _of_mlx(attention: mlx_attention.Attention) -> str:

@@ -98,16 +98,12 @@ def _caches() -> Iterator[Use]:
 def _states() -> Iterator[Use]:
     yield Use("convolution", "4 taps", 16, tuple(partial(convolve, *pair) for pair in DTYPES[16]))
     rules = (
-        ("delta rule", (64, 128, 256), 0, True),
-        ("delta rule, decays of keys", (128,), 1, True),
-        ("state space", (64, 128, 256), 0, False),
-        ("selective scan", (16,), 2, False),
+        ("delta rule", (64, 128, 256), 0, True, F32),
+        ("delta rule, decays of keys", (128,), 1, True, F32),
+        ("state space", (64, 128, 256), 0, False, F32),
+        ("selective scan", (16,), 2, False, None),  # states of the dtype of rows
     )
-    for what, sizes, decays, delta in rules:
+    for what, sizes, *rule in rules:
         for size in sizes:
-            runs = [
-                partial(recur, *pair, size, decays, delta, states)
-                for pair in DTYPES[16]
-                for states in (F32, pair[0])
-            ]
+            runs = [partial(recur, *pair, size, *rule) for pair in DTYPES[16]]
             yield Use(what, f"{size}", 16, tuple(runs))

@@ -26,7 +26,6 @@ IN_THE_DAY = [
     *(use for use in USES if (use.what, use.size) == ("decode, 8 heads", "128")),
 ]
 CODES = mx.uint8
-STRIP = 4  # keys of a round, of few_rows.metal
 _LOADER = "const ulong row = slot + metal::min(k, end - 1 - base);"
 
 
@@ -70,15 +69,15 @@ class Fault:
         return call
 
 
-#: Planted in few_rows.metal for that many rows.
+#: What they are planted in: a call, as it is without them.
 FAULTS = {
     "a branch around loads": (
-        1,
+        few_rows(1),
         Fault("waits", ((_LOADER, "if (base + k >= end) continue; const ulong row = slot + k;"),)),
     ),
-    "rows rounded up to a power of two": (3, Fault("slots", template=(("ROWS", 4),))),
+    "rows rounded up to a power of two": (few_rows(3), Fault("slots", template=(("ROWS", 4),))),
     "a scale on every element": (
-        1,
+        few_rows(1),
         Fault(
             "slots",
             (
@@ -94,26 +93,29 @@ FAULTS = {
 }
 
 
+def beyond(call, budget, bits=8):
+    """What a call has beyond a budget."""
+    return budget.exceeded(measured(call), keys_of(call), bits)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_kernel_without_such_faults_keeps_to_the_budget_of_decode(rows):
-    figures = measured(few_rows(rows))
-    assert decode_budget("128", 8).exceeded(figures, STRIP, 8) == []
+    assert beyond(few_rows(rows), decode_budget("128", 8)) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_beyond_the_figures_without_it(name):
-    rows, fault = FAULTS[name]
-    sound = few_rows(rows)
-    budget = proxy_page.Row.of("", "128", 8, [(sound, STRIP)]).budget
-    assert budget.exceeded(measured(sound), STRIP, 8) == []
-    over = budget.exceeded(measured(fault.planted(sound)), STRIP, 8)
+    sound, fault = FAULTS[name]
+    budget = proxy_page.Row.of("", "128", 8, [sound]).budget
+    assert beyond(sound, budget) == []
+    over = beyond(fault.planted(sound), budget)
     assert any(text.startswith(fault.found_by) for text in over), over
 
 
 @pytest.mark.parametrize("name", ["a branch around loads", "rows rounded up to a power of two"])
 def test_a_planted_fault_is_beyond_the_budget_of_decode(name):
-    rows, fault = FAULTS[name]
-    over = decode_budget("128", 8).exceeded(measured(fault.planted(few_rows(rows))), STRIP, 8)
+    sound, fault = FAULTS[name]
+    over = beyond(fault.planted(sound), decode_budget("128", 8))
     assert any(text.startswith(fault.found_by) for text in over), over
 
 
@@ -137,17 +139,22 @@ def test_mlx_s_kernels_have_the_registers_that_the_proxy_was_calibrated_with(att
     assert abs(measured(attention.call()).registers - attention.registers) <= 5
 
 
-def beyond(use, budget, most=None):
-    found = []
-    for call in use.calls(most):
-        over = budget.exceeded(measured(call), keys_of(call), use.bits)
-        found += [f"{call.template}: {text}" for text in over]
-    return found
+def beyond_of(use, budget, most=None):
+    """What calls of a use have beyond a budget."""
+    return [
+        f"{call.template}: {text}"
+        for call in use.calls(most)
+        for text in beyond(call, budget, use.bits)
+    ]
+
+
+def test_the_table_has_a_row_of_each_use():
+    assert list(proxy_page.written()) == list(map(str, USES))
 
 
 @pytest.mark.parametrize("use", IN_THE_DAY, ids=str)
 def test_a_kernel_takes_no_more_than_the_table_says(use):
-    assert beyond(use, proxy_page.written()[str(use)].budget, most=1) == []
+    assert beyond_of(use, proxy_page.written()[str(use)].budget, most=1) == []
 
 
 @pytest.mark.more
@@ -161,7 +168,7 @@ def test_kernels_that_decode_keep_to_the_budget_of_decode_where_they_are_held_to
     over = defaultdict(list)
     for use in USES:
         if use.what.startswith("decode"):
-            over[use.calls(1)[0].kernel] += beyond(use, decode_budget(use.size, use.bits))
+            over[use.calls(1)[0].kernel] += beyond_of(use, decode_budget(use.size, use.bits))
     for name, found in over.items():
         if name in HELD:
             assert found == []
