@@ -3,10 +3,12 @@
 
 from metal_kernels.paged_attention.op import run, unsupported
 from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Tiles, plan, trials
+from metal_kernels.paged_attention.splits import Splits
 
 __all__ = [
     "AttentionPlan",
     "AttentionShape",
+    "Splits",
     "Tiles",
     "plan",
     "run",

@@ -187,7 +187,7 @@ UNROLLED for (int r = 0; r < ROWS; r++) {
     }
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     const int packed = tile.packed_begin + r;
-    const int row = tile.split * limits.out_rows + request.first_out_row + packed / group;
+    const int row = request.first_out_row + packed / group * tile.parts + tile.split;
     const ulong place = ulong(row) * num_heads + int(kv_head) * group + packed % group;
     for (int d = int(simdgroup * 32 + lane); d < D; d += SIMDGROUPS * 32) {
         float sum = 0.0f;

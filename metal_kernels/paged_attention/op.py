@@ -49,7 +49,7 @@ _FOLDER = Path(__file__).parent
 _SHARED = ("numeric.metal", "attention.metal")
 _decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
 _prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
-_reduce = load(_FOLDER / "reduce.metal", ("parts", "stats", "num_splits"), ("out",), _SHARED)
+_reduce = load(_FOLDER / "reduce.metal", ("parts", "stats", "rows"), ("out",), _SHARED)
 
 
 def run(
@@ -124,7 +124,7 @@ def _launch(
 ) -> tuple[mx.array, mx.array]:
     """Launches one dispatch, and the reduction after it where contexts are split."""
     queries, key_pool = buffers[:2]
-    shape, split = plan.shape, dispatch.num_splits > 1
+    shape, split = plan.shape, dispatch.splits is not None
     out_shape = (dispatch.num_rows, shape.num_heads, shape.value_size)
     template = [
         ("T", queries.dtype),
@@ -147,7 +147,7 @@ def _launch(
             ("KEYS", _keys(shape.head_size, queries.dtype.size)),
             ("LATENT", shape.latent),
         ]
-    parts_shape = (dispatch.num_splits, *out_shape)
+    parts_shape = (dispatch.part_rows, *out_shape[1:])
     out, stats, fence = kernel(
         inputs=buffers,
         template=template,
@@ -155,7 +155,7 @@ def _launch(
         threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[
             parts_shape if split else out_shape,
-            (*parts_shape[:-1], 2) if split else (MIN_ELEMENTS,),
+            (*parts_shape[:2], 2) if split else (MIN_ELEMENTS,),
             FENCE_SHAPE,
         ],
         output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, FENCE_DTYPE],

@@ -13,11 +13,8 @@ import numpy as np
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.layout import PositionLag, stable
 from metal_kernels.pace import MOST_WORK
+from metal_kernels.paged_attention.splits import ALWAYS, DEFAULT, WHOLE, Contexts, Splits
 
-# Threadgroups that keep a large GPU busy (an M3 Ultra has 80 cores), and the shortest part of a
-# context worth a threadgroup of its own: below it the reduction costs more than it saves.
-_BUSY = 128
-_SHORTEST_SPLIT = 256
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
 
@@ -90,8 +87,7 @@ class Tiles:
             else:
                 prefill.add(min(shape.tile_rows, max(8, rows)))
         longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # keys that a tile may see
-        split = longest > _SHORTEST_SPLIT and shape.num_kv_heads <= _BUSY // 2
-        return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), split)
+        return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), longest > WHOLE)
 
     def only(self, decode: bool, rows: int) -> Tiles:
         """This size alone, which then serves all rows."""
@@ -106,13 +102,18 @@ class Dispatch:
     rows: int  # packed rows of a tile, a power of two
     num_rows: int  # output rows, n
     num_tiles: int  # N; the last few may have no rows, so that N stays for many steps
-    num_splits: int  # S, a power of two; no request's context is split into more
+    part_rows: int  # of all parts of split contexts; as `num_tiles`, and 0: none is split
     requests: mx.array  # [max(R, 2), 4] int32, Request
     tiles: mx.array  # [N, 8] int32, Tile
     bounds: mx.array  # [8] int32, Bounds
-    splits: mx.array | None  # [max(n, 8)] int32, of each output row; None: none is split
+    splits: mx.array | None  # [max(n, 4), 2] int32, struct Row of reduce.metal; None: none is split
     #: FLOPs; MOST_WORK at most, unless a single tile or query row takes more.
     work: int = field(compare=False)
+
+    @property
+    def num_splits(self) -> int:
+        """The most parts that a context is split into."""
+        return 1 if self.splits is None else int(self.splits[:, 1].max())
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,9 @@ class AttentionPlan:
         return sum(dispatch.work for dispatch in self.dispatches)
 
     @property
-    def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
-        """What each dispatch launches: kernel, rows, if in parts, if their statistics are few."""
-
-        def few(x: Dispatch) -> bool:
-            return 2 * x.num_splits * x.num_rows * self.shape.num_heads < MIN_ELEMENTS
-
-        return tuple(
-            (x.decode, x.rows, x.num_splits > 1, x.num_splits > 1 and few(x))
-            for x in self.dispatches
-        )
+    def pipelines(self) -> tuple[tuple[bool, int, bool], ...]:
+        """What each dispatch launches: kernel, rows, whether in parts."""
+        return tuple((x.decode, x.rows, x.part_rows > 0) for x in self.dispatches)
 
 
 def plan(
@@ -152,6 +146,7 @@ def plan(
     tiles: Tiles | None = None,
     most_work: int = MOST_WORK,
     behind: PositionLag | None = None,
+    splits: Splits = DEFAULT,
 ) -> AttentionPlan:
     """Cuts R requests' rows into tiles.
 
@@ -165,6 +160,7 @@ def plan(
         most_work: FLOPs of a dispatch; tiles that take more are spread over several.
         behind: by how much `seq_lens` is too large; the requests' rows lie that far before.
             None: by nothing.
+        splits: how contexts are cut, where `tiles` may be split.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
@@ -186,12 +182,12 @@ def plan(
         for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))
         if len(members)
     ]
-    dispatches, pieces = [], []
+    dispatches, pieces, may_split = [], [], splits if tiles.split else None
     for decode, members in kinds:
         sizes, most = tiles.decode if decode else tiles.prefill, packed[members].max()
         rows = next((size for size in sizes if size >= most), sizes[-1])
         for piece in batch.pieces(members, rows, most_work):
-            dispatches.append(_dispatch(decode, rows, batch, piece, tiles.split))
+            dispatches.append(_dispatch(decode, rows, batch, piece, may_split))
             pieces.append(piece)
     width = _power_of_two(max(block_tables.shape[1], MIN_ELEMENTS))
     table = np.zeros((len(seq_lens), width), np.int32)
@@ -215,14 +211,10 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
         # Query rows that fill a tile. A tile of less than one query row may reach into the next,
         # and so see one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
-        if 4 * queries[0] * shape.num_heads < MIN_ELEMENTS:  # of two parts, see `pipelines`
-            queries.append(MIN_ELEMENTS)
         # The shortest context that is split, and one that is split in a window: its first key is
         # rounded down to a strip, so one of four contexts is longest.
         lengths = [queries[0]] + (
-            [_SHORTEST_SPLIT + 1, *(2 * _SHORTEST_SPLIT + k for k in range(_STRIP))]
-            if tiles.split
-            else []
+            [WHOLE + 1, *(2 * WHOLE + k for k in range(_STRIP))] if tiles.split else []
         )
         made = {
             trial.pipelines: trial
@@ -234,6 +226,7 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
                     shape,
                     window,
                     tiles.only(decode, rows),
+                    splits=ALWAYS,
                 )
                 for query in queries
                 for length in lengths
@@ -265,7 +258,7 @@ def _shift(counts: mx.array) -> mx.array:
 
 def _starts(counts: np.ndarray) -> np.ndarray:
     """First index of each run, where runs of such lengths follow each other."""
-    return np.cumsum(counts) - counts
+    return counts.cumsum() - counts
 
 
 @dataclass(frozen=True)
@@ -313,7 +306,9 @@ class _Batch:
         num_rows = np.minimum(at_once[owner], lens[owner] - first)
         work = -(-num_rows * group // step) * of_tile[owner]
         for piece in _in_order(work, most_work):
-            yield _Pieces(members[owner[piece]], first[piece], num_rows[piece])
+            request = members[owner[piece]]
+            new = np.flatnonzero(np.diff(request, prepend=-1))  # a request's rows are one piece
+            yield _Pieces(request[new], first[piece][new], np.add.reduceat(num_rows[piece], new))
 
 
 def _order(batch: _Batch, pieces: Sequence[_Pieces]) -> mx.array | None:
@@ -339,7 +334,9 @@ def _in_order(work: np.ndarray, most: int) -> Iterator[slice]:
         start = stop
 
 
-def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split: bool) -> Dispatch:
+def _dispatch(
+    decode: bool, rows: int, batch: _Batch, pieces: _Pieces, splits: Splits | None
+) -> Dispatch:
     """The dispatch that serves `pieces`, in tiles of `rows`."""
     shape, group, stride = batch.shape, batch.shape.group, batch.packed_step(rows)
     packed = pieces.num_rows * group
@@ -348,7 +345,8 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
 
     per_piece = -(-packed // stride)
     owner = np.repeat(np.arange(len(packed)), per_piece)
-    in_piece = (np.arange(len(owner)) - _starts(per_piece)[owner]) * stride
+    first_tile = _starts(per_piece)
+    in_piece = (np.arange(len(owner)) - first_tile[owner]) * stride
     count = np.minimum(stride, packed[owner] - in_piece)
     begin_packed = pieces.first_row[owner] * group + in_piece
     first = first_position[owner]
@@ -357,54 +355,60 @@ def _dispatch(decode: bool, rows: int, batch: _Batch, pieces: _Pieces, may_split
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
     end = first + (begin_packed + count - 1) // group + 1
 
-    seen = end - begin
-    exact = seen - most_behind  # or less, where the context begins sooner
-    length = _split_length(exact, shape.num_kv_heads, may_split)
-    if (exact <= length).all():  # what nobody may see makes no second part
-        length = int(seen.max())
-    of_piece = np.zeros(len(packed), np.int64)
-    np.maximum.at(of_piece, owner, -(-seen // length))
-    num_splits = _power_of_two(int(of_piece.max()))
-    tile = np.repeat(np.arange(len(owner)), of_piece[owner])
-    split = np.arange(len(tile)) - _starts(of_piece[owner])[tile]
-    split_begin = begin[tile] + split * length
-    tiles = np.zeros((stable(len(tile)), 8), np.int32)
-    made = tiles[: len(tile)]
-    made[:, 0] = pieces.request[owner[tile]]
-    made[:, 1] = begin_packed[tile]
-    made[:, 2] = count[tile]
-    made[:, 3] = split_begin
-    made[:, 4] = np.minimum(end[tile], split_begin + length)
-    made[:, 5] = split
+    contexts = Contexts(
+        begin=begin,
+        end=end,
+        certain=end - begin - most_behind,  # or less, where the context begins sooner
+        piece=owner,
+        first_tile=first_tile,
+        query_rows=batch.query_lens[pieces.request],
+        tile_rows=rows,
+        num_heads=shape.num_kv_heads,
+    )
+    parts = contexts.whole() if splits is None else splits.cut(contexts)
+    rows_of = pieces.num_rows * parts.counts  # of each piece, in the output or its parts
+    first_rows = _starts(rows_of)
+    of_tile = owner[parts.tile]
+    tiles = np.zeros((stable(len(of_tile)), 8), np.int32)
+    made = tiles[: len(of_tile)]
+    made[:, 0] = pieces.request[of_tile]
+    made[:, 1] = begin_packed[parts.tile]
+    made[:, 2] = count[parts.tile]
+    made[:, 3] = parts.begin
+    made[:, 4] = parts.end
+    made[:, 5] = parts.number
+    made[:, 6] = parts.counts[of_tile]
     # The longest first, so that no long one is left for the end.
-    made[:] = made[np.argsort(made[:, 3] - made[:, 4], kind="stable")]
+    made[:] = made[(made[:, 3] - made[:, 4]).argsort(kind="stable")]
 
     requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
     requests[pieces.request, 0] = batch.query_start_loc[pieces.request]
     # The output row of the request's first row; negative where a dispatch before this one has it.
-    requests[pieces.request, 1] = _starts(pieces.num_rows) - pieces.first_row
+    requests[pieces.request, 1] = first_rows - pieces.first_row * parts.counts
     requests[pieces.request, 2] = first_position
     requests[pieces.request, 3] = batch.seq_lens[pieces.request]
     bounds = np.zeros(MIN_ELEMENTS, np.int32)
-    bounds[:2] = batch.window, num_rows
-    splits = np.ones(max(num_rows, MIN_ELEMENTS), np.int32)
-    splits[:num_rows] = np.repeat(of_piece, pieces.num_rows)
+    bounds[0] = batch.window
+    part_rows = int(first_rows[-1] + rows_of[-1])
+    split = part_rows > num_rows
     return Dispatch(
         decode=decode,
         rows=rows,
         num_rows=num_rows,
         num_tiles=len(tiles),
-        num_splits=num_splits,
+        part_rows=max(stable(part_rows), MIN_ELEMENTS // 2) if split else 0,
         requests=mx.array(requests) if batch.shift is None else mx.array(requests) - batch.shift,
         tiles=mx.array(tiles),
         bounds=mx.array(bounds),
-        splits=mx.array(splits) if num_splits > 1 else None,
-        work=shape.work(rows, int(seen.sum())),
+        splits=_row_parts(parts.counts.repeat(pieces.num_rows)) if split else None,
+        work=shape.work(rows, int((end - begin).sum())),
     )
 
 
-def _split_length(lengths: np.ndarray, num_kv_heads: int, may_split: bool) -> int:
-    """Keys of a part. Contexts are split only until there are threadgroups enough to fill a GPU."""
-    wanted = max(1, _BUSY // (len(lengths) * num_kv_heads)) if may_split else 1
-    length = -(-int(lengths.max()) // wanted)
-    return max(_SHORTEST_SPLIT, -(-length // 64) * 64)
+def _row_parts(counts: np.ndarray) -> mx.array:
+    """[max(n, 4), 2] int32: struct Row of reduce.metal, for `counts` [n] parts of each row."""
+    rows = np.zeros((max(len(counts), MIN_ELEMENTS // 2), 2), np.int32)
+    made = rows[: len(counts)]
+    made[:, 0] = _starts(counts)
+    made[:, 1] = counts
+    return mx.array(rows)

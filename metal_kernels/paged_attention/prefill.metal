@@ -207,7 +207,7 @@ for (int base = tile.begin; base < end; base += KEYS) {
 }
 
 if (present) {
-    const int out_row = tile.split * limits.out_rows + request.first_out_row + row;
+    const int out_row = request.first_out_row + row * tile.parts + tile.split;
     const ulong at = ulong(out_row) * num_heads + head;
     const float factor = PARTIAL ? 1.0f : 1.0f / total;
     UNROLLED for (int m = 0; m < OM; m++) {

@@ -1,27 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 // Joins the parts that the splits of a long context left: a simdgroup per output row and head.
 
+// The parts of an output row follow each other.
+struct Row {
+    int first;  // of the parts
+    int count;
+};
+
+constant constexpr int AHEAD = 4;  // parts whose loads wait for memory at the same time
+
 // ---- kernel body
 // Template: T, dtype of the output; DV, size of values. Grid: (32, H, rows).
-const int row = thread_position_in_grid.z;
+const int out_row = thread_position_in_grid.z;
 const int head = thread_position_in_grid.y;
-const int rows = parts_shape[1];
-const int num_heads = parts_shape[2];
-const int count = num_splits[row];
+const int lane = thread_index_in_simdgroup;
+const int num_heads = parts_shape[1];
+const device Row& row = ((const device Row*)rows)[out_row];
+const int count = row.count;
+const ulong first = ulong(row.first) * num_heads + head;
 float top = LOWEST;
-for (int s = 0; s < count; s++) {
-    top = metal::max(top, stats[((ulong(s) * rows + row) * num_heads + head) * 2]);
+for (int s = lane; s < count; s += 32) {
+    top = metal::max(top, stats[(first + ulong(s) * num_heads) * 2]);
 }
+top = metal::simd_max(top);
 float total = 0.0f;
-for (int s = 0; s < count; s++) {
-    const ulong at = ((ulong(s) * rows + row) * num_heads + head) * 2;
+for (int s = lane; s < count; s += 32) {
+    const ulong at = (first + ulong(s) * num_heads) * 2;
     total += stats[at + 1] * metal::exp2(stats[at] - top);
 }
-for (int d = int(thread_index_in_simdgroup); d < DV; d += 32) {
-    float sum = 0.0f;
-    for (int s = 0; s < count; s++) {
-        const ulong at = (ulong(s) * rows + row) * num_heads + head;
-        sum += parts[at * DV + d] * metal::exp2(stats[at * 2] - top);
+total = metal::simd_sum(total);
+
+constexpr int N = (DV + 31) / 32;  // elements of a row that a lane holds
+float sum[N];
+UNROLLED for (int i = 0; i < N; i++) {
+    sum[i] = 0.0f;
+}
+for (int s = 0; s < count; s += AHEAD) {
+    UNROLLED for (int k = 0; k < AHEAD; k++) {
+        // Past the last part the last one is loaded again, to no effect: no load is conditional.
+        const ulong at = first + ulong(metal::min(s + k, count - 1)) * num_heads;
+        const float weight = s + k < count ? metal::exp2(stats[at * 2] - top) : 0.0f;
+        UNROLLED for (int i = 0; i < N; i++) {
+            const int d = lane + 32 * i;
+            if (DV % 32 == 0 || d < DV) {
+                sum[i] += parts[at * DV + d] * weight;
+            }
+        }
     }
-    out[(ulong(row) * num_heads + head) * DV + d] = T(sum / total);
+}
+UNROLLED for (int i = 0; i < N; i++) {
+    const int d = lane + 32 * i;
+    if (DV % 32 == 0 || d < DV) {
+        out[(ulong(out_row) * num_heads + head) * DV + d] = T(sum[i] / total);
+    }
 }

@@ -10,7 +10,7 @@ constant constexpr float LOG2_E = 1.4426950408889634f;
 // A request's rows in the step; fields as plan.py lays them out.
 struct Request {
     int first_row;       // of the queries
-    int first_out_row;   // of the output
+    int first_out_row;   // of the output, where all parts of a row follow each other
     int first_position;  // in the request, of its first row
     int length;          // of its context: a slot past it may be another request's
 };
@@ -24,14 +24,14 @@ struct Tile {
     int begin;  // first context position
     int end;    // past the last; the request may end before
     int split;  // which part of the context this is
-    int unused[2];
+    int parts;  // how many there are; 1: it is whole
+    int unused;
 };
 
 // What holds for all tiles of a dispatch.
 struct Bounds {
-    int window;    // positions a query sees, itself included
-    int out_rows;  // rows of the output, or of each split's part of it
-    int unused[6];
+    int window;  // positions a query sees, itself included
+    int unused[7];
 };
 
 // How dot products become scores.

@@ -183,7 +183,7 @@ _FAULTS: _Faults = {
         ),
     ],
     (DECODE, "decode, split", RACE): [
-        ("output row of another split", "tile.split * limits.out_rows + ", ""),
+        ("output row of another split", " + tile.split;", ";"),
     ],
     (PREFILL, "prefill", RACE): [
         ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
@@ -247,7 +247,7 @@ _FAULTS: _Faults = {
         ),
     ],
     (PREFILL, "prefill, split", RACE): [
-        ("output row of another split", "tile.split * limits.out_rows + ", ""),
+        ("output row of another split", " + tile.split;", ";"),
         ("partial statistics from every column", "part == 0 && place.column == 0", "part == 0"),
     ],
     (PREFILL, "prefill, split", WRONG): [
@@ -259,22 +259,22 @@ _FAULTS: _Faults = {
         ),
     ],
     (REDUCE, "decode, split", WRONG): [
-        ("one split too few", "num_splits[row];", "num_splits[row] - 1;"),
-        ("splits of the first row", "num_splits[row]", "num_splits[0]"),
-        ("not divided", "T(sum / total)", "T(sum)"),
-        ("half of a row's elements", "d += 32", "d += 64"),
-        (
-            "heads and rows exchanged",
-            "const ulong at = (ulong(s) * rows + row) * num_heads + head;",
-            "const ulong at = (ulong(s) * num_heads + head) * rows + row;",
-        ),
+        ("one split too few", "= row.count;", "= row.count - 1;"),
+        ("parts of the first row", "rows)[out_row]", "rows)[0]"),
+        ("not divided", "T(sum[i] / total)", "T(sum[i])"),
+        ("half of a row's elements", "DV + 31", "DV / 2"),
+        ("parts of the first head", "ulong(row.first) * num_heads + head;", "ulong(row.first);"),
+        ("one part of those loaded together", "min(s + k, count", "min(s, count"),
+        ("parts past the last weigh", "s + k < count ?", "true ?"),
+        ("top of one lane's parts", "top = metal::simd_max(top);", ""),
+        ("total of one lane's parts", "total = metal::simd_sum(total);", ""),
     ],
-    (REDUCE, "decode, split", BOUNDS): [
-        ("one split too many", "num_splits[row];", "num_splits[row] + 1;"),
+    (REDUCE, "decode, split", UNINITIALISED): [
+        ("one split too many", "= row.count;", "= row.count + 1;"),
     ],
     (REDUCE, "prefill, split", WRONG): [
         ("total not rescaled", "stats[at + 1] * metal::exp2(stats[at] - top)", "stats[at + 1]"),
-        ("parts not rescaled", " * metal::exp2(stats[at * 2] - top)", ""),
+        ("parts not rescaled", "metal::exp2(stats[at * 2] - top) : 0.0f", "1.0f : 0.0f"),
     ],
     (WRITE, "write, fp8", BOUNDS): [
         ("slot one past the pool's last", "slot < num_slots", "slot <= num_slots"),

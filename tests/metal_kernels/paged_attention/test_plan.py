@@ -39,6 +39,17 @@ def check_work(made, bound):
             assert dispatch.work <= bound
 
 
+def rows_of_parts(dispatch):
+    """For each row that tiles write, the output row that takes it, and as which part."""
+    if dispatch.splits is None:
+        return {row: (row, 0) for row in range(dispatch.num_rows)}
+    joined = np.array(dispatch.splits)[: dispatch.num_rows].tolist()
+    found = {first + s: (row, s) for row, (first, count) in enumerate(joined) for s in range(count)}
+    assert len(found) == sum(count for _, count in joined)  # no two share a row
+    assert max(found) < dispatch.part_rows
+    return found
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(request, min_size=1, max_size=8),
@@ -61,25 +72,23 @@ def test_every_row_sees_its_context_once(requests, shape, window, share):
     seen = {}  # (batch row, head of the group) -> visible positions, in the order of the splits
     for dispatch in made.dispatches:
         described = np.array(dispatch.requests)
-        splits = None if dispatch.splits is None else np.array(dispatch.splits)
         of_output = np.full(dispatch.num_rows, -1)
+        joined = rows_of_parts(dispatch)
         tiles = np.array(dispatch.tiles)
         num_made = np.count_nonzero(tiles[:, 2])
         assert not tiles[num_made:].any()  # room for more is behind them, and has no rows
-        for owner, begin, count, first_key, end, split, *_ in tiles[:num_made]:
+        for owner, begin, count, first_key, end, split, parts, _ in tiles[:num_made]:
             assert first_key % 4 == 0 and 0 < count <= dispatch.rows
             first_row, first_out, first_position, _ = described[owner]
             for packed in range(begin, begin + count):
                 row, head = divmod(int(packed), shape.group)
                 position = first_position + row
-                of_output[first_out + row] = first_row + row
+                out_row, part = joined[first_out + row * parts + split]
+                assert part == split < parts
+                of_output[out_row] = first_row + row
                 oldest = 0 if window is None else max(0, position - window + 1)
                 visible = range(max(first_key, oldest), min(end, position + 1))
                 seen.setdefault((first_row + row, head), {})[int(split)] = visible
-                if splits is None:
-                    assert split == 0
-                else:
-                    assert split < splits[first_out + row]
         row_of_output.extend(of_output)
     assert len(seen) == starts[-1] * shape.group
     for index, (before, rows) in enumerate(requests):
@@ -95,19 +104,6 @@ def test_every_row_sees_its_context_once(requests, shape, window, share):
         assert row_of_output == list(range(starts[-1]))
     else:
         assert np.array(row_of_output)[np.array(made.order)].tolist() == list(range(starts[-1]))
-
-
-def test_a_long_context_alone_is_split_and_a_full_batch_is_not():
-    shape = AttentionShape(32, 8, 128, 128)
-
-    def num_splits(count):
-        starts = np.arange(count + 1, dtype=np.int32)
-        seq_lens = np.full(count, 8192, np.int32)
-        (dispatch,) = plan(starts, seq_lens, np.zeros((count, 512), np.int32), shape).dispatches
-        return dispatch.num_splits
-
-    assert num_splits(1) == 16  # 128 threadgroups of 512 keys
-    assert num_splits(32) == 1  # 256 threadgroups already
 
 
 def test_decode_steps_keep_their_shapes_while_contexts_grow():

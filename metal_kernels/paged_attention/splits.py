@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides into which parts the contexts of a dispatch are cut, and whether any is cut at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2, sqrt
+
+import numpy as np
+
+#: A context of up to so many keys is in one part: a threadgroup with a core to itself walks them in
+#: some 8 rounds of a microsecond, and a reduction takes as long.
+WHOLE = 256
+#: The shortest part, two rounds of a threadgroup, where a step has less work than threadgroups.
+_SHORTEST = 64
+#: Parts that a threadgroup's slot takes one after the other, at most: with more, what is left over
+#: at the end grows no shorter by much, and their results, which no budget counts, would grow.
+_MOST_IN_TURN = 16
+#: What the reduction costs, in keys: 6 µs for a dispatch that waits for another (mlx-vlm#2105, an
+#: M3 Ultra) at 7 keys a µs, a slot's share of bandwidth for heads of 128 in 16 bits (800 GB/s over
+#: 240 slots; 100 over 30). It then walks a row's parts one after the other, a key's time each.
+_JOIN = 40
+#: Keys that cost what a row of a part's result does: it is written and read in float32. From so
+#: many rows on, a key's time is arithmetic and grows with the rows as well.
+_ROW, _LOADING_ROWS = 2, 16
+#: Rows of a request from which on fixed parts are not used: a chunk of a prompt has tiles enough.
+_MOST_FIXED_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What decides where contexts are cut. A machine's own may take the place of the defaults."""
+
+    #: What a part costs beside its keys, in keys: queries, tables, sums over simdgroups. Guessed.
+    part_cost: int = 24
+    #: Threadgroups that the GPU has under way at once.
+    #: 24 cores, where they are not known: no GPU of 8 to 80 is more than 3.4 times off, so that
+    #: parts are 1.8 times too long or too short.
+    slots: int = 3 * 24
+    #: Keys of every part, a multiple of 16, WHOLE at least; None: what fits a step's work. With it
+    #: a row's parts do not depend on the requests beside it.
+    fixed: int | None = None
+
+    @staticmethod
+    def of_gpu(cores: int | None, fixed: int | None = None) -> Splits:
+        """Three threadgroups of 256 threads a core, which registers allow for all kernels.
+
+        Args:
+            cores: of the GPU; None: unknown.
+            fixed: keys of every part; None: what fits a step's work.
+        """
+        return Splits(fixed=fixed) if cores is None else Splits(slots=3 * cores, fixed=fixed)
+
+    def cut(self, contexts: Contexts) -> Parts:
+        """Cuts each context of a dispatch, or none of them."""
+        if self.fixed is not None:
+            if (contexts.certain <= self.fixed).all():  # what nobody may see makes no second part
+                return contexts.whole()
+            prompts = contexts.query_rows > _MOST_FIXED_ROWS
+            return contexts.cut(self.fixed, prompts if prompts.any() else None)
+        length = self._length(contexts)
+        return contexts.whole() if length is None else contexts.cut(length)
+
+    def _length(self, contexts: Contexts) -> int | None:
+        """Keys of a part, L; None where the reduction costs more than it saves.
+
+        The last parts to end are those of one slot; what a slot has above its share of the work is
+        about L + part_cost * share / L, least for L = sqrt(part_cost * share). A power of two is
+        near enough, and stays for many steps.
+        """
+        keys, heads = contexts.certain, contexts.num_heads
+        longest = int(keys.max())
+        if longest <= WHOLE:
+            return None
+        total = int(keys.sum()) * heads
+        share = total / self.slots
+        best = max(sqrt(self.part_cost * share), share / _MOST_IN_TURN, _SHORTEST)
+        length: int = 1 << round(log2(best))
+        if longest <= length:
+            return None
+        tiles = len(keys) * heads
+        cost = self.part_cost + _ROW * min(contexts.tile_rows, _LOADING_ROWS)
+        join = _JOIN + longest / length
+        in_parts = share + (total / length + tiles) * cost / self.slots + length + join
+        return length if in_parts < self._end_of_whole(longest, share, tiles, heads) else None
+
+    def _end_of_whole(self, longest: int, share: float, tiles: int, heads: int) -> float:
+        """When the last of whole contexts ends, in keys.
+
+        The GPU takes a head's tiles, the longest first, then those of the next head, each when a
+        slot is free (Graham 1969). So either the last head's longest tile ends last, or one of the
+        many that are about average.
+        """
+        if tiles <= self.slots:
+            return longest
+        last = max(share - share / heads + longest, share + share * self.slots / tiles)
+        return last + tiles * self.part_cost / self.slots
+
+
+DEFAULT = Splits()
+#: Cuts every context of more than WHOLE, as a GPU with any number of cores may.
+ALWAYS = Splits(slots=2**30)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """What N tiles see, in the order of the I pieces of batch rows that they are cut from."""
+
+    begin: np.ndarray  # [N] int, first position that may be seen
+    end: np.ndarray  # [N] int, past the last that may be
+    certain: np.ndarray  # [N] int, keys seen; `end - begin` counts those that may not be there
+    piece: np.ndarray  # [N] int
+    first_tile: np.ndarray  # [I] int, of each piece
+    query_rows: np.ndarray  # [I] int, rows of the piece's request in this step
+    tile_rows: int  # packed rows of the largest tile
+    num_heads: int  # Hkv, each of which has these tiles
+
+    def whole(self) -> Parts:
+        """One part a tile."""
+        tile = np.arange(len(self.piece))
+        ones = np.ones_like(self.first_tile)
+        return Parts(tile, np.zeros_like(tile), self.begin, self.end, ones)
+
+    def cut(self, length: int, whole: np.ndarray | None = None) -> Parts:
+        """Parts of `length` keys.
+
+        All tiles of a piece get as many: those that see fewer keys have empty parts.
+
+        Args:
+            length: of each part but the last.
+            whole: [I] bool, pieces that are not cut; None: all are.
+        """
+        counts = np.maximum.reduceat(-((self.begin - self.end) // length), self.first_tile)
+        if whole is not None:
+            counts[whole] = 1
+        of_tile = counts[self.piece]
+        tile = np.arange(len(of_tile)).repeat(of_tile)
+        number = np.arange(len(tile)) - (of_tile.cumsum() - of_tile)[tile]
+        begin = self.begin[tile] + number * length
+        end = self.end[tile]
+        if whole is None:
+            end = np.minimum(end, begin + length)
+        else:
+            end = np.where(whole[self.piece[tile]], end, np.minimum(end, begin + length))
+        return Parts(tile, number, begin, end, counts)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """P parts of tiles' contexts, tile by tile."""
+
+    tile: np.ndarray  # [P] int
+    number: np.ndarray  # [P] int, which part of the tile's context
+    begin: np.ndarray  # [P] int, first position
+    end: np.ndarray  # [P] int, past the last; not above `begin` in an empty part
+    counts: np.ndarray  # [I] int, parts of each tile of a piece
