@@ -363,6 +363,7 @@ def _dispatch(
         first_tile=first_tile,
         query_rows=batch.query_lens[pieces.request],
         tile_rows=rows,
+        result_bytes=rows * shape.value_size * 4,
         num_heads=shape.num_kv_heads,
     )
     parts = contexts.whole() if splits is None else splits.cut(contexts)
@@ -400,15 +401,6 @@ def _dispatch(
         requests=mx.array(requests) if batch.shift is None else mx.array(requests) - batch.shift,
         tiles=mx.array(tiles),
         bounds=mx.array(bounds),
-        splits=_row_parts(parts.counts.repeat(pieces.num_rows)) if split else None,
+        splits=mx.array(parts.of_rows(pieces.num_rows)) if split else None,
         work=shape.work(rows, int((end - begin).sum())),
     )
-
-
-def _row_parts(counts: np.ndarray) -> mx.array:
-    """[max(n, 4), 2] int32: struct Row of reduce.metal, for `counts` [n] parts of each row."""
-    rows = np.zeros((max(len(counts), MIN_ELEMENTS // 2), 2), np.int32)
-    made = rows[: len(counts)]
-    made[:, 0] = _starts(counts)
-    made[:, 1] = counts
-    return mx.array(rows)

@@ -8,21 +8,24 @@ from math import log2, sqrt
 
 import numpy as np
 
+from metal_kernels.kernel import MIN_ELEMENTS
+
 #: A context of up to so many keys is in one part: a threadgroup with a core to itself walks them in
 #: some 8 rounds of a microsecond, and a reduction takes as long.
 WHOLE = 256
 #: The shortest part, two rounds of a threadgroup, where a step has less work than threadgroups.
 _SHORTEST = 64
-#: Parts that a threadgroup's slot takes one after the other, at most: with more, what is left over
-#: at the end grows no shorter by much, and their results, which no budget counts, would grow.
-_MOST_IN_TURN = 16
-#: What the reduction costs, in keys: 6 µs for a dispatch that waits for another (mlx-vlm#2105, an
-#: M3 Ultra) at 7 keys a µs, a slot's share of bandwidth for heads of 128 in 16 bits (800 GB/s over
-#: 240 slots; 100 over 30). It then walks a row's parts one after the other, a key's time each.
-_JOIN = 40
-#: Keys that cost what a row of a part's result does: it is written and read in float32. From so
-#: many rows on, a key's time is arithmetic and grows with the rows as well.
-_ROW, _LOADING_ROWS = 2, 16
+#: What the reduction costs, in keys: 3 µs for a small dispatch that waits for another (2 µs in
+#: qwisp#143, 6 µs on an M3 Ultra in mlx-vlm#2105) at 7 keys a µs, a slot's share of bandwidth for
+#: heads of 128 in 16 bits (800 GB/s over 240 slots; 100 over 30). It then walks a row's parts one
+#: after the other, a key's time each.
+_JOIN = 20
+#: Keys that cost what it takes to read a row of a part's result, in float32. From so many rows on,
+#: a key's time is arithmetic and grows with the rows as well.
+_ROW, _LOADING_ROWS = 1, 16
+#: Bytes of the results of all parts, about. No budget counts them, and three layers may be under
+#: way. So many rows of a prompt as would exceed it have tiles enough.
+_MOST_RESULTS = 2**25
 #: Rows of a request from which on fixed parts are not used: a chunk of a prompt has tiles enough.
 _MOST_FIXED_ROWS = 16
 
@@ -64,24 +67,25 @@ class Splits:
     def _length(self, contexts: Contexts) -> int | None:
         """Keys of a part, L; None where the reduction costs more than it saves.
 
-        The last parts to end are those of one slot; what a slot has above its share of the work is
-        about L + part_cost * share / L, least for L = sqrt(part_cost * share). A power of two is
-        near enough, and stays for many steps.
+        What a slot has to do beyond its share of the work is about L / 2 + part_cost * share / L,
+        and least near L = sqrt(part_cost * share). A power of two stays for many steps.
         """
         keys, heads = contexts.certain, contexts.num_heads
         longest = int(keys.max())
         if longest <= WHOLE:
             return None
-        total = int(keys.sum()) * heads
+        total, tiles = int(keys.sum()) * heads, len(keys) * heads
+        further = _MOST_RESULTS // contexts.result_bytes - tiles  # parts
+        if further <= 0:
+            return None
         share = total / self.slots
-        best = max(sqrt(self.part_cost * share), share / _MOST_IN_TURN, _SHORTEST)
+        best = max(sqrt(self.part_cost * share), total / further, _SHORTEST)
         length: int = 1 << round(log2(best))
         if longest <= length:
             return None
-        tiles = len(keys) * heads
         cost = self.part_cost + _ROW * min(contexts.tile_rows, _LOADING_ROWS)
         join = _JOIN + longest / length
-        in_parts = share + (total / length + tiles) * cost / self.slots + length + join
+        in_parts = share + (total / length + tiles) * cost / self.slots + length / 2 + join
         return length if in_parts < self._end_of_whole(longest, share, tiles, heads) else None
 
     def _end_of_whole(self, longest: int, share: float, tiles: int, heads: int) -> float:
@@ -113,6 +117,7 @@ class Contexts:
     first_tile: np.ndarray  # [I] int, of each piece
     query_rows: np.ndarray  # [I] int, rows of the piece's request in this step
     tile_rows: int  # packed rows of the largest tile
+    result_bytes: int  # of a part's result, of one of the heads
     num_heads: int  # Hkv, each of which has these tiles
 
     def whole(self) -> Parts:
@@ -153,4 +158,13 @@ class Parts:
     number: np.ndarray  # [P] int, which part of the tile's context
     begin: np.ndarray  # [P] int, first position
     end: np.ndarray  # [P] int, past the last; not above `begin` in an empty part
-    counts: np.ndarray  # [I] int, parts of each tile of a piece
+    counts: np.ndarray  # [I] int, parts of each tile, and row, of a piece
+
+    def of_rows(self, num_rows: np.ndarray) -> np.ndarray:
+        """[max(n, 4), 2] int32: struct Row of reduce.metal, of pieces of [I] output rows."""
+        counts = self.counts.repeat(num_rows)
+        rows = np.zeros((max(len(counts), MIN_ELEMENTS // 2), 2), np.int32)
+        made = rows[: len(counts)]
+        made[:, 0] = counts.cumsum() - counts
+        made[:, 1] = counts
+        return rows

@@ -16,6 +16,7 @@ from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, pag
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.op_common import block_elements, merged
 from metal_kernels.paged_attention import AttentionPlan, Tiles
+from metal_kernels.paged_attention.splits import ALWAYS
 from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
 from metal_kernels.selfcheck.steps import Step, contents
@@ -44,6 +45,7 @@ class _Pool:
             self.case.shape,
             self.case.window,
             next(self.tiles),
+            splits=ALWAYS,  # on every machine the same
         )
 
     def write(self, step: Step, slots: mx.array | None = None) -> mx.array:

@@ -16,7 +16,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case
 
-_LONG = 600  # positions: split into two parts or more of 256 at least
+_LONG = 600  # positions: split
 _SPARE_BLOCKS = 3
 
 
@@ -59,9 +59,7 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
         queries = [*verified[:1], *chunks, *verified[1:]]
         turn = step // (len(sizes.decode) + len(sizes.prefill))
         query = queries[turn % len(queries)]
-        split = (query, _LONG + query + 7 * (step % 8))
-        # Two requests of many heads keep the device busy without a split.
-        return [split, (1, block + 3)] if case.shape.num_kv_heads <= 32 else [split]
+        return [(query, _LONG + query + 7 * (step % 8)), (1, block + 3)]
     if kernel == "prefill":
         if step % 4 == 3:  # a long chunk among decodes
             long = case.shape.tile_rows // group + 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from metal_kernels import kernel
-from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.paged_attention import AttentionShape, Splits, Tiles
 from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, StateKind, checks, timing
 from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
@@ -106,6 +106,25 @@ def test_an_interpreter_that_is_not_installed_is_said_to_be_missing(monkeypatch)
         match=r"=interpret: the package metal_interpreter is not installed; install it by .*inter",
     ):
         choice.kv_cache_type("cpu", LAYERS, mx.float32, mx.float32, 16)
+
+
+def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
+    asked = []
+    found_where(monkeypatch, lambda case, one: False)
+    results = selfcheck.results
+    monkeypatch.setattr(selfcheck, "results", lambda cases: asked.extend(cases) or results(cases))
+    splits = Splits(slots=30, fixed=512)
+    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, splits)
+    assert issubclass(chosen, KernelKVCache) and chosen.splits == splits
+    # Which rows MLX's attention serves would depend on those beside them.
+    assert not {name for case in asked for name in case.kernels} & set(CHOICES)
+    starts, lens = np.array([0, 1], np.int32), np.array([2000], np.int32)
+    where = StepLayout(starts, lens, np.zeros((1, 125), np.int32), np.zeros(1, np.int32), 16)
+    (dispatch,) = chosen.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
+    assert dispatch.num_splits == 4
+    found_where(monkeypatch, lambda case, one: one.kernel == "kv_write")
+    with pytest.raises(ValueError, match=r"fixed_splits needs the Metal kernels: .*self-check"):
+        choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, splits)
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):

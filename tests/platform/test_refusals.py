@@ -32,6 +32,7 @@ def configure(model, options):
             "--enable-return-routed-experts",
         ),
         ({"additional_config": {"wire_memory": True}}, "wire_memory .*macOS 15 or newer"),
+        ({"additional_config": {"fixed_splits": 512}}, "fixed_splits .*VLLM_METAL_KERNELS other"),
         ({"speculative_config": LOOKUP | {"draft_sample_method": "probabilistic"}}, "draft_sample"),
         ({"speculative_config": LOOKUP | {"rejection_sample_method": "block"}}, "rejection_sample"),
         ({"speculative_config": LOOKUP | {"num_speculative_tokens": 5000}}, "leave room"),
@@ -83,6 +84,16 @@ def test_connectors_that_cannot_be_honoured_are_named(model, transfer, named):
     config = KVTransferConfig(**({"kv_role": "kv_both"} | transfer))
     with pytest.raises(ValueError, match=named):
         configure(model, {"kv_transfer_config": config})
+
+
+def test_fixed_splits_are_for_kernels(model, monkeypatch):
+    options = {"additional_config": {"fixed_splits": 512}}
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
+    configure(model, options)
+    monkeypatch.setenv("VLLM_METAL_DEVICE", "metal")
+    monkeypatch.setenv("VLLM_METAL_KERNELS", "mlx")
+    with pytest.raises(ValueError, match="not support --additional-config fixed_splits"):
+        configure(model, options)
 
 
 def test_batch_invariance_is_not_promised(model, monkeypatch):

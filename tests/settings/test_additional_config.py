@@ -9,7 +9,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_metal.settings.additional_config import VLLM_KEYS, AdditionalConfig
+from metal_kernels.paged_attention.splits import WHOLE
+from vllm_metal.settings.additional_config import LEAST_SPLIT, VLLM_KEYS, AdditionalConfig
 
 DIR = {"prefix_cache_dir": "/cache"}
 
@@ -71,6 +72,12 @@ def test_the_cache_on_disk(monkeypatch, tmp_path):
     )
 
 
+def test_parts_that_can_be_asked_for_are_those_that_kernels_can_have():
+    assert read({"fixed_splits": LEAST_SPLIT}).fixed_splits == WHOLE
+    assert read({"fixed_splits": 1040}).fixed_splits == 1040
+    assert read({"fixed_splits": None}).fixed_splits is None
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -82,6 +89,10 @@ def test_the_cache_on_disk(monkeypatch, tmp_path):
         ({"fixed_draft_length": 1}, "'fixed_draft_length' must be true or false, not 1"),
         ({"fixed_draft_length": "true"}, "must be true or false, not 'true'"),
         ({"fixed_draft_length": None}, "must be true or false, not None"),
+        ({"fixed_splits": True}, "'fixed_splits' must be a multiple of 16 from 256 on.*not True"),
+        ({"fixed_splits": 128}, "'fixed_splits' must be .* from 256 on, or null .*, not 128"),
+        ({"fixed_splits": 500}, "'fixed_splits' must be a multiple of 16 .*, not 500"),
+        ({"fixed_splits": 512.0}, "'fixed_splits' must be a multiple of 16 .*, not 512.0"),
         ({"max_step_ms": 0}, "'max_step_ms' must be .* or null for no bound, not 0"),
         ({"max_step_ms": -5}, "'max_step_ms' must be a number of milliseconds"),
         ({"max_step_ms": True}, "'max_step_ms' must be a number of milliseconds"),

@@ -12,7 +12,8 @@ import mlx.core as mx
 from vllm.logger import init_logger
 
 from metal_kernels import kernel
-from metal_kernels.paged_attention import Tiles
+from metal_kernels.paged_attention import Splits, Tiles
+from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, long_prompt, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache.gathered import Phase
@@ -39,6 +40,7 @@ def kv_cache_type(
     dtype: mx.Dtype,
     pool_dtype: mx.Dtype,
     block_size: int,
+    splits: Splits = DEFAULT,
 ) -> type[LayerKVCache]:
     """What VLLM_METAL_KERNELS asks for; with `auto`, what is right and quickest on this machine.
 
@@ -48,12 +50,27 @@ def kv_cache_type(
         dtype: of their queries.
         pool_dtype: of the pool's elements.
         block_size: tokens of a block.
+        splits: how the kernels cut contexts. Where their lengths are fixed nothing else is chosen.
 
     Raises:
-        ValueError: the kernels were asked for by name, and cannot serve the model or machine.
+        ValueError: the kernels were asked for, by name or by fixed splits, and cannot serve the
+            model or machine.
     """
     if device == "metal":
         _check_library_kernels(layers)
+    chosen = _chosen(device, layers, dtype, pool_dtype, block_size, splits.fixed is not None)
+    return chosen.cutting(splits) if issubclass(chosen, KernelKVCache) else chosen
+
+
+def _chosen(
+    device: envs.Device,
+    layers: Sequence[StatefulLayer],
+    dtype: mx.Dtype,
+    pool_dtype: mx.Dtype,
+    block_size: int,
+    fixed: bool,
+) -> type[LayerKVCache]:
+    """The same, before contexts are cut."""
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return ScatterKVCache
@@ -73,7 +90,7 @@ def kv_cache_type(
     elif not reasons:
         kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)
-        if wanted == "metal":  # nothing is to be chosen
+        if wanted == "metal" or fixed:  # nothing is to be chosen
             cases = [
                 replace(case, kernels=tuple(k for k in case.kernels if k not in CHOICES))
                 for case in cases
@@ -97,6 +114,8 @@ def kv_cache_type(
     reason = "; ".join(sorted(str(reason) for reason in reasons))
     if wanted != "auto":
         raise ValueError(f"VLLM_METAL_KERNELS={wanted}: {reason}")
+    if fixed:
+        raise ValueError(f"--additional-config fixed_splits needs the Metal kernels: {reason}")
     logger.warning("Attention runs by MLX's own operations, not by Metal kernels: %s", reason)
     return ScatterKVCache
 

@@ -14,8 +14,9 @@ import numpy as np
 from metal_kernels import kernel, kv_blocks, kv_states, kv_write, op_common, paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionPlan, Tiles, buckets
+from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, buckets
 from metal_kernels.paged_attention import gathered as by_gathering
+from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
@@ -61,6 +62,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     by_mlx: ClassVar[Mapping[AttentionKind, frozenset[Phase]]] = {}
     #: Tiles that attention may use, by kind of layer; all, for one that is not here.
     tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
+    #: How contexts are cut into parts.
+    splits: ClassVar[Splits] = DEFAULT
     #: Whether whole blocks are moved by the kernel; else by MLX's operations.
     moves_blocks: ClassVar[bool] = True
     #: Whether kernels compute recurrent layers, in the blocks of their states.
@@ -99,6 +102,11 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         return type(cls.__name__, (cls,), works | faster)
 
     @classmethod
+    def cutting(cls, splits: Splits) -> type[KernelKVCache]:
+        """Layer caches that cut contexts so."""
+        return cls if splits == cls.splits else type(cls.__name__, (cls,), {"splits": splits})
+
+    @classmethod
     def plan(cls, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
         attention, split = None, None
         parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
@@ -110,7 +118,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             behind = behind and behind.of(np.flatnonzero(~requests))
         if len(parts[1]):
             tiles = cls._tiles_of(kind)
-            attention = paged_attention.plan(*parts, kind.shape, kind.window, tiles, behind=behind)
+            attention = paged_attention.plan(*parts, *kind, tiles, behind=behind, splits=cls.splits)
             work += attention.work
         pace = layout.pace
         if pace is not None:

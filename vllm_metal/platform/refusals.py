@@ -30,7 +30,8 @@ def refuse_unsupported(config: VllmConfig) -> None:
         ValueError: names every setting that cannot be honoured, each with what to choose instead
             where there is a choice.
     """
-    wire = AdditionalConfig.of(config).wire_memory
+    given = AdditionalConfig.of(config)
+    device = envs.requested_device() or "metal"
     refusals = (
         _engine_refusals(config)
         | refused_options(config)
@@ -41,8 +42,13 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _serving_refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
-        wire and not mlx_device.can_wire(envs.requested_device() or "metal")
+        given.wire_memory and not mlx_device.can_wire(device)
     )
+    by_mlx = envs.kernels() == "mlx" or (envs.kernels() == "auto" and device == "cpu")
+    refusals[
+        "--additional-config fixed_splits (it needs this plugin's kernels: a Mac's GPU, and "
+        "VLLM_METAL_KERNELS other than mlx)"
+    ] = given.fixed_splits is not None and by_mlx
     refused = [setting for setting, asked in refusals.items() if asked]
     if refused:
         raise ValueError("vllm-metal does not support " + ", ".join(refused))

@@ -22,6 +22,11 @@ VLLM_KEYS = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
 _CPU_STEP_MS = 200.0
 _METAL_STEP_MS = 60.0  # 16 tokens a second and stream: as fast as people read
 
+#: The shortest parts of contexts that can be asked for, and what their lengths are a multiple of:
+#: the kernels walk contexts in strips of up to 16 keys.
+LEAST_SPLIT = 256
+_SPLIT_STEP = 16
+
 
 def _default_max_step_ms() -> float:
     return _CPU_STEP_MS if envs.requested_device() == "cpu" else _METAL_STEP_MS
@@ -32,8 +37,18 @@ def _milliseconds(value: Any) -> float | None:
     return None if value is None else values.positive(value, "milliseconds, or null for no bound")
 
 
+def _fixed_splits(value: Any) -> int | None:
+    """Keys of a part of a context, or None for what fits each step."""
+    wanted = f"a multiple of {_SPLIT_STEP} from {LEAST_SPLIT} on, or null for what fits each step"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or (whole and value >= LEAST_SPLIT and value % _SPLIT_STEP == 0):
+        return value
+    raise ValueError(f"must be {wanted}, not {value!r}")
+
+
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
+    "fixed_splits": _fixed_splits,
     "max_step_ms": _milliseconds,
     "wire_memory": values.flag,
     "dense_check": values.flag,
@@ -52,6 +67,8 @@ class AdditionalConfig:
 
     #: Always draft num_speculative_tokens tokens, whatever verifying them costs.
     fixed_draft_length: bool = False
+    #: Keys of each part that attention cuts contexts into; None: what fits each step.
+    fixed_splits: int | None = None
     #: Milliseconds that a step may take where it delays streams; None: any time.
     max_step_ms: float | None = field(default_factory=_default_max_step_ms)
     #: Keep weights and KV pool from being moved out of the GPU's reach after a pause.

@@ -13,8 +13,9 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from metal_kernels import command_buffers
+from metal_kernels.paged_attention import Splits
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.device import mlx_device
+from vllm_metal.device import gpu_cores, mlx_device
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
@@ -93,6 +94,7 @@ class MetalWorker(WorkerBase):
             dtype,
             self._pool_dtype,
             self.cache_config.block_size,
+            Splits.of_gpu(gpu_cores.count(), AdditionalConfig.of(self.vllm_config).fixed_splits),
         )
         logger.info(
             "Loaded %s in %.1f s: %.2f GiB of weights on %s",

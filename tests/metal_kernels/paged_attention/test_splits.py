@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts end close together on GPUs of any size, or depend on their own request alone."""
+
+import heapq
+
+import metal_interpreter
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal_kernels import kernel, paged_attention
+from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan
+from metal_kernels.paged_attention.splits import WHOLE
+from tests.metal_kernels.paged_attention.batches import make_batch
+
+CORES = (8, 10, 16, 20, 40, 60, 80)
+PART_COST, JOIN = 24, 20  # keys
+
+
+def decode_plan(lens, heads, group=4, **options):
+    """Of a row each of requests with contexts of `lens`."""
+    lens = np.array(lens, np.int32)
+    starts, tables = np.arange(len(lens) + 1, dtype=np.int32), np.zeros((len(lens), 1), np.int32)
+    return plan(starts, lens, tables, AttentionShape(group * heads, heads, 128, 128), **options)
+
+
+def end_of(made, slots):
+    """When the last threadgroup ends, if each begins where one of `slots` is free; in keys."""
+    (dispatch,) = made.dispatches
+    ends = [0.0] * slots
+    costs = [
+        max(end - begin, 0) + PART_COST
+        for _, _, count, begin, end, *_ in np.array(dispatch.tiles).tolist()
+        if count
+    ]
+    for cost in costs * made.shape.num_kv_heads:  # the grid's second axis
+        heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
+
+
+def random_batch(rng):
+    """Contexts from 64 to 131072, alike or ragged, of up to 64 requests; and K/V heads."""
+    count, kind = int(2 ** rng.uniform(0, 6)), rng.integers(3)
+    if kind == 0:
+        lens = np.exp(rng.uniform(np.log(64), np.log(65536), count))
+    elif kind == 1:
+        lens = rng.uniform(0.8, 1.2, count) * np.exp(rng.uniform(np.log(128), np.log(32768)))
+    else:
+        long = np.exp(rng.uniform(np.log(8192), np.log(131072), count))
+        lens = np.where(rng.random(count) < 0.1, long, rng.uniform(64, 2048, count))
+    return lens.astype(int), int(rng.choice([1, 2, 4, 8]))
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.more)])
+def test_the_last_threadgroup_ends_soon_after_the_ideal(count):
+    rng = np.random.default_rng(0)
+    batches = [random_batch(rng) for _ in range(count)]
+    for cores in CORES:
+        slots, splits = 3 * cores, Splits.of_gpu(cores)
+        for lens, heads in batches:
+            ideal = lens.sum() * heads / slots
+            if ideal >= 512:
+                took = end_of(decode_plan(lens, heads, splits=splits), slots)
+                assert took <= (1.25 if ideal > 2048 else 1.5) * ideal, (cores, lens, heads)
+
+
+@pytest.mark.parametrize("cores", CORES)
+def test_a_long_context_beside_short_ones_keeps_nobody_waiting(cores):
+    lens = [1000] * 31 + [65536]
+    made = decode_plan(lens, 8, splits=Splits.of_gpu(cores))
+    assert end_of(made, 3 * cores) <= 1.2 * sum(lens) * 8 / (3 * cores)
+
+
+def test_contexts_are_split_where_the_reduction_costs_less_than_it_saves():
+    """By simulation of both: nothing is lost by the choice but a sixth, and little on average."""
+    rng, lost = np.random.default_rng(1), []
+    for _ in range(100):
+        (lens, heads), cores = random_batch(rng), int(rng.choice(CORES))
+        chosen = decode_plan(lens, heads, splits=Splits.of_gpu(cores))
+        whole = decode_plan(lens, heads, tiles=Tiles((4,), (), False))
+        parts = chosen.dispatches[0].num_splits
+        ends = [end_of(made, 3 * cores) for made in (chosen, whole)]
+        if parts > 1:
+            ends[0] += JOIN + parts
+        lost.append(ends[0] / min(ends) - 1)
+    assert max(lost) <= 1 / 6 and np.mean(lost) <= 0.01
+
+
+@pytest.mark.parametrize("splits", [Splits(slots=10**6), Splits(fixed=WHOLE)], ids=str)
+def test_short_contexts_are_whole_on_every_gpu(splits):
+    assert decode_plan([WHOLE, 3], 1, splits=splits).dispatches[0].splits is None
+    assert decode_plan([WHOLE + 1, 3], 1, splits=splits).dispatches[0].num_splits > 1
+
+
+def test_a_gpu_of_unknown_size_gets_the_defaults():
+    assert Splits.of_gpu(None) == Splits() and Splits.of_gpu(10).slots == 30
+    assert Splits.of_gpu(None, fixed=512) == Splits(fixed=512)
+
+
+LARGE_STEPS = {
+    "a prompt": ([(0, 2048)], AttentionShape(32, 8, 128, 128)),
+    "a chunk behind a long context": ([(32768, 512)], AttentionShape(32, 8, 128, 128)),
+    "latents": ([(131071, 1)] * 4, AttentionShape(128, 1, 576, 512)),
+    "one long among many": ([(1000, 1)] * 255 + [(131071, 1)], AttentionShape(32, 8, 128, 128)),
+    "drafts to verify": ([(65536, 8)] * 8, AttentionShape(64, 8, 128, 128)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_STEPS)
+@pytest.mark.parametrize("cores", [8, 80])
+def test_results_of_parts_take_little_memory(name, cores):
+    """For no budget knows of them: as much as is meant, or twice where lengths fall badly."""
+    requests, shape = LARGE_STEPS[name]
+    counts = np.array([rows for _, rows in requests], np.int32)
+    lens = counts + np.array([before for before, _ in requests], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    made = plan(
+        starts, lens, np.zeros((len(lens), 1), np.int32), shape, splits=Splits.of_gpu(cores)
+    )
+    for dispatch in made.dispatches:
+        assert dispatch.part_rows * shape.num_heads * shape.value_size * 4 <= 2**26
+
+
+def parts_of(made, request):
+    """Which rows of the request are cut where: (packed rows, positions, which part of how many)."""
+    return sorted(
+        tuple(tile[1:7])
+        for dispatch in made.dispatches
+        for tile in np.array(dispatch.tiles).tolist()
+        if tile[0] == request and tile[2]
+    )
+
+
+request = st.tuples(st.integers(0, 3000), st.integers(1, 16) | st.integers(1, 100))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(request, min_size=2, max_size=6),
+    heads=st.sampled_from([(4, 1), (8, 2), (6, 2), (16, 1), (71, 1)]),
+    window=st.sampled_from([None, 300, 1000]),
+    fixed=st.sampled_from([256, 272, 1024]),
+)
+def test_fixed_parts_of_a_request_are_the_same_alone_and_in_company(requests, heads, window, fixed):
+    counts = np.array([rows for _, rows in requests], np.int32)
+    lens = counts + np.array([before for before, _ in requests], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    tables, shape = np.zeros((len(lens), 1), np.int32), AttentionShape(*heads, 64, 64)
+    options = {"window": window, "splits": Splits(fixed=fixed)}
+    together = plan(starts, lens, tables, shape, **options)
+    for index, (_, rows) in enumerate(requests):
+        own = slice(index, index + 1)
+        alone = plan(np.array([0, rows], np.int32), lens[own], tables[own], shape, **options)
+        parts = parts_of(alone, 0)
+        assert parts == parts_of(together, index)
+        assert all(end - begin <= fixed for _, _, begin, end, *_ in parts) or rows > 16
+
+
+@pytest.mark.parametrize("window", [None, 290])
+def test_with_fixed_parts_an_answer_does_not_depend_on_company(window):
+    """To the bit, by the interpreter."""
+    requests = [(700, 1), (260, 1), (40, 1), (530, 1)] + [(300, 1)] * 12
+    batch = make_batch(np.random.default_rng(0), requests, AttentionShape(8, 2, 64, 64), mx.float16)
+    pools = batch.key_pool, batch.value_pool, mx.zeros(8, mx.uint32), 0.1
+
+    def attend(members):
+        starts = np.arange(len(members) + 1, dtype=np.int32)
+        lens, tables = batch.seq_lens[members], batch.tables[members]
+        made = plan(starts, lens, tables, batch.shape, window, splits=Splits(fixed=256))
+        with kernel.using(metal_interpreter.metal_kernel):
+            out, _ = paged_attention.run(made, batch.queries[mx.array(members)], *pools)
+        return made, np.array(out)
+
+    together, rows = attend(list(range(len(requests))))
+    for index in range(4):
+        alone, row = attend([index])
+        assert parts_of(alone, 0) == parts_of(together, index)
+        np.testing.assert_array_equal(row[0], rows[index])
+
+
+def test_parts_that_fit_a_step_are_others_in_company():
+    alone, crowd = decode_plan([2000], 8), decode_plan([2000] * 200, 8)
+    assert parts_of(alone, 0) != parts_of(crowd, 0)
