@@ -288,7 +288,10 @@ class _Batch:
         return rows // self.shape.group * self.shape.group or rows
 
     def pieces(self, members: np.ndarray, rows: int, most_work: int) -> Iterator[_Pieces]:
-        """Cuts requests `members`, in tiles of `rows`, into dispatches of up to `most_work`."""
+        """Cuts requests `members`, in tiles of `rows`, into dispatches of up to `most_work`.
+
+        No two pieces of a request are in the same dispatch: one alone leaves no room for a tile.
+        """
         group, step = self.shape.group, self.packed_step(rows)
         lens = self.query_lens[members]
         # The most keys of a tile: it spans step / group query rows, or two, and begins at a strip.
@@ -306,9 +309,7 @@ class _Batch:
         num_rows = np.minimum(at_once[owner], lens[owner] - first)
         work = -(-num_rows * group // step) * of_tile[owner]
         for piece in _in_order(work, most_work):
-            request = members[owner[piece]]
-            new = np.flatnonzero(np.diff(request, prepend=-1))  # a request's rows are one piece
-            yield _Pieces(request[new], first[piece][new], np.add.reduceat(num_rows[piece], new))
+            yield _Pieces(members[owner[piece]], first[piece], num_rows[piece])
 
 
 def _order(batch: _Batch, pieces: Sequence[_Pieces]) -> mx.array | None:

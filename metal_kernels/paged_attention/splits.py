@@ -57,8 +57,6 @@ class Splits:
     def cut(self, contexts: Contexts) -> Parts:
         """Cuts each context of a dispatch, or none of them."""
         if self.fixed is not None:
-            if (contexts.certain <= self.fixed).all():  # what nobody may see makes no second part
-                return contexts.whole()
             prompts = contexts.query_rows > _MOST_FIXED_ROWS
             return contexts.cut(self.fixed, prompts if prompts.any() else None)
         length = self._length(contexts)

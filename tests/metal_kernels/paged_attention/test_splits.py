@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_kernels import kernel, paged_attention
+from metal_kernels.layout import PositionLag
 from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan
 from metal_kernels.paged_attention.splits import WHOLE
 from tests.metal_kernels.paged_attention.batches import make_batch
@@ -67,8 +68,8 @@ def test_the_last_threadgroup_ends_soon_after_the_ideal(count):
 
 
 @pytest.mark.parametrize("cores", CORES)
-def test_a_long_context_beside_short_ones_keeps_nobody_waiting(cores):
-    lens = [1000] * 31 + [65536]
+@pytest.mark.parametrize("lens", [[1000] * 31 + [65536], [200] * 120 + [16000] * 4], ids=len)
+def test_long_contexts_beside_short_ones_keep_nobody_waiting(cores, lens):
     made = decode_plan(lens, 8, splits=Splits.of_gpu(cores))
     assert end_of(made, 3 * cores) <= 1.2 * sum(lens) * 8 / (3 * cores)
 
@@ -140,22 +141,30 @@ request = st.tuples(st.integers(0, 3000), st.integers(1, 16) | st.integers(1, 10
 @given(
     requests=st.lists(request, min_size=2, max_size=6),
     heads=st.sampled_from([(4, 1), (8, 2), (6, 2), (16, 1), (71, 1)]),
-    window=st.sampled_from([None, 300, 1000]),
+    window=st.sampled_from([None, 256, 300, 1000]),
+    most_behind=st.sampled_from([0, 3]),
     fixed=st.sampled_from([256, 272, 1024]),
 )
-def test_fixed_parts_of_a_request_are_the_same_alone_and_in_company(requests, heads, window, fixed):
+def test_fixed_parts_of_a_request_are_the_same_alone_and_in_company(
+    requests, heads, window, most_behind, fixed
+):
     counts = np.array([rows for _, rows in requests], np.int32)
     lens = counts + np.array([before for before, _ in requests], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     tables, shape = np.zeros((len(lens), 1), np.int32), AttentionShape(*heads, 64, 64)
     options = {"window": window, "splits": Splits(fixed=fixed)}
-    together = plan(starts, lens, tables, shape, **options)
+    behind = PositionLag(mx.zeros(len(lens), mx.int32), np.full(len(lens), most_behind))
+    together = plan(starts, lens + most_behind, tables, shape, behind=behind, **options)
     for index, (_, rows) in enumerate(requests):
-        own = slice(index, index + 1)
-        alone = plan(np.array([0, rows], np.int32), lens[own], tables[own], shape, **options)
+        own, begins = np.array([index]), np.array([0, rows], np.int32)
+        lag = behind.of(own)
+        alone = plan(begins, lens[own] + most_behind, tables[own], shape, behind=lag, **options)
         parts = parts_of(alone, 0)
         assert parts == parts_of(together, index)
-        assert all(end - begin <= fixed for _, _, begin, end, *_ in parts) or rows > 16
+        if rows <= 16:
+            assert all(end - begin <= fixed for _, _, begin, end, *_ in parts)
+        else:  # a prompt's chunk is whole
+            assert {many for *_, many in parts} == {1}
 
 
 @pytest.mark.parametrize("window", [None, 290])
