@@ -7,8 +7,6 @@ struct Row {
     int count;
 };
 
-constant constexpr int AHEAD = 4;  // parts whose loads wait for memory at the same time
-
 // ---- kernel body
 // Template: T, dtype of the output; DV, size of values. Grid: (32, H, rows).
 const int out_row = thread_position_in_grid.z;
@@ -31,20 +29,26 @@ for (int s = lane; s < count; s += 32) {
 total = metal::simd_sum(total);
 
 constexpr int N = (DV + 31) / 32;  // elements of a row that a lane holds
+constexpr int AHEAD = 16 / N;      // parts whose loads wait for memory at the same time
 float sum[N];
 UNROLLED for (int i = 0; i < N; i++) {
     sum[i] = 0.0f;
 }
 for (int s = 0; s < count; s += AHEAD) {
+    float part_top[AHEAD];
+    float part[AHEAD][N];
     UNROLLED for (int k = 0; k < AHEAD; k++) {
-        // Past the last part the last one is loaded again, to no effect: no load is conditional.
+        // Past the last part, or element, the last one is loaded again: no load is conditional.
         const ulong at = first + ulong(metal::min(s + k, count - 1)) * num_heads;
-        const float weight = s + k < count ? metal::exp2(stats[at * 2] - top) : 0.0f;
+        part_top[k] = stats[at * 2];
         UNROLLED for (int i = 0; i < N; i++) {
-            const int d = lane + 32 * i;
-            if (DV % 32 == 0 || d < DV) {
-                sum[i] += parts[at * DV + d] * weight;
-            }
+            part[k][i] = parts[at * DV + metal::min(lane + 32 * i, DV - 1)];
+        }
+    }
+    UNROLLED for (int k = 0; k < AHEAD; k++) {
+        const float weight = s + k < count ? metal::exp2(part_top[k] - top) : 0.0f;
+        UNROLLED for (int i = 0; i < N; i++) {
+            sum[i] += part[k][i] * weight;
         }
     }
 }

@@ -274,7 +274,7 @@ _FAULTS: _Faults = {
     ],
     (REDUCE, "prefill, split", WRONG): [
         ("total not rescaled", "stats[at + 1] * metal::exp2(stats[at] - top)", "stats[at + 1]"),
-        ("parts not rescaled", "metal::exp2(stats[at * 2] - top) : 0.0f", "1.0f : 0.0f"),
+        ("parts not rescaled", "metal::exp2(part_top[k] - top)", "1.0f"),
     ],
     (WRITE, "write, fp8", BOUNDS): [
         ("slot one past the pool's last", "slot < num_slots", "slot <= num_slots"),
