@@ -70,7 +70,7 @@ def _chosen(
     block_size: int,
     fixed: bool,
 ) -> type[LayerKVCache]:
-    """The same, before contexts are cut."""
+    """Returns the same, whose contexts are cut by default."""
     wanted = envs.kernels()
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return ScatterKVCache
