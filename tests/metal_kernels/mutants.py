@@ -269,7 +269,7 @@ _FAULTS: _Faults = {
         ("top of one lane's parts", "top = metal::simd_max(top);", ""),
         ("total of one lane's parts", "total = metal::simd_sum(total);", ""),
     ],
-    (REDUCE, "decode, split", UNWRITTEN): [
+    (REDUCE, "decode, split", BOUNDS): [
         ("one split too many", "= row.count;", "= row.count + 1;"),
     ],
     (REDUCE, "prefill, split", WRONG): [
