@@ -26,7 +26,7 @@ _ROW, _LOADING_ROWS = 1, 16
 #: Bytes of the results of all parts, about. No budget counts them, and three layers may be under
 #: way. So many rows of a prompt as would exceed it have tiles enough.
 _MOST_RESULTS = 2**25
-#: Rows of a request from which on fixed parts are not used: a chunk of a prompt has tiles enough.
+#: The most rows of a request in fixed parts: more are a prompt's, which has tiles enough.
 _MOST_FIXED_ROWS = 16
 
 
@@ -46,7 +46,9 @@ class Splits:
 
     @staticmethod
     def of_gpu(cores: int | None, fixed: int | None = None) -> Splits:
-        """Three threadgroups of 256 threads a core, which registers allow for all kernels.
+        """Three threadgroups of 256 threads a core: 68 registers a thread leave room for them.
+
+        The source is Mesa's table of M1's and M2's cores (agx_performance.c).
 
         Args:
             cores: of the GPU; None: unknown.
