@@ -345,7 +345,7 @@ def _dispatch(
     first_position = batch.first_positions[pieces.request]
 
     per_piece = -(-packed // stride)
-    owner = np.repeat(np.arange(len(packed)), per_piece)
+    owner = np.arange(len(packed)).repeat(per_piece)
     first_tile = _starts(per_piece)
     in_piece = (np.arange(len(owner)) - first_tile[owner]) * stride
     count = np.minimum(stride, packed[owner] - in_piece)
@@ -356,10 +356,12 @@ def _dispatch(
     begin = np.maximum(oldest, 0) // _STRIP * _STRIP
     end = first + (begin_packed + count - 1) // group + 1
 
+    seen = end - begin
     contexts = Contexts(
         begin=begin,
         end=end,
-        certain=end - begin - most_behind,  # or less, where the context begins sooner
+        seen=seen,
+        certain=seen - most_behind,  # or less, where the context begins sooner
         piece=owner,
         first_tile=first_tile,
         query_rows=batch.query_lens[pieces.request],
@@ -381,7 +383,7 @@ def _dispatch(
     made[:, 5] = parts.number
     made[:, 6] = parts.counts[of_tile]
     # The longest first, so that no long one is left for the end.
-    made[:] = made[(made[:, 3] - made[:, 4]).argsort(kind="stable")]
+    made[:] = made[(parts.begin - parts.end).argsort(kind="stable")]
 
     requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
     requests[pieces.request, 0] = batch.query_start_loc[pieces.request]
@@ -403,5 +405,5 @@ def _dispatch(
         tiles=mx.array(tiles),
         bounds=mx.array(bounds),
         splits=mx.array(parts.of_rows(pieces.num_rows)) if split else None,
-        work=shape.work(rows, int((end - begin).sum())),
+        work=shape.work(rows, int(seen.sum())),
     )

@@ -112,7 +112,8 @@ class Contexts:
 
     begin: np.ndarray  # [N] int, first position that may be seen
     end: np.ndarray  # [N] int, past the last that may be
-    certain: np.ndarray  # [N] int, keys seen; `end - begin` counts those that may not be there
+    seen: np.ndarray  # [N] int, keys between
+    certain: np.ndarray  # [N] int, those that are there if the context is as short as it may be
     piece: np.ndarray  # [N] int
     first_tile: np.ndarray  # [I] int, of each piece
     query_rows: np.ndarray  # [I] int, rows of the piece's request in this step
@@ -135,7 +136,7 @@ class Contexts:
             length: of each part but the last.
             whole: [I] bool, pieces that are not cut; None: all are.
         """
-        counts = np.maximum.reduceat(-((self.begin - self.end) // length), self.first_tile)
+        counts = np.maximum.reduceat(-(-self.seen // length), self.first_tile)
         if whole is not None:
             counts[whole] = 1
         of_tile = counts[self.piece]
