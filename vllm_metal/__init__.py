@@ -25,6 +25,9 @@ def register() -> str | None:
         return None
     if device == "metal":
         command_buffers.raise_limit()  # before anything of this process makes an array
+        from vllm_metal.device import tuned
+
+        tuned.apply()
     # vLLM asks amid its imports, with torch's half a million objects made. Without them the
     # collector takes a tenth less of a start's time; they stay for as long as the process anyway.
     gc.freeze()

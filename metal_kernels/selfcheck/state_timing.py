@@ -40,7 +40,7 @@ def compare(
     """
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for num_rows in prompts:
-        ways = _ways(case, num_rows)
+        ways = ways_through(case, num_rows)
         for way, seconds in zip(WAYS, in_turn(ways, _CALLS, clock), strict=True):
             found[way][f"{_ONE}{num_rows}"] = seconds
     return found
@@ -62,8 +62,8 @@ def long_prompt(outcome: Outcome) -> int | None:
     return fewest
 
 
-def _ways(case: Case, num_rows: int) -> tuple[Call, Call]:
-    """Calls that bring the state in _BLOCK on by so many rows."""
+def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
+    """Calls of each of WAYS that bring the state in _BLOCK on by so many rows."""
     part = parts_of(case)[1]
     pools, split = make_pools(case, part, fill=0)
     kind = case.states

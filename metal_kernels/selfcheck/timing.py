@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,14 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionPlan, Tiles, buckets, gathered
+from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, buckets, gathered
 from metal_kernels.paged_attention.buckets import BucketPlan
+from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
+#: Bytes of K and V that calls go through in turn, so that none finds its own in a system cache:
+#: those of an Ultra hold 96 MB.
+ROTATED = 2**28
 _ROUNDS = 5
 _CALLS = 20  # of a round, queued together
 #: What is timed to choose a way: by choice, (requests, rows of each, positions of each). Contexts
@@ -67,7 +72,7 @@ def works(case: Case, contexts: tuple[int, int] = (1024, 8192)) -> list[Work]:
     """
     short, long = contexts
     chunk, blocks = short // 2, 8
-    layer = _Layer(case, max(8 * short, long))
+    layer = Layer(case, max(8 * short, long))
     name = f"{dtype_name(case.cache_dtype)} cache"
     rows = layer.row_bytes
     calls: list[tuple[str, Call, int]] = [
@@ -90,6 +95,7 @@ def compare(
     tiles: Tiles,
     batches: Sequence[tuple[int, int, int]] = (),
     clock: Callable[[], float] = time.perf_counter,
+    rotated: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Times the ways of WAYS in turn, so that what slows the machine slows both.
 
@@ -99,13 +105,14 @@ def compare(
         tiles: that the kernels may use.
         batches: requests, rows of each, positions of each; none: those of the choice.
         clock: seconds.
+        rotated: bytes of K and V that the calls go through; None: ROTATED on a GPU.
 
     Returns:
         By way, then call: the median of the rounds' seconds for one call.
     """
     calls = _COMPARED_CALLS[choice]
     batches = [_bounded(case, batch, calls) for batch in batches or _COMPARED[choice]]
-    layer = _Layer(case, max(requests * context for requests, _, context in batches))
+    layer = Layer(case, max(requests * context for requests, _, context in batches), rotated)
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for requests, query, context in batches:
         name = f"{requests} x {query} of {context}"
@@ -134,22 +141,35 @@ def in_turn(
     for number in range(_ROUNDS + 1):
         for call, seconds in zip(ways, rounds, strict=True):
             start = clock()
-            _queue(call, calls)
+            queue(call, calls)
             took = clock() - start
             if number:
                 seconds.append(took / calls)
     return map(statistics.median, rounds)
 
 
-class _Layer:
-    """A pool, and calls of kernels over it."""
+class Layer:
+    """A pool, and calls of kernels over it, each call over other blocks than the one before."""
 
-    def __init__(self, case: Case, num_slots: int) -> None:
+    def __init__(self, case: Case, num_slots: int, rotated: int | None = None) -> None:
+        """
+        Args:
+            case: of the layer.
+            num_slots: that the largest call needs.
+            rotated: bytes that the pool has at least; None: ROTATED on a GPU, 0 elsewhere.
+        """
         shape = case.shape
         self._case = case
-        self._blocks = np.arange(-(-num_slots // case.block_size), dtype=np.int32)
-        pool = (shape.num_kv_heads, len(self._blocks), case.block_size)
         coded = case.cache_dtype in CODE_DTYPES
+        #: Bytes of one position's K, or V, of all heads.
+        self.row_bytes = shape.num_kv_heads * (
+            shape.head_size * case.cache_dtype.size + (SCALE_DTYPE.size if coded else 0)
+        )
+        if rotated is None:
+            rotated = ROTATED if mx.default_device().type == mx.DeviceType.gpu else 0
+        slots = max(num_slots, rotated // ((1 if shape.latent else 2) * self.row_bytes))
+        self._blocks = np.arange(-(-slots // case.block_size), dtype=np.int32)
+        pool = (shape.num_kv_heads, len(self._blocks), case.block_size)
         self._keys, self._values = (
             mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)
         )
@@ -161,47 +181,74 @@ class _Layer:
         if shape.latent:
             self._value_scales = self._key_scales
         mx.eval(self._arrays())
-        #: Bytes of one position's K, or V, of all heads.
-        self.row_bytes = shape.num_kv_heads * (
-            shape.head_size * case.cache_dtype.size + (SCALE_DTYPE.size if coded else 0)
-        )
+
+    def _in_turn(self, blocks: int, call_of: Callable[[np.ndarray], Call]) -> Call:
+        """A call that goes on, each time, to the next so many blocks of the pool."""
+        count = max(len(self._blocks) // blocks, 1)
+        calls = [
+            call_of(self._blocks[first : first + blocks])
+            for first in range(0, count * blocks, blocks)
+        ]
+        turn = itertools.cycle(calls)
+        return lambda fence: next(turn)(fence)
 
     def write(self, num_rows: int) -> Call:
         shape = self._case.shape
         rows = mx.ones((num_rows, shape.num_kv_heads, shape.head_size), self._case.dtype)
-        slots = mx.arange(num_rows)
         keys_to, values_to = self._keys, self._values
-        scales = (self._key_scales, self._value_scales)
-        return lambda fence: [
-            kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
-        ]
+        scales, size = (self._key_scales, self._value_scales), self._case.block_size
 
-    def attend(self, requests: int, query: int, context: int, tiles: Tiles | None = None) -> Call:
+        def call_of(blocks: np.ndarray) -> Call:
+            slots = mx.array(np.arange(num_rows, dtype=np.int32) + blocks[0] * size)
+            return lambda fence: [
+                kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
+            ]
+
+        return self._in_turn(-(-num_rows // size), call_of)
+
+    def attend(
+        self,
+        requests: int,
+        query: int,
+        context: int,
+        tiles: Tiles | None = None,
+        splits: Splits = DEFAULT,
+    ) -> Call:
         """By our kernels."""
         case = self._case
-        layout = self._layout(requests, query, context)
-        plan = paged_attention.plan(*layout, case.shape, case.window, tiles)
-        return self._attending(plan, paged_attention.run, requests * query)
+
+        def call_of(blocks: np.ndarray) -> Call:
+            layout = self._layout(requests, query, context, blocks)
+            plan = paged_attention.plan(*layout, case.shape, case.window, tiles, splits=splits)
+            return self._attending(plan, paged_attention.run, requests * query)
+
+        return self._in_turn(requests * self._width_of(context), call_of)
 
     def attend_gathered(self, requests: int, query: int, context: int) -> Call:
         """By MLX's attention over what `kv_gather` reads."""
-        plan = buckets.plan(
-            *self._layout(requests, query, context),
-            np.full(requests * query, -1, np.int32),
-            self._case.block_size,
-            self._case.window,
-            causal=mx.default_device().type == mx.DeviceType.gpu,
-        )
-        return self._attending(plan, gathered.run, requests * query)
+
+        def call_of(blocks: np.ndarray) -> Call:
+            plan = buckets.plan(
+                *self._layout(requests, query, context, blocks),
+                np.full(requests * query, -1, np.int32),
+                self._case.block_size,
+                self._case.window,
+                causal=mx.default_device().type == mx.DeviceType.gpu,
+            )
+            return self._attending(plan, gathered.run, requests * query)
+
+        return self._in_turn(requests * self._width_of(context), call_of)
+
+    def _width_of(self, context: int) -> int:
+        return -(-context // self._case.block_size)
 
     def _layout(
-        self, requests: int, query: int, context: int
+        self, requests: int, query: int, context: int, blocks: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        width = -(-context // self._case.block_size)
         return (
             np.arange(requests + 1, dtype=np.int32) * query,
             np.full(requests, context, np.int32),
-            self._blocks[: requests * width].reshape(requests, width),
+            blocks.reshape(requests, self._width_of(context)),
         )
 
     def _attending(
@@ -231,13 +278,22 @@ class _Layer:
         return call
 
     def gather(self, context: int) -> Call:
-        table = mx.array(self._blocks[None, : -(-context // self._case.block_size)])
         keys, scales, dtype = self._keys, self._key_scales, self._case.dtype
-        return lambda fence: [*reversed(kv_gather.gather(keys, table, dtype, [fence], scales))]
+
+        def call_of(blocks: np.ndarray) -> Call:
+            table = mx.array(blocks[None])
+            return lambda fence: [
+                *reversed(kv_gather.gather(keys, table, dtype, [fence], scales))
+            ]
+
+        return self._in_turn(self._width_of(context), call_of)
 
     def copy(self, blocks: int) -> Call:
-        sources, targets = self._blocks[:blocks], self._blocks[blocks : 2 * blocks]
-        return lambda fence: [kv_blocks.copy(self._arrays(), sources, targets, [fence])]
+        def call_of(both: np.ndarray) -> Call:
+            sources, targets = both[:blocks], both[blocks:]
+            return lambda fence: [kv_blocks.copy(self._arrays(), sources, targets, [fence])]
+
+        return self._in_turn(2 * blocks, call_of)
 
     @property
     def state_bytes(self) -> int:
@@ -249,20 +305,30 @@ class _Layer:
         return 2 * self._keys.size // self._keys.shape[1]
 
     def read_states(self, count: int) -> Call:
-        pools, blocks = [self._keys, self._values], mx.array(self._blocks[:count])
-        return lambda fence: [*reversed(kv_states.read(pools, blocks, self._width, after=[fence]))]
+        pools = [self._keys, self._values]
+
+        def call_of(blocks: np.ndarray) -> Call:
+            table = mx.array(blocks)
+            return lambda fence: [
+                *reversed(kv_states.read(pools, table, self._width, after=[fence]))
+            ]
+
+        return self._in_turn(count, call_of)
 
     def write_states(self, count: int) -> Call:
-        pools, blocks = [self._keys, self._values], self._blocks[:count]
+        pools = [self._keys, self._values]
         states = mx.zeros((count, self._width), BITS[self._keys.dtype.size])
-        return lambda fence: [kv_states.write(pools, blocks, states, after=[fence])]
+        return self._in_turn(
+            count,
+            lambda blocks: lambda fence: [kv_states.write(pools, blocks, states, after=[fence])],
+        )
 
     def _arrays(self) -> list[mx.array]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)
         return [array for array in arrays if array is not None]
 
 
-def _queue(call: Call, count: int) -> None:
+def queue(call: Call, count: int) -> None:
     """So many calls, each after the one before, to their end."""
     fence, results = mx.zeros(FENCE_SHAPE, FENCE_DTYPE), []
     for _ in range(count):

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import CHOICES, KERNELS, Case, Outcome
-from vllm_metal.device import record
+from vllm_metal.device import identity, record
 from vllm_metal.device.record import Record
 
 CASE = Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=100)
@@ -77,7 +77,7 @@ def test_another_mlx_knows_nothing_and_old_records_are_deleted(tmp_path: Path, m
     kept.add_outcome(Outcome("kv_write", CASE, True))
     assert not former.exists()
     (path,) = tmp_path.glob("*.jsonl")
-    monkeypatch.setattr(record, "version", lambda package: "99.0")
+    monkeypatch.setattr(identity, "version", lambda package: "99.0")
     other = Record(tmp_path)
     assert other.outcomes([CASE]) == []
     assert record.served(tmp_path) == [CASE]  # models stay the same

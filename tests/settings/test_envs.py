@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from mac import tell_numbers
 
 import vllm_metal
 from metal_kernels.cache import cache_dir
@@ -28,6 +29,7 @@ def test_the_plugin_applies_on_apple_silicon_or_when_asked(
     monkeypatch, system, machine, setting, device
 ):
     monkeypatch.setattr(sys, "platform", system)
+    tell_numbers(monkeypatch, {"machdep.cpu.brand_string": b"Apple M9\0"})
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.delenv("VLLM_METAL_DEVICE", raising=False)
     if setting is not None:

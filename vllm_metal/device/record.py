@@ -12,21 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-import metal_kernels
 from metal_kernels.cache import cache_dir
 from metal_kernels.selfcheck import Case, Check, Outcome, checks
-from vllm_metal.device import mlx_device
+from vllm_metal.device import identity, mlx_device
 
 #: Changes when rows of a kind change their meaning.
 _FORMAT = 3
@@ -34,7 +31,6 @@ _FORMAT = 3
 #: many seconds. Until then they serve those who go back, or have two installations.
 _KEPT = 30 * 86400.0
 _T = TypeVar("_T")
-_KERNELS_FOLDER = Path(metal_kernels.__file__).parent
 
 
 def default_folder() -> Path:
@@ -147,17 +143,9 @@ def _known(read: Callable[[dict[str, Any]], _T], rows: Iterable[dict[str, Any]])
 
 def _key() -> str:
     """A digest of all that could change a finding."""
-    sources = hashlib.sha256()
-    for path in sorted(_KERNELS_FOLDER.rglob("*")):
-        name = path.relative_to(_KERNELS_FOLDER)
-        if path.suffix in (".metal", ".py"):
-            sources.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     facts = {
         "format": _FORMAT,
         "chip": mlx_device.name("metal" if mx.metal.is_available() else "cpu"),
-        "system": platform.platform(),
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
-        "sources": sources.hexdigest(),
+        **identity.software(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

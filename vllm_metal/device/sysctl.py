@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads numbers of macOS's kernel by name."""
+"""Reads numbers and texts of macOS's kernel by name."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def read(name: str) -> int | None:
         name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
     )
     return None if failed else value.value
+
+
+def read_text(name: str) -> str | None:
+    """The kernel's text of that name, such as ``hw.model``; None: it has none. macOS only."""
+    value = ctypes.create_string_buffer(256)
+    size = ctypes.c_size_t(len(value))
+    failed = ctypes.CDLL(None).sysctlbyname(
+        name.encode(), value, ctypes.byref(size), None, ctypes.c_size_t(0)
+    )
+    return None if failed else value.value.decode(errors="replace")

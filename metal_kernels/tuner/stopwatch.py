@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times one thing by the clock: a warm-up, then windows of fixed time; refuses unsteady machines.
+
+A fixed count of calls drifts threefold on Macs, whose GPU's clock follows the load (mlx#3837).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from metal_kernels.selfcheck.timing import Call, queue
+
+#: Seconds of work before the first timing and after a pause, and before any other.
+WARM_UP, _AGAIN = 1.0, 0.2
+#: A pause is longer than so many seconds: the GPU's clock falls in it.
+_PAUSE = 0.5
+WINDOWS, WINDOW = 5, 0.4  # of a timing; seconds of each
+#: Seconds of calls that are handed over together: far from what macOS ends a process for.
+_BATCH = 0.05
+#: The second slowest window over the second fastest: above it something else runs.
+_STEADY = 1.3
+
+#: Runs so many calls to their end.
+Run = Callable[[int], None]
+
+
+class Unsteady(Exception):
+    """The machine is hot, busy or on battery: what is timed now says nothing."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call of an arm, in each window."""
+
+    arm: str
+    windows: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return median(self.windows)
+
+
+@dataclass
+class Stopwatch:
+    """Times arms one after the other, and keeps the timings."""
+
+    #: Raises Unsteady where the machine says so itself; asked before each timing.
+    watch: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.perf_counter
+    window: float = WINDOW  # seconds
+    warm_up: float = WARM_UP
+    timings: list[Timing] = field(default_factory=list)
+    _ended: float | None = None  # of the last timing
+
+    def time(self, arm: str, run: Run) -> Timing:
+        """Times calls.
+
+        Raises:
+            Unsteady: the windows differ by more than a steady machine's.
+        """
+        self.watch()
+        batch = self._warm(run)
+        windows = []
+        for _ in range(WINDOWS):
+            calls, start = 0, self.clock()
+            while (took := self.clock() - start) < self.window or not calls:
+                run(batch)
+                calls += batch
+            windows.append(took / calls)
+        self._ended = self.clock()
+        timing = Timing(arm, tuple(windows))
+        self.timings.append(timing)
+        _, fast, *_, slow, _ = sorted(windows)
+        if slow > fast * _STEADY:
+            raise Unsteady(
+                f"{arm} took {fast * 1e6:.0f} to {slow * 1e6:.0f} µs within two seconds: something "
+                "else is running, or the GPU is changing its clock"
+            )
+        return timing
+
+    def time_call(self, arm: str, call: Call) -> Timing:
+        """Times calls that take the fence of the one before."""
+        return self.time(arm, lambda count: queue(call, count))
+
+    def _warm(self, run: Run) -> int:
+        """Runs calls for a while; returns how many fill a batch."""
+        run(1)  # compiles
+        start, calls = self.clock(), 0
+        paused = self._ended is None or start - self._ended > _PAUSE
+        wanted = self.warm_up if paused else min(_AGAIN, self.warm_up)
+        batch = 1
+        while (took := self.clock() - start) < wanted or not calls:
+            run(batch)
+            calls += batch
+            spent = self.clock() - start
+            batch = max(1, round(calls * _BATCH / spent)) if spent > 0 else 1
+        return batch
