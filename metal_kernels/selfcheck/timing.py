@@ -282,9 +282,7 @@ class Layer:
 
         def call_of(blocks: np.ndarray) -> Call:
             table = mx.array(blocks[None])
-            return lambda fence: [
-                *reversed(kv_gather.gather(keys, table, dtype, [fence], scales))
-            ]
+            return lambda fence: [*reversed(kv_gather.gather(keys, table, dtype, [fence], scales))]
 
         return self._in_turn(self._width_of(context), call_of)
 

@@ -9,16 +9,13 @@ from math import exp, log, sqrt
 from statistics import fmean, variance
 from typing import Generic, TypeVar
 
-from metal_kernels.tuner.stopwatch import Timing, Unsteady
+from metal_kernels.tuner.stopwatch import Timing
 
 #: A change is taken from such a gain on, in both orders (llama.cpp takes 1.05 too).
 LEAST_GAIN = 1.05
 #: Standard errors that the mean gain must be above LEAST_GAIN by: windows that differ by 10 % ask
 #: for a gain of some 14 %, a quiet machine's 1 % for 6 %.
 _ERRORS = 3
-#: Two timings of one arm that differ by more tell of another machine than before: 28 % were seen in
-#: one that ran hot (mlx#3842).
-_SAME = 1.2
 #: What comes so near to the best at first sight is compared with it.
 _NEAR = 1.12
 
@@ -62,14 +59,8 @@ class Duel:
 
 
 def duel(measure: Measure[ValueT], first: ValueT, second: ValueT) -> Duel:
-    """Times two values.
-
-    Raises:
-        Unsteady: a value took another time than a moment before.
-    """
+    """Times two values, so that a machine which slows down slows both alike."""
     before, one, two, behind = (measure(value) for value in (first, second, second, first))
-    for arm in ((before, behind), (one, two)):
-        check_same(*arm)
     return Duel((before, behind), (one, two))
 
 
@@ -80,9 +71,6 @@ def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT)
         measure: times a value.
         values: to choose from, the current one among them.
         current: what serves now.
-
-    Raises:
-        Unsteady: see `duel`.
     """
     seen = {value: measure(value) for value in dict.fromkeys((current, *values))}
     order = sorted(seen, key=lambda value: seen[value].seconds)
@@ -96,11 +84,7 @@ def best_of(measure: Measure[ValueT], values: Sequence[ValueT], current: ValueT)
 
 
 def confirmed(measure: Measure[ValueT], current: ValueT, other: ValueT) -> Found[ValueT]:
-    """The other value, where it beats the current one clearly; 4 timings, none of equal values.
-
-    Raises:
-        Unsteady: see `duel`.
-    """
+    """The other value, where it beats the current one clearly; 4 timings, none of equal values."""
     if other == current:
         return Found(current, 1.0)
     fought = duel(measure, current, other)
@@ -120,19 +104,6 @@ def fewest(wins: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if wins(sizes[middle]) else (middle + 1, high)
     return sizes[high]
-
-
-def check_same(before: Timing, behind: Timing) -> None:
-    """
-    Raises:
-        Unsteady: two timings of one arm differ by more than noise.
-    """
-    fast, slow = sorted((before.seconds, behind.seconds))
-    if slow > fast * _SAME:
-        raise Unsteady(
-            f"{before.arm} took {before.seconds * 1e6:.0f} µs, and {behind.seconds * 1e6:.0f} a "
-            "moment later: the machine is hot, or busy with something else"
-        )
 
 
 def _logs(arm: Sequence[Timing]) -> list[float]:

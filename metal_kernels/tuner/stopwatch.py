@@ -22,6 +22,9 @@ WINDOWS, WINDOW = 5, 0.4  # of a timing; seconds of each
 _BATCH = 0.05
 #: The second slowest window over the second fastest: above it something else runs.
 _STEADY = 1.3
+#: A timing of an arm over its first one: by more, this is another machine than before. 28 % were
+#: seen in one that ran hot (mlx#3842).
+_SAME = 1.2
 
 #: Runs so many calls to their end.
 Run = Callable[[int], None]
@@ -59,7 +62,7 @@ class Stopwatch:
         """Times calls.
 
         Raises:
-            Unsteady: the windows differ by more than a steady machine's.
+            Unsteady: the windows differ by more than a steady machine's, or from the arm's first.
         """
         self.watch()
         batch = self._warm(run)
@@ -71,13 +74,26 @@ class Stopwatch:
                 calls += batch
             windows.append(took / calls)
         self._ended = self.clock()
-        timing = Timing(arm, tuple(windows))
+        return self.keep(Timing(arm, tuple(windows)))
+
+    def keep(self, timing: Timing) -> Timing:
+        """Adds a timing that was made elsewhere.
+
+        Raises:
+            Unsteady: see `time`.
+        """
         self.timings.append(timing)
-        _, fast, *_, slow, _ = sorted(windows)
+        arm, (_, fast, *_, slow, _) = timing.arm, sorted(timing.windows)
         if slow > fast * _STEADY:
             raise Unsteady(
-                f"{arm} took {fast * 1e6:.0f} to {slow * 1e6:.0f} µs within two seconds: something "
-                "else is running, or the GPU is changing its clock"
+                f"{arm} took {_micros(fast)} to {_micros(slow)} within seconds: something else is "
+                "running, or the GPU is changing its clock"
+            )
+        before = next(kept.seconds for kept in self.timings if kept.arm == arm)
+        if max(before, timing.seconds) > min(before, timing.seconds) * _SAME:
+            raise Unsteady(
+                f"{arm} took {_micros(before)} first, and {_micros(timing.seconds)} later: the "
+                "machine is hot, or busy with something else"
             )
         return timing
 
@@ -92,9 +108,13 @@ class Stopwatch:
         paused = self._ended is None or start - self._ended > _PAUSE
         wanted = self.warm_up if paused else min(_AGAIN, self.warm_up)
         batch = 1
-        while (took := self.clock() - start) < wanted or not calls:
+        while self.clock() - start < wanted or not calls:
             run(batch)
             calls += batch
             spent = self.clock() - start
             batch = max(1, round(calls * _BATCH / spent)) if spent > 0 else 1
         return batch
+
+
+def _micros(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs"

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +20,8 @@ from vllm_metal.settings.secret_file import write_private
 #: Changes when a choice changes its meaning.
 _FORMAT = 1
 _FILE = "choices.json"
-#: What MLX reads once, when it first uses the GPU: dispatches of a command buffer.
-DISPATCHES = "MLX_MAX_OPS_PER_BUFFER"
+#: Variables that MLX reads once, when it first uses the GPU, by the choice that they carry.
+VARIABLES: Mapping[str, str] = MappingProxyType({"dispatches": "MLX_MAX_OPS_PER_BUFFER"})
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -160,18 +160,14 @@ def default_folder() -> Path:
 
 
 def apply() -> None:
-    """Sets the variable that MLX reads once, unless it is set. Child processes inherit it.
+    """Sets the variables of VARIABLES, unless they are set. Child processes inherit them.
 
     Comes before anything of this process makes an array.
     """
-    dispatches = current().choices.dispatches
-    if dispatches is not None:
-        os.environ.setdefault(DISPATCHES, str(dispatches))
-
-
-def with_layer(choices: Choices, name: str, kind: str, value: Any) -> Choices:
-    """The choices with one more of a kind of layer."""
-    return replace(choices, **{name: {**getattr(choices, name), kind: value}})
+    for name, variable in VARIABLES.items():
+        value = getattr(current().choices, name)
+        if value is not None:
+            os.environ.setdefault(variable, str(value))
 
 
 def _key() -> dict[str, Any]:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times a chain of small dispatches, as a decode step is, in a process with one limit of MLX's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_kernels.command_buffers import DISPATCHES_OF_A_LAYER, MOST_DISPATCHES
+from metal_kernels.tuner.choice import ProcessChoice
+from metal_kernels.tuner.search import Found, Measure, best_of
+from metal_kernels.tuner.stopwatch import Stopwatch, Timing
+
+#: Dispatches of a command buffer to choose from; MLX's own are 40 and 50.
+VALUES = (50, 100, 200, 500, 1000)
+_LAYERS = 32
+_SIZE = 4096  # numbers of each array: a row of an 8B model
+
+
+def search(measure: Measure[int], current: int) -> Found[int]:
+    """The limit that a step is quickest with.
+
+    Args:
+        measure: times a step in a process of its own, with such a limit.
+        current: what serves now.
+    """
+    return best_of(measure, sorted({*VALUES, current}), current)
+
+
+def time_step(stopwatch: Stopwatch, layers: int = _LAYERS) -> Timing:
+    """Times dispatches of so many layers, each of which waits for the one before."""
+    weights = mx.ones((_SIZE,))
+    mx.eval(weights)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            row = weights
+            for _ in range(layers * DISPATCHES_OF_A_LAYER // 2):
+                # Two kernels that MLX does not join into one.
+                row = mx.fast.rms_norm(row, weights, 1e-6) + weights
+            mx.eval(row)
+
+    return stopwatch.time(f"{layers * DISPATCHES_OF_A_LAYER} dispatches in a row", run)
+
+
+CHOICE = ProcessChoice("dispatches of a command buffer", search, time_step, MOST_DISPATCHES)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds from how many rows on a prompt goes through states by MLX's function in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from metal_kernels.selfcheck import WAYS
+from metal_kernels.selfcheck.state_timing import ways_through
+from metal_kernels.tuner.choice import Choice, Chosen, Layer
+from metal_kernels.tuner.search import Measure, duel, fewest
+from metal_kernels.tuner.stopwatch import Stopwatch, Timing
+
+
+class Arm(NamedTuple):
+    """A way of WAYS through so many rows."""
+
+    way: str
+    rows: int
+
+
+def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
+    """Compares both ways at some sizes; MLX's has to win clearly from the size found on.
+
+    Args:
+        measure: times an arm.
+        prompts: rows, ascending.
+    """
+    gains = {}
+
+    def wins(rows: int) -> bool:
+        fought = duel(measure, *(Arm(way, rows) for way in WAYS))
+        gains[rows] = fought.gain
+        return fought.clear
+
+    found = fewest(wins, prompts)
+    return Chosen({"long_prompt": found}, 1.0 if found is None else gains[found])
+
+
+def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
+    calls = {
+        Arm(way, rows): call
+        for rows in layer.prompts
+        for way, call in zip(WAYS, ways_through(layer.case, rows), strict=True)
+    }
+
+    def measure(arm: Arm) -> Timing:
+        return stopwatch.time_call(f"{arm.rows} rows through states by {arm.way}", calls[arm])
+
+    return search(measure, layer.prompts)
+
+
+def _wanted(layer: Layer) -> bool:
+    kind = layer.case.states
+    return layer.states and kind is not None and kind.has_chunks
+
+
+CHOICE = Choice("long prompts through states", _wanted, _search)

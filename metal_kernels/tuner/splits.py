@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds how contexts are cut: what a part costs, and how many threadgroups are under way at once.
+
+Both follow from six timings of one long context in equal parts. n parts of L keys on S slots take
+t * (ceil(n / S) * (L + c) + j), where c is what a part costs in keys, and j what the reduction
+does: a few long parts tell t, many of middle length S, many short ones c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from statistics import variance
+
+from metal_kernels.paged_attention import Splits
+from metal_kernels.selfcheck import timing
+from metal_kernels.tuner.choice import Choice, Chosen, Layer
+from metal_kernels.tuner.search import Measure, confirmed
+from metal_kernels.tuner.stopwatch import Stopwatch, Timing
+
+#: Keys of the parts that are timed, as shares of the context: 64 of 32k and up.
+_SHARES = (512, 256, 128, 64, 32, 8)
+_SHORTEST = 16  # keys: kernels walk strips of so many at most
+_COSTS = (6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # keys
+#: Threadgroups of a core.
+_THREADGROUPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_CORES = 24  # where they are not known
+#: Keys that a reduction costs, beside a key for each part of a row (paged_attention/splits.py).
+_JOIN = 20
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """One request's context, which all K/V heads walk."""
+
+    keys: int
+    heads: int  # Hkv
+
+    def duration(self, length: int, splits: Splits) -> float:
+        """In keys' time, of parts of so many keys."""
+        parts = -(-self.keys // length)
+        turns = -(-parts * self.heads // splits.slots)
+        return turns * (min(length, self.keys) + splits.part_cost) + _JOIN + parts
+
+
+def search(
+    measure: Measure[Splits], context: LongContext, cores: int | None, current: Splits
+) -> Chosen:
+    """Six timings, and four that compare what follows from them with the current values.
+
+    Args:
+        measure: times the context's attention.
+        context: that is timed.
+        cores: of the GPU; None: unknown.
+        current: what serves now.
+    """
+    lengths = dict.fromkeys(max(context.keys // share, _SHORTEST) for share in _SHARES)
+    seen = {length: measure(replace(current, fixed=length)).seconds for length in lengths}
+    found = confirmed(measure, current, fitted(seen, context, _candidates(cores)))
+    if found.value == current:
+        return Chosen({"part_cost": None, "slots": None})
+    return Chosen({"part_cost": found.value.part_cost, "slots": found.value.slots}, found.gain)
+
+
+def fitted(seen: Mapping[int, float], context: LongContext, candidates: Sequence[Splits]) -> Splits:
+    """The candidate that explains the seconds of each length of parts best."""
+
+    def unexplained(splits: Splits) -> float:
+        return variance(
+            [log(took / context.duration(length, splits)) for length, took in seen.items()]
+        )
+
+    return min(candidates, key=unexplained)
+
+
+def _candidates(cores: int | None) -> list[Splits]:
+    slots = [round(share * (cores or _CORES)) for share in _THREADGROUPS]
+    return [Splits(part_cost=cost, slots=count) for cost in _COSTS for count in slots]
+
+
+def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
+    shape, case = layer.case.shape, layer.case
+    over = timing.Layer(case, layer.context)
+    calls: dict[Splits, timing.Call] = {}
+
+    def measure(splits: Splits) -> Timing:
+        if splits not in calls:
+            calls[splits] = over.attend(1, 1, layer.context, layer.tiles, splits)
+        return stopwatch.time_call(f"1 x {layer.context} with {splits}", calls[splits])
+
+    context = LongContext(layer.context, shape.num_kv_heads)
+    return search(measure, context, layer.cores, Splits.of_gpu(layer.cores))
+
+
+def _wanted(layer: Layer) -> bool:
+    return layer.tiles.split and layer.case.window is None and "decode" in layer.case.kernels
+
+
+CHOICE = Choice("parts of contexts", _wanted, _search, of_layer=False)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A clock that only work moves, and machines of known speed, with noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from metal_kernels.tuner.stopwatch import Run, Stopwatch, Timing
+
+
+@dataclass
+class Machine:
+    """Work takes as long as it is said to, times noise, times what the machine has become."""
+
+    seed: int = 0
+    noise: float = 0.0  # of each call to `run`, up and down, all alike
+    #: Takes the seconds since the start; returns how many times as long work takes then.
+    slower: Callable[[float], float] = lambda now: 1.0
+    now: float = 0.0
+    stopwatch: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self.stopwatch = Stopwatch(clock=lambda: self.now, window=0.03)
+
+    def work(self, seconds: float) -> Run:
+        """Runs calls that take so long each. One run of them fills a window: its noise is whole."""
+
+        def run(count: int) -> None:
+            noise = 1 + self._random.uniform(-self.noise, self.noise)
+            self.now += count * seconds * noise * self.slower(self.now)
+
+        return run
+
+    def time(self, arm: object, seconds: float) -> Timing:
+        return self.stopwatch.time(str(arm), self.work(seconds))
+
+
+class Once(Stopwatch):
+    """Runs each arm a few times, whatever it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(window=0.0, warm_up=0.0)
+
+    def keep(self, timing: Timing) -> Timing:
+        self.timings.append(timing)
+        return timing

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each choice finds its planted optimum within 24 timings in noise, and times what it says."""
+
+from dataclasses import replace
+
+import metal_interpreter
+import mlx.core as mx
+import pytest
+
+from metal_kernels import kernel
+from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.selfcheck import Case, StateKind
+from metal_kernels.tuner import dispatches, long_prompt, prefill_rows
+from metal_kernels.tuner.choice import Layer
+from metal_kernels.tuner.long_prompt import Arm
+from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
+from metal_kernels.tuner.shares import facts, shares
+from tests.metal_kernels.tuner.fakes import Machine, Once
+
+CASE = Case(AttentionShape(4, 1, 64, 64), mx.float16, mx.float16, 16)
+STATES = replace(
+    CASE, states=StateKind((2, 64, 4, 32), delta=True, channels=24), kernels=("recurrence",)
+)
+PROMPTS = (64, 128, 256, 512, 1024, 2048)
+SEEDS = range(20)
+
+
+def layer_of(case: Case) -> Layer:
+    tiles = Tiles.for_layer(case.shape)
+    return Layer(case, tiles, states=True, context=256, prompts=(8, 16))
+
+
+@pytest.mark.parametrize("best", [8, 16, 32, 64])
+def test_the_planted_tile_of_prompts_is_found(best):
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        seconds = {size: 1e-3 * max(size / best, best / size) ** 0.5 for size in (8, 16, 32, 64)}
+        found = prefill_rows.search(
+            lambda size: machine.time(size, seconds[size]),  # noqa: B023
+            (8, 16, 32, 64),
+        )
+        assert found.values == {"prefill_rows": best}
+        assert len(machine.stopwatch.timings) <= 24
+
+
+@pytest.mark.parametrize("first", [*PROMPTS, None])
+def test_the_planted_length_of_prompts_is_found(first):
+    def seconds(arm: Arm) -> float:
+        wins = first is not None and arm.rows >= first
+        return arm.rows * 1e-5 * ((0.7 if wins else 1.3) if arm.way == "mlx" else 1.0)
+
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = long_prompt.search(lambda arm: machine.time(arm, seconds(arm)), PROMPTS)  # noqa: B023
+        assert found.values == {"long_prompt": first}
+        assert len(machine.stopwatch.timings) <= 24
+
+
+def test_a_prompt_by_mlx_must_be_faster_by_5_per_cent():
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = long_prompt.search(
+            lambda arm: machine.time(arm, 1e-3 if arm.way == "mlx" else 1.04e-3),  # noqa: B023
+            PROMPTS,
+        )
+        assert found.values == {"long_prompt": None}
+
+
+@pytest.mark.parametrize("best", [50, 100, 200, 500, 1000])
+@pytest.mark.parametrize("current", [50, 200])
+def test_the_planted_number_of_dispatches_is_found(best, current):
+    def seconds(value: int) -> float:
+        return 1e-3 * max(value / best, best / value) ** 0.4
+
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = dispatches.search(lambda value: machine.time(value, seconds(value)), current)  # noqa: B023
+        assert seconds(found.value) == min(map(seconds, dispatches.VALUES))
+        assert len(machine.stopwatch.timings) <= 24
+
+
+@pytest.mark.parametrize("choice", CHOICES[1:], ids=lambda choice: choice.name)
+def test_every_choice_runs_on_a_layer(choice):
+    """Interpreted."""
+    layer = layer_of(STATES if choice is long_prompt.CHOICE else CASE)
+    assert choice.wanted(layer)
+    stopwatch = Once()
+    with kernel.using(metal_interpreter.metal_kernel):
+        chosen = choice.search(layer, stopwatch)
+    assert chosen.values and chosen.gain > 0
+    assert 0 < len(stopwatch.timings) <= 24
+
+
+def test_choices_are_left_where_there_is_nothing_to_choose():
+    wanted = {choice.name for choice in CHOICES if choice.wanted(layer_of(CASE))}
+    assert wanted == {"parts of contexts", "tiles of prompts"}
+    one_tile = replace(layer_of(CASE), tiles=Tiles((2,), (64,), False))
+    assert not any(choice.wanted(one_tile) for choice in CHOICES)
+    unchecked = replace(layer_of(STATES), states=False)
+    assert not any(choice.wanted(unchecked) for choice in CHOICES)
+
+
+def test_a_process_times_as_many_dispatches_as_a_step_has():
+    stopwatch = Once()
+    dispatches.time_step(stopwatch, layers=2)
+    assert [timing.arm for timing in stopwatch.timings] == ["32 dispatches in a row"]
+    assert set(OF_PROCESSES) == {"dispatches"}
+
+
+def test_facts_and_shares_of_small_ones():
+    stopwatch = Once()
+    found = facts(stopwatch, copied=2**12, matrix=8, chain=4)
+    assert len(found) == 3 and min(found.values()) > 0
+    with kernel.using(metal_interpreter.metal_kernel):
+        seen = list(shares(layer_of(CASE), stopwatch))
+        coded = list(shares(layer_of(replace(CASE, cache_dtype=mx.int8)), stopwatch))
+    assert [share.name for share in seen] == ["1 x 1 of 256", "8 x 1 of 32", "1 x 4 of 32"]
+    row = 1 * 64 * 2  # bytes of a position's K: heads, elements, float16
+    assert [share.moved for share in seen] == [2 * row * 256, 2 * row * 256, 2 * row * 32]
+    assert all(share.ours > 0 and share.mlx is not None for share in seen)
+    assert all(share.mlx is None for share in coded)
