@@ -25,3 +25,9 @@ def test_a_name_the_kernel_does_not_know_is_none(monkeypatch):
 def test_more_than_a_number_is_none(monkeypatch):
     tell_numbers(monkeypatch, {"hw.model": b"Mac16,1 and more\0"})
     assert sysctl.read("hw.model") is None
+
+
+def test_texts_are_read(monkeypatch):
+    tell_numbers(monkeypatch, {"machdep.cpu.brand_string": b"Apple M4 Pro\0"})
+    assert sysctl.read_text("machdep.cpu.brand_string") == "Apple M4 Pro"
+    assert sysctl.read_text("hw.model") is None

@@ -82,6 +82,7 @@ class Choices:
         return Choices(**{name: readers[name](value) for name, value in found.items()})
 
 
+UNTUNED = Choices()
 #: What a family of chips is given, before its owner tunes it; `doctor --tune` reports fill it.
 #: Each end of a command buffer costs some 20 µs (mlx#4521). With 1000 dispatches in one instead of
 #: 50, an M3 Ultra was 7.7 % faster, an M1 Ultra 11 to 13 %, an M5 not at all (mlxcel#360); 200 have
@@ -94,7 +95,7 @@ FAMILIES: Mapping[str, Choices] = MappingProxyType(
 def defaults(chip: str | None) -> Choices:
     """Of the chip's family; of none, as for those that nobody has reported, all is left alone."""
     family = re.match(r"Apple (M\d+)\b", chip or "")
-    return FAMILIES.get(family[1], Choices()) if family else Choices()
+    return FAMILIES.get(family[1], UNTUNED) if family else UNTUNED
 
 
 @dataclass(frozen=True)

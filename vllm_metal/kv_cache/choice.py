@@ -16,6 +16,7 @@ from metal_kernels.paged_attention import Splits, Tiles
 from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, long_prompt, usable
 from vllm_metal.device import selfcheck
+from vllm_metal.device.tuned import UNTUNED, Choices
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
@@ -41,6 +42,7 @@ def kv_cache_type(
     pool_dtype: mx.Dtype,
     block_size: int,
     splits: Splits = DEFAULT,
+    tuned: Choices = UNTUNED,
 ) -> type[LayerKVCache]:
     """What VLLM_METAL_KERNELS asks for; with `auto`, what is right and quickest on this machine.
 
@@ -51,6 +53,7 @@ def kv_cache_type(
         pool_dtype: of the pool's elements.
         block_size: tokens of a block.
         splits: how the kernels cut contexts. Where their lengths are fixed nothing else is chosen.
+        tuned: what this machine's tuner chose, among what is right here.
 
     Raises:
         ValueError: the kernels were asked for, by name or by fixed splits, and cannot serve the
@@ -58,8 +61,13 @@ def kv_cache_type(
     """
     if device == "metal":
         _check_library_kernels(layers)
-    chosen = _chosen(device, layers, dtype, pool_dtype, block_size, splits.fixed is not None)
-    return chosen.cutting(splits) if issubclass(chosen, KernelKVCache) else chosen
+    fixed = splits.fixed is not None
+    chosen = _chosen(device, layers, dtype, pool_dtype, block_size, fixed, tuned)
+    if not issubclass(chosen, KernelKVCache):
+        return chosen
+    found = {"part_cost": tuned.part_cost, "slots": tuned.slots}
+    known = {name: value for name, value in found.items() if value is not None}
+    return chosen.cutting(replace(splits, **known))
 
 
 def _chosen(
@@ -69,6 +77,7 @@ def _chosen(
     pool_dtype: mx.Dtype,
     block_size: int,
     fixed: bool,
+    tuned: Choices,
 ) -> type[LayerKVCache]:
     """Returns the same, whose contexts are cut by default."""
     wanted = envs.kernels()
@@ -97,7 +106,7 @@ def _chosen(
             ]
         logger.info("Checking the Metal kernels; what is found is kept for later starts")
         found = selfcheck.results(cases)
-        chosen = _of_what_works(cases, found)
+        chosen = _of_what_works(cases, found, tuned)
         of_kernels = [outcome for outcome in found if outcome.kernel not in CHOICES]
         failed = selfcheck.describe_failures(of_kernels)
         if chosen is not None:
@@ -105,7 +114,7 @@ def _chosen(
                 logger.warning(
                     "Some Metal kernels are not used: %s. %s", "; ".join(failed), _ADVICE
                 )
-            for line in _described_choices(found):
+            for line in _described_choices(found, tuned):
                 logger.info("%s", line)
             return chosen
         reasons = {f"they fail their self-check: {'; '.join(failed)}. {_ADVICE}"}
@@ -153,8 +162,10 @@ def _check_library_kernels(layers: Sequence[StatefulLayer]) -> None:
         )
 
 
-def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[KernelKVCache] | None:
-    """A KernelKVCache that uses only what passed its check.
+def _of_what_works(
+    cases: Sequence[Case], found: Sequence[Outcome], tuned: Choices
+) -> type[KernelKVCache] | None:
+    """A KernelKVCache that uses only what passed its check, and of it what the tuner chose.
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
     contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
@@ -175,7 +186,10 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
         return all((case, kernel) in passed for case in wanted)
 
     attending = [case for case in cases if "kv_write" in case.kernels]
-    tiles = {AttentionKind(case.shape, case.window): usable(case, found) for case in attending}
+    tiles = {
+        AttentionKind(case.shape, case.window): _tuned_tiles(case, usable(case, found), tuned)
+        for case in attending
+    }
     if not works("kv_write") or not works("kv_states"):
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
@@ -183,18 +197,32 @@ def _of_what_works(cases: Sequence[Case], found: Sequence[Outcome]) -> type[Kern
     moves_blocks, repeatable = works("kv_blocks"), works("graph")
     computes_states = works("convolution") and works("recurrence")
     every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
-    by_mlx, long = _faster_by_mlx(found), _long_prompt(found)
+    by_mlx, long = _faster_by_mlx(found), _long_prompt(found, tuned)
     whole = moves_blocks and repeatable and computes_states and every_size
     if whole and not by_mlx and long is None:
         return KernelKVCache
     return KernelKVCache.limited(tiles, moves_blocks, repeatable, by_mlx, computes_states, long)
 
 
-def _long_prompt(found: Sequence[Outcome]) -> int | None:
+def _tuned_tiles(case: Case, tiles: Tiles, tuned: Choices) -> Tiles:
+    """The tiles up to the largest that the tuner chose; all, where none of them is right."""
+    most = tuned.prefill_rows.get(str(case))
+    sizes = tuple(rows for rows in tiles.prefill if most is None or rows <= most)
+    return replace(tiles, prefill=sizes) if sizes else tiles
+
+
+def _long_prompt(found: Sequence[Outcome], tuned: Choices) -> int | None:
     """Rows from which on MLX's function in chunks is faster for each kind of recurrent layer."""
-    rows = [long_prompt(outcome) for outcome in found if outcome.kernel == "recurrence_way"]
+    rows = [_fewest_rows(outcome, tuned) for outcome in found if outcome.kernel == "recurrence_way"]
     known = [count for count in rows if count is not None]
     return max(known) if known and len(known) == len(rows) else None
+
+
+def _fewest_rows(outcome: Outcome, tuned: Choices) -> int | None:
+    """The same for one kind: by the tuner, who timed more prompts, else by the self-check."""
+    kind = str(outcome.case)
+    known = outcome.ok and kind in tuned.long_prompt
+    return tuned.long_prompt[kind] if known else long_prompt(outcome)
 
 
 def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Phase]]:
@@ -207,7 +235,7 @@ def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Ph
     return faster
 
 
-def _described_choices(found: Sequence[Outcome]) -> Iterator[str]:
+def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]:
     """A line for each choice: what serves, and the times."""
     for outcome in found:
         if outcome.kernel not in CHOICES:
@@ -218,7 +246,7 @@ def _described_choices(found: Sequence[Outcome]) -> Iterator[str]:
         elif outcome.times:
             serves = "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
             if outcome.kernel not in _PHASES:
-                rows = long_prompt(outcome)
+                rows = _fewest_rows(outcome, tuned)
                 serves = "our kernels" if rows is None else f"MLX from {rows} rows on"
             ours, others = (outcome.times[way] for way in WAYS)
             times = ", ".join(

@@ -15,7 +15,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from metal_kernels import command_buffers
 from metal_kernels.paged_attention import Splits
 from vllm_metal.batch.requests import BlockTables, Requests
-from vllm_metal.device import gpu_cores, mlx_device
+from vllm_metal.device import gpu_cores, mlx_device, tuned
 from vllm_metal.kv_cache import choice, formats, warm_up
 from vllm_metal.kv_cache.specs import allocate_kv_caches, choose_block_size, kv_cache_specs
 from vllm_metal.kv_transfer.transfers import Transfers
@@ -95,6 +95,7 @@ class MetalWorker(WorkerBase):
             self._pool_dtype,
             self.cache_config.block_size,
             Splits.of_gpu(gpu_cores.count(), AdditionalConfig.of(self.vllm_config).fixed_splits),
+            self._tuned(),
         )
         logger.info(
             "Loaded %s in %.1f s: %.2f GiB of weights on %s",
@@ -103,6 +104,14 @@ class MetalWorker(WorkerBase):
             mx.get_active_memory() / 2**30,
             self.current_platform.get_device_name(),
         )
+
+    def _tuned(self) -> tuned.Choices:
+        if self.current_platform.mlx_device != "metal":
+            return tuned.UNTUNED
+        loaded = tuned.current()
+        if loaded.complaint is not None:
+            logger.warning("%s", loaded.complaint)
+        return loaded.choices
 
     def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""
