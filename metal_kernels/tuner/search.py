@@ -111,6 +111,6 @@ def _logs(arm: Sequence[Timing]) -> list[float]:
 
 
 def _squared_error(arm: Sequence[Timing]) -> float:
-    """Of the mean of the logarithms of an arm's windows, by their spread within a timing."""
+    """The error of the mean of the logarithms of an arm's windows, by their spread in a timing."""
     spreads = [variance([log(window) for window in timing.windows]) for timing in arm]
     return fmean(spreads) / sum(len(timing.windows) for timing in arm)

@@ -71,7 +71,7 @@ def facts(
 
 
 def shares(layer: Layer, stopwatch: Stopwatch) -> Iterator[Share]:
-    """Of decode over one long context, and over eight short ones, and of a prompt's chunk."""
+    """Shares of decode over one long context, over eight short ones, and of a prompt's chunk."""
     case, context = layer.case, layer.context
     batches = ((1, 1, context), (8, 1, context // 8), (1, context // 64, context // 8))
     over = timing.Layer(case, context)

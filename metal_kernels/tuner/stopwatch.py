@@ -19,7 +19,7 @@ WARM_UP, _AGAIN = 1.0, 0.2
 _PAUSE = 0.5
 WINDOWS, WINDOW = 5, 0.4  # of a timing; seconds of each
 #: Seconds of calls that are handed over together: far from what macOS ends a process for.
-_BATCH = 0.05
+BATCH = 0.05
 #: The second slowest window over the second fastest: above it something else runs.
 _STEADY = 1.3
 #: A timing of an arm over its first one: by more, this is another machine than before. 28 % were
@@ -55,6 +55,7 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
     window: float = WINDOW  # seconds
     warm_up: float = WARM_UP
+    batch: float = BATCH
     timings: list[Timing] = field(default_factory=list)
     _ended: float | None = None  # of the last timing
 
@@ -112,7 +113,7 @@ class Stopwatch:
             run(batch)
             calls += batch
             spent = self.clock() - start
-            batch = max(1, round(calls * _BATCH / spent)) if spent > 0 else 1
+            batch = max(1, round(calls * self.batch / spent)) if spent > 0 else 1
         return batch
 
 

@@ -12,7 +12,6 @@ from vllm_metal.device import steadiness
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    steadiness._thermal_token.cache_clear()
     monkeypatch.setattr(sys, "platform", "linux")
     machine(monkeypatch)
 
@@ -37,7 +36,9 @@ def thermal_pressure(monkeypatch, level: int | None) -> None:
         return 0
 
     library = SimpleNamespace(
-        notify_register_check=notify_register_check, notify_get_state=notify_get_state
+        notify_register_check=notify_register_check,
+        notify_get_state=notify_get_state,
+        notify_cancel=lambda token: 0,
     )
     monkeypatch.setattr("ctypes.CDLL", lambda name: library)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -16,7 +16,7 @@ from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.attention.inside import Convolution, Inside, Recurrence
 from vllm_metal.attention.layers import AttentionLayer, RunLayer, SequenceLayer
-from vllm_metal.device import selfcheck
+from vllm_metal.device import selfcheck, tuned
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
@@ -125,6 +125,46 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
     found_where(monkeypatch, lambda case, one: one.kernel == "kv_write")
     with pytest.raises(ValueError, match=r"fixed_splits needs the Metal kernels: .*self-check"):
         choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, splits)
+
+
+def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
+    """As a start reads it: tiles of one kind of layer, and how all contexts are cut."""
+    case, windowed = choice.needed_cases(LAYERS, BF16, BF16, 16)
+    kept = tuned.Choices(part_cost=500, slots=2000, prefill_rows={str(case): 16, str(windowed): 4})
+    tuned.save(kept, folder=tmp_path)
+    read = tuned.load(tmp_path)
+    found_where(monkeypatch, lambda case, one: False)
+    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, Splits(slots=30), read)
+    assert chosen.splits == Splits(part_cost=500, slots=2000)
+    sizes = WHOLE.prefill
+    assert chosen.tiles[SHAPE, None].prefill == tuple(rows for rows in sizes if rows <= 16)
+    assert chosen.tiles[SHAPE, 512].prefill == sizes  # of none, all that are right
+    starts, lens = np.array([0, 100], np.int32), np.array([4000], np.int32)
+    where = StepLayout(starts, lens, np.zeros((1, 250), np.int32), np.zeros(100, np.int32), 16)
+    by_default = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16)
+    for serves, rows in ((chosen, 16), (by_default, 64)):
+        (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
+        assert not dispatch.decode and dispatch.rows == rows
+    fixed = Splits(fixed=512)
+    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, fixed, read)
+    assert chosen.splits.fixed == 512
+
+
+@pytest.mark.parametrize("failed", ["nothing", "kv_write"])
+def test_a_file_that_cannot_be_used_costs_one_line(monkeypatch, warned, failed):
+    found_where(monkeypatch, lambda case, one: one.kernel == failed)
+    loaded = tuned.Loaded(tuned.Choices(), "it is broken")
+    choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=loaded)
+    assert warned.count("it is broken") == 1
+
+
+def test_a_tile_that_is_wrong_here_does_not_serve_because_it_was_quick(monkeypatch):
+    case, _ = choice.needed_cases(LAYERS, BF16, BF16, 16)
+    quick = tuned.Loaded(tuned.Choices(prefill_rows={str(case): WHOLE.prefill[0]}))
+    wrong = Check("prefill", WHOLE.prefill[0])
+    found_where(monkeypatch, lambda case, one: one == wrong)
+    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=quick)
+    assert chosen.tiles[SHAPE, None].prefill == WHOLE.prefill[1:]
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):
@@ -316,6 +356,19 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
     assert (chosen is KernelKVCache) == (fewest is None)
     (line,) = (line for line in said if line.startswith("long prompts"))
     assert (f"MLX from {fewest} rows on" if fewest else "by our kernels") in line
+    # The tuner timed more lengths. What could not be timed at all does not serve.
+    (kind,) = {
+        str(case)
+        for case in choice.needed_cases([*LAYERS, DELTA], BF16, BF16, 16)
+        if Check("recurrence_way") in checks(case)
+    }
+    for found in (256, None):
+        said.clear()
+        kept = tuned.Loaded(tuned.Choices(long_prompt={kind: found}))
+        chosen = choice.kv_cache_type("metal", [*LAYERS, DELTA], BF16, BF16, 16, tuned=kept)
+        assert chosen.long_prompt == (found if shares else None)
+        (line,) = (line for line in said if line.startswith("long prompts"))
+        assert not shares or (f"MLX from {found} rows on" if found else "our kernels;") in line
 
 
 def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):

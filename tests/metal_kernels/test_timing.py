@@ -9,7 +9,7 @@ import pytest
 
 from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionShape, Tiles, gathered
+from metal_kernels.paged_attention import AttentionPlan, AttentionShape, Tiles, gathered
 from metal_kernels.selfcheck import Case, Outcome, timing
 
 CASES = [
@@ -37,6 +37,30 @@ def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
     calls = 20 if choice == "decode_way" else 2
     name = f"{requests} x {query} of {context}"
     assert found == {"metal": {name: 3.0 / calls}, "mlx": {name: 30.0 / calls}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("choice", BATCHES)
+def test_calls_go_through_so_many_bytes_before_any_is_read_again(monkeypatch, case, choice):
+    """Of K and V: no system cache may hold what a call reads."""
+    read: dict[object, list[bytes]] = {paged_attention: [], gathered: []}
+    for module, tables in read.items():
+
+        def run(plan, queries, *_, after, tables=tables, **__):
+            ours = isinstance(plan, AttentionPlan)
+            tables.append(bytes(plan.block_tables if ours else plan.buckets[0].block_table))
+            return queries, [after]
+
+        monkeypatch.setattr(module, "run", run)
+    ((requests, _, context),) = BATCHES[choice]
+    of_call = requests * context * timing.Layer(case, context).row_bytes
+    of_call *= 1 if case.shape.latent else 2
+    tiles = Tiles.for_layer(case.shape, case.window)
+    timing.compare(case, choice, tiles, BATCHES[choice], rotated=5 * of_call)
+    for tables in read.values():
+        assert len(tables) > 10 and len(set(tables)) == 5
+        assert all(len(set(tables[at : at + 5])) == 5 for at in range(len(tables) - 4))
+    assert timing.ROTATED >= 2**28
 
 
 def test_calls_of_a_round_fit_a_command_buffer(monkeypatch):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 
 import psutil
@@ -28,19 +27,12 @@ def disturbance() -> str | None:
 
 
 def _thermal_pressure() -> int:
-    """The level that macOS publishes; 0: nominal, or not told."""
+    """The level that macOS publishes (notify.h); 0: nominal, or not told."""
     if sys.platform != "darwin":
         return 0
-    if (token := _thermal_token()) is None:
+    library, token, level = ctypes.CDLL(None), ctypes.c_int(0), ctypes.c_uint64(0)
+    if library.notify_register_check(_THERMAL, ctypes.byref(token)):
         return 0
-    level = ctypes.c_uint64(0)
-    failed = ctypes.CDLL(None).notify_get_state(token, ctypes.byref(level))
+    failed = library.notify_get_state(token, ctypes.byref(level))
+    library.notify_cancel(token)
     return 0 if failed else level.value
-
-
-@functools.cache
-def _thermal_token() -> ctypes.c_int | None:
-    """What macOS knows this process's question by (notify.h)."""
-    token = ctypes.c_int(0)
-    failed = ctypes.CDLL(None).notify_register_check(_THERMAL, ctypes.byref(token))
-    return None if failed else token

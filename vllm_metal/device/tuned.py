@@ -82,7 +82,6 @@ class Choices:
         return Choices(**{name: readers[name](value) for name, value in found.items()})
 
 
-UNTUNED = Choices()
 #: What a family of chips is given, before its owner tunes it; `doctor --tune` reports fill it.
 #: Each end of a command buffer costs some 20 µs (mlx#4521). With 1000 dispatches in one instead of
 #: 50, an M3 Ultra was 7.7 % faster, an M1 Ultra 11 to 13 %, an M5 not at all (mlxcel#360); 200 have
@@ -93,9 +92,9 @@ FAMILIES: Mapping[str, Choices] = MappingProxyType(
 
 
 def defaults(chip: str | None) -> Choices:
-    """Of the chip's family; of none, as for those that nobody has reported, all is left alone."""
+    """What a chip's family is given; nothing, where nobody has reported of it."""
     family = re.match(r"Apple (M\d+)\b", chip or "")
-    return FAMILIES.get(family[1], UNTUNED) if family else UNTUNED
+    return FAMILIES.get(family[1], Choices()) if family else Choices()
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,9 @@ class Loaded:
 
     choices: Choices
     complaint: str | None = None  # a line for the log
+
+
+UNTUNED = Loaded(Choices())
 
 
 def load(folder: Path | None = None) -> Loaded:

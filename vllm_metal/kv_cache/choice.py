@@ -16,7 +16,7 @@ from metal_kernels.paged_attention import Splits, Tiles
 from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, long_prompt, usable
 from vllm_metal.device import selfcheck
-from vllm_metal.device.tuned import UNTUNED, Choices
+from vllm_metal.device.tuned import UNTUNED, Choices, Loaded
 from vllm_metal.kv_cache.gathered import Phase
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
@@ -42,7 +42,7 @@ def kv_cache_type(
     pool_dtype: mx.Dtype,
     block_size: int,
     splits: Splits = DEFAULT,
-    tuned: Choices = UNTUNED,
+    tuned: Loaded = UNTUNED,
 ) -> type[LayerKVCache]:
     """What VLLM_METAL_KERNELS asks for; with `auto`, what is right and quickest on this machine.
 
@@ -53,7 +53,7 @@ def kv_cache_type(
         pool_dtype: of the pool's elements.
         block_size: tokens of a block.
         splits: how the kernels cut contexts. Where their lengths are fixed nothing else is chosen.
-        tuned: what this machine's tuner chose, among what is right here.
+        tuned: what this machine's tuner chose for a GPU, among what is right.
 
     Raises:
         ValueError: the kernels were asked for, by name or by fixed splits, and cannot serve the
@@ -61,11 +61,14 @@ def kv_cache_type(
     """
     if device == "metal":
         _check_library_kernels(layers)
+        if tuned.complaint is not None:
+            logger.warning("%s", tuned.complaint)
+    choices = tuned.choices if device == "metal" else UNTUNED.choices
     fixed = splits.fixed is not None
-    chosen = _chosen(device, layers, dtype, pool_dtype, block_size, fixed, tuned)
+    chosen = _chosen(device, layers, dtype, pool_dtype, block_size, fixed, choices)
     if not issubclass(chosen, KernelKVCache):
         return chosen
-    found = {"part_cost": tuned.part_cost, "slots": tuned.slots}
+    found = {"part_cost": choices.part_cost, "slots": choices.slots}
     known = {name: value for name, value in found.items() if value is not None}
     return chosen.cutting(replace(splits, **known))
 
@@ -219,7 +222,7 @@ def _long_prompt(found: Sequence[Outcome], tuned: Choices) -> int | None:
 
 
 def _fewest_rows(outcome: Outcome, tuned: Choices) -> int | None:
-    """The same for one kind: by the tuner, who timed more prompts, else by the self-check."""
+    """Rows of one kind, by the tuner, who timed more prompts, else by the self-check."""
     kind = str(outcome.case)
     known = outcome.ok and kind in tuned.long_prompt
     return tuned.long_prompt[kind] if known else long_prompt(outcome)

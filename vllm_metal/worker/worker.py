@@ -95,7 +95,7 @@ class MetalWorker(WorkerBase):
             self._pool_dtype,
             self.cache_config.block_size,
             Splits.of_gpu(gpu_cores.count(), AdditionalConfig.of(self.vllm_config).fixed_splits),
-            self._tuned(),
+            tuned.current(),
         )
         logger.info(
             "Loaded %s in %.1f s: %.2f GiB of weights on %s",
@@ -104,14 +104,6 @@ class MetalWorker(WorkerBase):
             mx.get_active_memory() / 2**30,
             self.current_platform.get_device_name(),
         )
-
-    def _tuned(self) -> tuned.Choices:
-        if self.current_platform.mlx_device != "metal":
-            return tuned.UNTUNED
-        loaded = tuned.current()
-        if loaded.complaint is not None:
-            logger.warning("%s", loaded.complaint)
-        return loaded.choices
 
     def _choose_block_size(self) -> None:
         """Blocks have room for a state, where layers keep any."""

@@ -42,7 +42,7 @@ class Once(Stopwatch):
     """Runs each arm a few times, whatever it takes."""
 
     def __init__(self) -> None:
-        super().__init__(window=0.0, warm_up=0.0)
+        super().__init__(window=0.0, warm_up=0.0, batch=0.0)
 
     def keep(self, timing: Timing) -> Timing:
         self.timings.append(timing)

@@ -81,6 +81,6 @@ def test_calls_take_the_fence_of_the_one_before():
         return [fence + 1]
 
     with kernel.using(metal_interpreter.metal_kernel):
-        Stopwatch(window=0.0, warm_up=0.0).time_call("arm", call)
+        Stopwatch(window=0.0, warm_up=0.0, batch=0.0).time_call("arm", call)
     # What compiles, a warm-up and five windows, each from zero.
     assert len(fences) >= 7 and all(fence.tolist() == [0] * fence.size for fence in fences[:1])
