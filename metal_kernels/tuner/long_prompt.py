@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from metal_kernels.selfcheck import WAYS
 from metal_kernels.selfcheck.state_timing import ways_through
+from metal_kernels.selfcheck.timing import Call
 from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, duel, fewest
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
@@ -39,13 +40,12 @@ def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
 
 
 def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
-    calls = {
-        Arm(way, rows): call
-        for rows in layer.prompts
-        for way, call in zip(WAYS, ways_through(layer.case, rows), strict=True)
-    }
+    calls: dict[Arm, Call] = {}
 
     def measure(arm: Arm) -> Timing:
+        if arm not in calls:
+            arms = (Arm(way, arm.rows) for way in WAYS)
+            calls.update(zip(arms, ways_through(layer.case, arm.rows), strict=True))
         return stopwatch.time_call(f"{arm.rows} rows through states by {arm.way}", calls[arm])
 
     return search(measure, layer.prompts)

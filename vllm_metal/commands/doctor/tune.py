@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -166,8 +167,14 @@ def _kernels_work(full: bool) -> bool:
 
 
 def _search(command: Sequence[str], tuning: Tuning, progress: Progress) -> None:
-    """Searches what one process can find."""
-    for told in _heard(command, {}, progress):
+    """Searches what one process can find, with what MLX reads once as servers have it."""
+    given = {variable: getattr(tuning.choices, name) for name, variable in tuned.VARIABLES.items()}
+    variables = {
+        variable: str(value)
+        for variable, value in given.items()
+        if value is not None and variable not in os.environ
+    }
+    for told in _heard(command, variables, progress):
         if "chosen" in told:
             tuning.chosen.append(told)
             tuning.choices = with_values(tuning.choices, told["kind"], told["values"])
