@@ -19,8 +19,10 @@ from vllm.v1.kv_cache_interface import (
 from metal_kernels import paged_attention
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
+from vllm_metal.attention import latent_heads
 from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.latent_prompts import LatentHeads, planned
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
     KVShape,
@@ -54,6 +56,7 @@ class AttentionLayer(StatefulLayer):
     readers: int = 0  # other layers that attend to its K/V, and keep none
     latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
     softcap: float | None = None  # of scores
+    heads: LatentHeads | None = None  # of latents
 
     @property
     def shape(self) -> AttentionShape:
@@ -113,7 +116,13 @@ class AttentionLayer(StatefulLayer):
 
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
-        return StepScope(lambda layout: type(state).plan(layout.split(state.split), self.kind))
+        plan_of = partial(type(state).plan, kind=self.kind)
+        return StepScope(lambda layout: planned(layout.split(state.split), self._built, plan_of))
+
+    @property
+    def _built(self) -> LatentHeads | None:
+        """Those whose keys and values may be built for a prompt's rows."""
+        return self.heads if self.window is None else None
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
@@ -168,7 +177,11 @@ class AttentionLayer(StatefulLayer):
         return kv_cache.attend(trial, queries, Scoring(1.0, sinks))
 
     def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
-        return kv_cache_type.gathers
+        return kv_cache_type.gathers or self._fewest_rows is not None
+
+    @property
+    def _fewest_rows(self) -> int | None:
+        return None if self._built is None else self._built.fewest_rows
 
     def profile(
         self,
@@ -178,11 +191,15 @@ class AttentionLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> None:
-        """A chunk of one long context, then decodes of many.
+        """A chunk of one long context, then decodes of many; and what is built of latents.
 
         Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
         most of any.
         """
+        if self._built is not None and self._fewest_rows is not None:
+            mx.eval(latent_heads.largest_call(self._built, context, bounds.num_tokens, dtype))
+        if not kv_cache_type.gathers:
+            return
         chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS)
         many = max(buckets.MAX_GATHERED // context, 1)
         for num_reqs, num_rows in (

@@ -268,6 +268,6 @@ class Restorable(ABC):
         """
 
 
-def joined(parts: Sequence[mx.array]) -> mx.array:
-    """[n, ...] of parts one after another; a single one as it is."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
+    """Parts one after another; a single one as it is."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis)

@@ -4,12 +4,14 @@
 Such a projection has a matrix a head, [H, out, in]. mlx-lm multiplies it with [B, H, L, in]; the
 rows of a step are B rows of length 1, so these are B * H products of a matrix and a vector, each of
 which reads its matrix. With the rows beside each other there are H products, for quantised weights
-as for others.
+as for others. A cache may also leave them out of a module's call, and apply them itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import mla
@@ -17,7 +19,7 @@ from mlx_lm.models import mla
 from vllm_metal.vllm_patches.replacing import replace
 
 RELEASES = ("mlx-lm 0.32",)
-_Projection = mla.MultiLinear | mla.QuantizedMultiLinear
+_are_left_out = False
 
 
 def install() -> None:
@@ -26,11 +28,56 @@ def install() -> None:
         replace(cls, "__call__", _beside_each_other)
 
 
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Within, projections give a step's rows back as they are."""
+    global _are_left_out
+    before, _are_left_out = _are_left_out, True
+    try:
+        yield
+    finally:
+        _are_left_out = before
+
+
+def sizes(projection: Any) -> tuple[int, int]:
+    """Elements of a row that goes in, and of one that comes out."""
+    num_outputs, num_inputs = projection.weight.shape[1:]
+    if isinstance(projection, mla.QuantizedMultiLinear):
+        num_inputs = projection.scales.shape[-1] * projection.group_size
+    return num_inputs, num_outputs
+
+
+def product(
+    projection: Any, x: mx.array, heads: slice | None = None, transpose: bool = True
+) -> mx.array:
+    """The rows of each head by its matrix.
+
+    Args:
+        projection: of mlx-lm's, a matrix [out, in] a head.
+        x: [h, T, in], or [1, T, in] of all heads; without `transpose` [.., T, out].
+        heads: h of them; None: all.
+        transpose: whether by the matrices as they are; else by transposed ones.
+
+    Returns:
+        [h, T, out]; without `transpose` [h, T, in].
+    """
+    arrays = [projection.get(name) for name in ("weight", "scales", "biases")]
+    if heads is not None:
+        arrays = [None if array is None else array[heads] for array in arrays]
+    weight, scales, biases = arrays
+    if isinstance(projection, mla.QuantizedMultiLinear):
+        packing = projection.group_size, projection.bits, projection.mode
+        return mx.quantized_matmul(x, weight, scales, biases, transpose, *packing)
+    return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+
+
 def _beside_each_other(
-    call: Callable[..., mx.array], self: _Projection, x: mx.array, transpose: bool = True
+    call: Callable[..., mx.array], self: Any, x: mx.array, transpose: bool = True
 ) -> mx.array:
     """[T, H, 1, out] of [T, H, 1, in]; whatever else there is, as mlx-lm has it."""
-    of_rows = x.ndim == 4 and x.shape[1:3] == (len(self.weight), 1) and len(x) > 1
-    if not of_rows:
+    of_rows = x.ndim == 4 and x.shape[1:3] == (len(self.weight), 1)
+    if of_rows and _are_left_out:
+        return x
+    if not of_rows or len(x) == 1:
         return call(self, x, transpose)
     return call(self, x.swapaxes(0, 2), transpose).swapaxes(0, 2)
