@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.mla import MultiLinear
 
+from metal_kernels.pace import MOST_WORK, Pace
 from metal_kernels.paged_attention import buckets
 from vllm_metal.attention import latent_heads
 from vllm_metal.attention.latent_heads import Projections
@@ -51,18 +52,25 @@ def drawn(num_rows, length):
     return queries, rng.normal(size=(length, HEADS.rank + HEADS.rotated))
 
 
+def few_at_once(monkeypatch, length, heads):
+    """So many heads, and 17 rows."""
+    monkeypatch.setattr(buckets, "MIN_ROWS", 17)
+    monkeypatch.setattr(buckets, "MAX_SCORES", 17 * length)
+    a_head = 4 * 2 * length * (HEADS.key + HEADS.rotated + HEADS.value + 17)
+    monkeypatch.setattr(latent_heads, "BUILT_AT_ONCE", a_head * heads)
+
+
+PIECES = [(17, 17), (17, 34), (6, 40)]  # rows, and tokens that they see, of 40 tokens
+
+
 @pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
 @pytest.mark.parametrize(("num_rows", "length"), [(40, 40), (40, 97), (1, 30)])
 @pytest.mark.parametrize("turns", [1, 3, 5])
 def test_turns_of_heads_and_pieces_of_rows_equal_the_absorbed_form(
     monkeypatch, quantised, num_rows, length, turns
 ):
-    if turns > 1:  # and 17 rows at once
-        monkeypatch.setattr(buckets, "MIN_ROWS", 17)
-        monkeypatch.setattr(buckets, "MAX_SCORES", 17 * length)
-        sizes = HEADS.key + HEADS.rotated + HEADS.value
-        a_head = 4 * 2 * length * (sizes + 17)
-        monkeypatch.setattr(latent_heads, "BUILT_AT_ONCE", a_head * (2 if turns == 3 else 1))
+    if turns > 1:
+        few_at_once(monkeypatch, length, heads=2 if turns == 3 else 1)
     made, (queries, context) = projections(quantised), drawn(num_rows, length)
     given = (mx.array(each.astype(np.float32)) for each in (queries, context))
     found = latent_heads.attend(*given, made, SCALE)
@@ -80,24 +88,52 @@ def test_dtypes_stay(dtype):
     np.testing.assert_allclose(np.array(found.astype(mx.float32)), wanted, atol=0.05)
 
 
-def test_what_is_built_at_once_is_bounded_for_any_context():
-    large = LatentHeads(num_heads=128, rank=512, rotated=64, key=128, value=128)
-    for context in (300, 8192, 131072):
-        turn = latent_heads.Turn.of(large, context, mx.bfloat16)
-        built = turn.num_heads * context * (192 + 128) * 2
-        scores = turn.num_heads * turn.num_rows * context * 4
-        assert built + scores <= latent_heads.BUILT_AT_ONCE or turn.num_heads == 1
-    assert latent_heads.Turn.of(large, 300, mx.bfloat16).num_heads == 128
+LARGE = LatentHeads(num_heads=128, rank=512, rotated=64, key=128, value=128)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("num_rows", [256, 2048, 16384])
+def test_what_is_built_and_done_at_once_is_bounded_for_any_context(monkeypatch, num_rows, fused):
+    monkeypatch.setattr(latent_heads, "is_fused", lambda *_: fused)
+    for context in (num_rows, 32768, 131072):
+        turn = latent_heads.Turn.of(LARGE, context, num_rows, mx.bfloat16)
+        assert turn.fused == fused
+        built = turn.num_heads * context * (192 + (192 if fused else 128)) * 2
+        scores = 0 if fused else turn.num_heads * turn.num_rows * context * 4
+        assert built + scores <= latent_heads.BUILT_AT_ONCE
+        assert 2 * turn.num_heads * turn.num_rows * context * (192 + 128) <= MOST_WORK
+    assert latent_heads.Turn.of(LARGE, 256, 256, mx.bfloat16).num_heads == 128
 
 
 def test_the_largest_call_is_one_turn():
     large = HEADS._replace(num_heads=4096)
-    turn = latent_heads.Turn.of(large, 3000, mx.float32)
+    turn = latent_heads.Turn.of(large, 3000, 512, mx.float32)
     assert turn.num_heads < 4096
     graph = record(lambda: [latent_heads.largest_call(large, 3000, 512, mx.float32)], [])
     shapes = [shape for shape, _ in graph.arrays.values()]
     assert (1, turn.num_heads, 3000, HEADS.key + HEADS.rotated) in shapes
     assert max(shape[1] for shape in shapes if len(shape) == 4) == turn.num_heads
+
+
+def test_command_buffers_may_end_between_all_turns_and_pieces(monkeypatch):
+    asked = []
+
+    class Asked(Pace):
+        def before(self, work, *done):
+            asked.append((work, len(done)))
+            super().before(work, *done)
+
+    few_at_once(monkeypatch, length=40, heads=2)
+    made, (queries, context) = projections(False), drawn(40, 40)
+    given = (mx.array(each.astype(np.float32)) for each in (queries, context))
+    found = latent_heads.attend(*given, made, SCALE, Asked(most_work=1))
+    np.testing.assert_allclose(np.array(found), absorbed(queries, context, made), atol=2e-5)
+    two, one = (
+        [HEADS._replace(num_heads=heads).work(rows, seen) for rows, seen in PIECES]
+        for heads in (2, 1)
+    )
+    assert [work for work, _ in asked] == [*two, *two, *one]
+    assert [count for _, count in asked] == [0, *[1] * 8]
 
 
 def test_the_sizes_are_those_of_the_matrices():

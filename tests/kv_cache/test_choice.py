@@ -19,6 +19,7 @@ from vllm_metal.attention.layers import AttentionLayer, RunLayer, SequenceLayer
 from vllm_metal.device import selfcheck
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.recurrent_state import StateFormat
@@ -143,6 +144,20 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
         assert_right(chosen, SHAPE)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     assert issubclass(kv_cache_type(), KernelKVCache)
+
+
+def test_without_gathers_no_keys_and_values_are_built_of_latents(monkeypatch, warned):
+    found_where(monkeypatch, lambda case, one: one.kernel == "kv_gather")
+    chosen = kv_cache_type()
+    assert issubclass(chosen, KernelKVCache) and not chosen.reads_contexts
+    heads = LatentHeads(4, rank=512, rotated=64, key=32, value=32)
+    layer = AttentionLayer("layers.0", 4, 1, 576, None, value_size=512, latent=True, heads=heads)
+    for type_, builds in ((chosen, False), (KernelKVCache, True), (ScatterKVCache, True)):
+        state = layer.allocate(4, 16, mx.float32, type_)
+        plan = layer.scope(state).plan_of(layout([(0, 40), (0, 1)]))
+        assert (plan.prompts is not None) == builds
+    (line,) = warned
+    assert "kv_gather" in line
 
 
 BF16, F32 = mx.bfloat16, mx.float32

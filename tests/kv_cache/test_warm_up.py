@@ -15,6 +15,7 @@ from tests.metal_kernels.doubles import Recorder
 from tests.models.recurrent import FAMILIES, make_model
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_cache import AttentionKind
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -92,6 +93,24 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     assert recorder.pipelines - compiled == set()
     assert {"kv_write", "kv_blocks"} <= {pipeline.kernel for pipeline in compiled}
     assert max(recorder.threads.values()) <= 256
+
+
+@pytest.mark.parametrize("pool_dtype", [mx.float16, mx.int8], ids=str)
+def test_contexts_of_latents_are_gathered_once_before_any_prompt(pool_dtype):
+    heads = LatentHeads(2, rank=512, rotated=64, key=32, value=32)
+    layer = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, heads=heads)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(KernelKVCache, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
+        compiled = set(recorder.pipelines)
+        state = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KernelKVCache)
+        plan = layer.scope(state).plan_of(layout([(300, 50), (3, 60), (7, 1)]))
+        fresh = mx.zeros((111, 1, 576), mx.float16)
+        state.write(plan, fresh, fresh)
+        state.attend(plan, mx.zeros((1, 2, 576), mx.float16), Scoring(1.0))
+        assert len(state.contexts(plan, plan.prompts)) == 2
+    assert recorder.pipelines - compiled == set()
+    assert "kv_gather" in {pipeline.kernel for pipeline in compiled}
 
 
 def test_nothing_is_compiled_that_no_step_asks_for():

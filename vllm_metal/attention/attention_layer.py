@@ -20,9 +20,10 @@ from metal_kernels import paged_attention
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
 from vllm_metal.attention import latent_heads
+from vllm_metal.attention.latent_heads import Projections
 from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
-from vllm_metal.kv_cache.latent_prompts import LatentHeads, planned
+from vllm_metal.kv_cache.latent_prompts import LatentHeads, LatentPrompts, planned
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
     KVShape,
@@ -117,12 +118,14 @@ class AttentionLayer(StatefulLayer):
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
         plan_of = partial(type(state).plan, kind=self.kind)
-        return StepScope(lambda layout: planned(layout.split(state.split), self._built, plan_of))
+        heads = self._built_over(type(state))
+        return StepScope(lambda layout: planned(layout.split(state.split), heads, plan_of))
 
-    @property
-    def _built(self) -> LatentHeads | None:
-        """Those whose keys and values may be built for a prompt's rows."""
-        return self.heads if self.window is None else None
+    def _built_over(self, kv_cache_type: type[LayerKVCache]) -> LatentHeads | None:
+        """Heads whose keys and values are built for prompts; None: for none."""
+        if self.heads is None or self.heads.fewest_rows is None or self.window is not None:
+            return None
+        return self.heads if kv_cache_type.reads_contexts else None
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
@@ -160,6 +163,8 @@ class AttentionLayer(StatefulLayer):
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
             pipeline = (self.shape, self.sinks, trial.pipeline)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
+        if kv_cache is not None and (heads := self._built_over(kv_cache_type)):
+            yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
 
     def _attend_once(
         self,
@@ -176,12 +181,20 @@ class AttentionLayer(StatefulLayer):
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
         return kv_cache.attend(trial, queries, Scoring(1.0, sinks))
 
-    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
-        return kv_cache_type.gathers or self._fewest_rows is not None
+    def _build_once(
+        self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
+    ) -> mx.array:
+        layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
+        plan = kv_cache.plan(layout, self.kind)
+        kv_cache.write(plan, *self._rows_of(block_size, dtype))
+        prompts = LatentPrompts.of(layout, np.ones(1, bool))
+        (context,) = kv_cache.contexts(plan, prompts)
+        rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
+        made = Projections.of_zeros(heads, dtype)
+        return latent_heads.attend(rows, context, made, 1.0)
 
-    @property
-    def _fewest_rows(self) -> int | None:
-        return None if self._built is None else self._built.fewest_rows
+    def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
+        return kv_cache_type.gathers or self._built_over(kv_cache_type) is not None
 
     def profile(
         self,
@@ -196,8 +209,8 @@ class AttentionLayer(StatefulLayer):
         Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
         most of any.
         """
-        if self._built is not None and self._fewest_rows is not None:
-            mx.eval(latent_heads.largest_call(self._built, context, bounds.num_tokens, dtype))
+        if heads := self._built_over(kv_cache_type):
+            mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
         if not kv_cache_type.gathers:
             return
         chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS)

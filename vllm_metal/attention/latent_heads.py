@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import mla
 
-from metal_kernels.pace import Pace
+from metal_kernels.pace import MOST_WORK, Pace
 from metal_kernels.paged_attention import buckets
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_state import joined
@@ -63,47 +63,54 @@ def attend(
     Returns:
         [Q, H, value].
     """
-    num_rows, num_heads, _ = queries.shape
     rank = multi_linear.sizes(projections.embed)[1]
     heads = projections.heads(context.shape[1] - rank)
-    turn = Turn.of(heads, len(context), queries.dtype)
+    turn = Turn.of(heads, len(context), len(queries), queries.dtype)
     outputs: list[mx.array] = []
-    for first in range(0, num_heads, turn.num_heads):
-        here = slice(first, min(first + turn.num_heads, num_heads))
-        if pace is not None:
-            work = heads.work(num_rows, len(context)) * (here.stop - here.start) // num_heads
-            pace.before(work, *outputs[-1:])
+    for first in range(0, heads.num_heads, turn.num_heads):
+        here = slice(first, min(first + turn.num_heads, heads.num_heads))
+        rows = queries[:, here].swapaxes(0, 1)[None]
         if outputs:  # so that these heads' are not built before the last ones' are gone
             context = mx.depends(context, outputs[-1])
-        keys, values = _built(context, projections, here)
-        rows = queries[:, here].swapaxes(0, 1)[None]
-        if turn.num_rows is None:
-            outputs.append(_fused(rows, keys, values, scale))
-        else:
-            outputs.append(_by_pieces(rows, keys, values, scale, turn.num_rows))
+        keys, values = _built(context, projections, heads.rank, here)
+        share = heads._replace(num_heads=here.stop - here.start)
+        outputs.append(_by_pieces(rows, keys, values, scale, turn, share, pace, outputs[-1:]))
     return joined(outputs, axis=1)[0].swapaxes(0, 1)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What is computed at once."""
+    """What is computed at once: by MLX's fused kernel for the size, or by plain operations."""
 
     num_heads: int
-    num_rows: int | None  # by plain operations; None: all, by a fused kernel
+    num_rows: int
+    fused: bool
 
     @staticmethod
-    def of(heads: LatentHeads, context: int, dtype: mx.Dtype) -> Turn:
-        """As many heads as BUILT_AT_ONCE has room for, over so long a context."""
-        key_size, value_size, num_rows = heads.key + heads.rotated, heads.value, None
-        scores = 0
-        if _is_fused(key_size, dtype, mx.default_device().type):
+    def of(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> Turn:
+        """As much as BUILT_AT_ONCE and MOST_WORK have room for.
+
+        Args:
+            heads: of the layer.
+            context: tokens.
+            num_rows: that attend.
+            dtype: of the rows.
+        """
+        key_size, value_size, scores = heads.key + heads.rotated, heads.value, 0
+        fused = is_fused(key_size, dtype, mx.default_device().type)
+        if fused:
             value_size = max(key_size, value_size)
+            most = MOST_WORK // (2 * context * (key_size + value_size))
         else:
-            num_rows = min(max(buckets.MAX_SCORES // context, buckets.MIN_ROWS), context)
+            most = buckets.MAX_SCORES // context
+        num_rows = min(max(most, buckets.MIN_ROWS), num_rows)
+        if not fused:
             scores = 2 * num_rows * context * mx.float32.size  # and their weights
         # Twice: as they are built, and as they are joined or padded.
         built = 2 * context * (key_size + value_size) * dtype.size
-        return Turn(min(max(BUILT_AT_ONCE // (built + scores), 1), heads.num_heads), num_rows)
+        work = heads._replace(num_heads=1).work(num_rows, context)
+        room = min(BUILT_AT_ONCE // (built + scores), MOST_WORK // work)
+        return Turn(min(max(room, 1), heads.num_heads), num_rows, fused)
 
 
 def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtype) -> mx.array:
@@ -115,17 +122,21 @@ def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtyp
         num_rows: of the step, at most.
         dtype: of the rows.
     """
-    turn = Turn.of(heads, context, dtype)
+    num_rows = min(num_rows, context)
+    turn = Turn.of(heads, context, num_rows, dtype)
+    if turn.fused:  # whose memory does not depend on them
+        num_rows = min(num_rows, buckets.MIN_ROWS)
     heads = heads._replace(num_heads=turn.num_heads)
     sizes = turn.num_heads, heads.key + heads.rotated
-    rows = mx.zeros((min(num_rows, context, turn.num_rows or buckets.MIN_ROWS), *sizes), dtype)
+    rows = mx.zeros((min(num_rows, turn.num_rows), *sizes), dtype)
     latents = mx.zeros((context, heads.rank + heads.rotated), dtype)
     return attend(rows, latents, Projections.of_zeros(heads, dtype), 1.0)
 
 
-def _built(context: mx.array, projections: Projections, heads: slice) -> tuple[mx.array, mx.array]:
+def _built(
+    context: mx.array, projections: Projections, rank: int, heads: slice
+) -> tuple[mx.array, mx.array]:
     """[1, h, S, key + rotated] and [1, h, S, value] of some heads."""
-    rank = multi_linear.sizes(projections.embed)[1]
     latents, rotated = mx.split(context[None], [rank], axis=-1)
     keys = multi_linear.product(projections.embed, latents, heads, transpose=False)
     rotated = mx.broadcast_to(rotated, (*keys.shape[:2], rotated.shape[-1]))
@@ -134,7 +145,7 @@ def _built(context: mx.array, projections: Projections, heads: slice) -> tuple[m
 
 
 @cache
-def _is_fused(key_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
+def is_fused(key_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
     """Whether MLX has a fused kernel for heads of the size, on the default device, one of those."""
     rows = mx.zeros((1, 1, buckets.MIN_ROWS, key_size), dtype)
     try:
@@ -146,33 +157,41 @@ def _is_fused(key_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
     return True
 
 
-def _fused(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """[1, h, Q, value]; MLX's kernels want values of the keys' size."""
-    value_size, size = values.shape[-1], keys.shape[-1]
-    if value_size < size:
-        values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
-    out = mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=scale, mask="causal", force_fused=True
-    )
-    return out[..., :value_size]
-
-
 def _by_pieces(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, piece: int
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    turn: Turn,
+    heads: LatentHeads,
+    pace: Pace | None,
+    before: list[mx.array],
 ) -> mx.array:
-    """[1, h, Q, value] by plain operations, so many rows at once, over what they see."""
-    num_rows, before = queries.shape[2], keys.shape[2] - queries.shape[2]
-    outputs = []
-    for first in range(0, num_rows, piece):
-        last = min(first + piece, num_rows)
-        seen = before + last
-        outputs.append(
-            mx.fast.scaled_dot_product_attention(
-                queries[:, :, first:last],
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                scale=scale,
-                mask="causal",
-            )
+    """[1, h, Q, value]: so many rows at once, over what they see.
+
+    Args beyond attend's:
+        turn: says how.
+        heads: h of the layer's.
+        before: what was queued before, if anything.
+    """
+    value_size, size, length = values.shape[-1], keys.shape[-1], keys.shape[2]
+    if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
+        values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
+    num_rows, outputs = queries.shape[2], []
+    for first in range(0, num_rows, turn.num_rows):
+        last = min(first + turn.num_rows, num_rows)
+        rows, seen = queries[:, :, first:last], length - num_rows + last
+        if pace is not None:
+            pace.before(heads.work(last - first, seen), *(outputs[-1:] or before))
+        if outputs:  # whose scores are gone then
+            rows = mx.depends(rows, outputs[-1])
+        out = mx.fast.scaled_dot_product_attention(
+            rows,
+            keys[:, :, :seen],
+            values[:, :, :seen],
+            scale=scale,
+            mask="causal",
+            force_fused=turn.fused,
         )
+        outputs.append(out[..., :value_size])
     return joined(outputs, axis=2)

@@ -90,7 +90,8 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         """See CallingCache."""
         if self._prompts is None:
             return module(*args, **kwargs)
-        self._projections = Projections(module.__self__.embed_q, module.__self__.unembed_out)
+        owner: Any = module.__self__
+        self._projections = Projections(owner.embed_q, owner.unembed_out)
         with multi_linear.left_out():
             return module(*args, **kwargs)
 

@@ -93,6 +93,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         by_mlx: Mapping[AttentionKind, frozenset[Phase]] | None = None,
         computes_states: bool = True,
         long_prompt: int | None = None,
+        reads_contexts: bool = True,
     ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine, and to what is fastest."""
         works = {
@@ -100,6 +101,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             "moves_blocks": moves_blocks,
             "repeatable": repeatable,
             "computes_states": computes_states,
+            "reads_contexts": reads_contexts,
         }
         faster = {
             "by_mlx": by_mlx or {},

@@ -65,7 +65,20 @@ class LatentPrompts:
     prompts: tuple[Prompt, ...]
     others: mx.array | None  # [t] int32, batch rows of all other requests; None: there are none
     order: mx.array | None  # [T] int32, place of each row behind the others', then these; None: t
-    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    pace: Pace | None = None  # where the step's command buffers end; None: where MLX ends them
+
+    @staticmethod
+    def of(layout: StepLayout, requests: np.ndarray) -> LatentPrompts:
+        """These of a step's requests, [R] bool."""
+        prompts = tuple(_prompt(layout, index) for index in np.flatnonzero(requests).tolist())
+        ours, others = (gathered.rows_of(layout, each) for each in (requests, ~requests))
+        order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
+        in_order = (order == np.arange(len(order))).all()
+        return LatentPrompts(
+            prompts,
+            mx.array(others) if len(others) else None,
+            None if in_order else mx.array(order),
+        )
 
 
 def planned(
@@ -82,22 +95,12 @@ def planned(
     requests = _chosen(layout, None if heads is None else heads.fewest_rows)
     if heads is None or not requests.any():
         return plan_of(layout)
-    prompts = tuple(_prompt(layout, index) for index in np.flatnonzero(requests).tolist())
-    plan = plan_of(_without(layout, requests))
-    pace = layout.pace
+    plan, pace = plan_of(_without(layout, requests)), layout.pace
+    found = LatentPrompts.of(layout, requests)
     if pace is not None:
-        work = sum(heads.work(prompt.num_rows, prompt.context) for prompt in prompts)
+        work = sum(heads.work(prompt.num_rows, prompt.context) for prompt in found.prompts)
         pace = plan.pace or pace_of(pace, int(layout.query_start_loc_np[-1]), work)
-    ours, others = (gathered.rows_of(layout, each) for each in (requests, ~requests))
-    order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
-    in_order = (order == np.arange(len(order))).all()
-    found = LatentPrompts(
-        prompts,
-        mx.array(others) if len(others) else None,
-        None if in_order else mx.array(order),
-        pace,
-    )
-    return replace(plan, prompts=found, pace=pace)
+    return replace(plan, prompts=replace(found, pace=pace), pace=pace)
 
 
 def _chosen(layout: StepLayout, fewest_rows: int | None) -> np.ndarray:

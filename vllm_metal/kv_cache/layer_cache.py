@@ -99,6 +99,8 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
     gathers: ClassVar[bool]
+    #: Whether `contexts` may be asked for.
+    reads_contexts: ClassVar[bool] = True
     block_axis = 1
 
     def __init__(self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype) -> None:
