@@ -151,6 +151,7 @@ def test_kernels_of_the_cache_keep_to_their_address_spaces():
     assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1) + 2 * 5
 
 
+@pytest.mark.more
 def test_kernels_of_states_keep_to_their_address_spaces():
     strict = Strict()
     with kernel.using(strict.metal_kernel):
