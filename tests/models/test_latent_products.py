@@ -12,11 +12,7 @@ from models.latent import FAMILIES
 from models.products import MIXTURE, recorded, rows_of_products
 from models.recurrent import make_model
 
-NAMES = (
-    "deepseek_v3",
-    pytest.param("glm4_moe_lite", marks=pytest.mark.more),
-    pytest.param("kimi_linear", marks=pytest.mark.more),
-)
+NAMES = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
 PROJECTIONS = ("embed_q", "unembed_out")
 WIDE = {"qk_nope_head_dim": 32}  # so that rows of the matrices can be quantised
 
@@ -37,3 +33,15 @@ def test_no_projection_of_latents_multiplies_with_a_vector(name, quantised):
     projections = [key for key in found if key.removesuffix(".weight").endswith(PROJECTIONS)]
     assert len(projections) == 2 * (1 if name == "kimi_linear" else 3)
     assert [found[key] for key in projections] == [[num_rows]] * len(projections)
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
+def test_keys_and_values_of_a_prompt_are_built_by_one_product_each(quantised):
+    """Of its whole context, beside the rows of all requests that attend to latents."""
+    mixture = (*MIXTURE[1:], (7, 110, 0))
+    found = rows_of_products(*recorded(model_of("deepseek_v3", quantised), "deepseek_v3", mixture))
+    num_others = sum(certain + drafts for _, certain, drafts in MIXTURE[1:])
+    projections = [key for key in found if key.removesuffix(".weight").endswith(PROJECTIONS)]
+    assert len(projections) == 2 * 3
+    for key in projections:
+        assert sorted(found[key]) == [num_others, 117], key
