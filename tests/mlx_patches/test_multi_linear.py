@@ -86,3 +86,26 @@ def test_each_product_has_all_rows(mode):
     (product,) = (each for each in graph.operations if each.kind.endswith("Matmul"))
     shape, _ = graph.arrays[product.inputs[0]]
     assert shape == (1, HEADS, 37, INPUTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_of_some_heads(mode):
+    layer = projection(mode)
+    assert multi_linear.sizes(layer) == (INPUTS, OUTPUTS)
+    x = mx.random.normal((1, 5, INPUTS), key=mx.random.key(6))
+    every = formula(layer, mx.broadcast_to(x.swapaxes(0, 1)[:, :, None], (5, HEADS, 1, INPUTS)))
+    found = multi_linear.product(layer, x, slice(1, 3))
+    np.testing.assert_allclose(np.array(found), every[:, 1:, 0].swapaxes(0, 1), atol=1e-4)
+    back = multi_linear.product(layer, found, slice(1, 3), transpose=False)
+    unit = mx.eye(INPUTS)[:, None, None] * mx.ones((1, HEADS, 1, 1))
+    matrices = formula(layer, unit)[:, 1:, 0].transpose(1, 2, 0)  # [h, out, in]
+    np.testing.assert_allclose(np.array(back), np.array(found) @ matrices, atol=1e-3)
+
+
+def test_projections_may_be_left_out_for_a_while():
+    layer, x = projection("plain"), rows(5)
+    sequence = mx.ones((1, HEADS, 5, INPUTS))
+    with multi_linear.left_out():
+        assert layer(x) is x
+        assert layer(sequence).shape == (1, HEADS, 5, OUTPUTS)
+    assert layer(x).shape == (5, HEADS, 1, OUTPUTS)
