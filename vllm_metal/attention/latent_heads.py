@@ -177,7 +177,7 @@ def _by_pieces(
     value_size, size, length = values.shape[-1], keys.shape[-1], keys.shape[2]
     if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
         values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
-    num_rows, outputs = queries.shape[2], []
+    num_rows, outputs = queries.shape[2], list[mx.array]()
     for first in range(0, num_rows, turn.num_rows):
         last = min(first + turn.num_rows, num_rows)
         rows, seen = queries[:, :, first:last], length - num_rows + last
