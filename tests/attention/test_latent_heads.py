@@ -56,8 +56,9 @@ def few_at_once(monkeypatch, length, heads):
     """So many heads, and 17 rows."""
     monkeypatch.setattr(buckets, "MIN_ROWS", 17)
     monkeypatch.setattr(buckets, "MAX_SCORES", 17 * length)
-    a_head = 4 * 2 * length * (HEADS.key + HEADS.rotated + HEADS.value + 17)
-    monkeypatch.setattr(latent_heads, "BUILT_AT_ONCE", a_head * heads)
+    numbers = 2 * length * (HEADS.key + HEADS.rotated + HEADS.value + 17)
+    numbers += HEADS.rank * (HEADS.key + HEADS.value)
+    monkeypatch.setattr(latent_heads, "BUILT_AT_ONCE", 4 * numbers * heads)
 
 
 PIECES = [(17, 17), (17, 34), (6, 40)]  # rows, and tokens that they see, of 40 tokens
@@ -75,6 +76,17 @@ def test_turns_of_heads_and_pieces_of_rows_equal_the_absorbed_form(
     given = (mx.array(each.astype(np.float32)) for each in (queries, context))
     found = latent_heads.attend(*given, made, SCALE)
     np.testing.assert_allclose(np.array(found), absorbed(queries, context, made), atol=2e-5)
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
+def test_no_product_is_with_a_vector(quantised):
+    made, shapes = projections(quantised), []
+    given = [mx.array(each.astype(np.float32)) for each in drawn(40, 97)]
+    graph = record(lambda *rows: [latent_heads.attend(*rows, made, SCALE)], given)
+    for operation in graph.operations:
+        if operation.kind.endswith("Matmul"):
+            shapes.append(graph.arrays[operation.inputs[0]][0])
+    assert sorted(shape[-2] for shape in shapes) == [40, 40, 97, 97]
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)

@@ -89,17 +89,15 @@ def test_each_product_has_all_rows(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_products_of_some_heads(mode):
-    layer = projection(mode)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_matrices_of_some_heads(mode, dtype):
+    layer = projection(mode, dtype)
     assert multi_linear.sizes(layer) == (INPUTS, OUTPUTS)
-    x = mx.random.normal((1, 5, INPUTS), key=mx.random.key(6))
-    every = formula(layer, mx.broadcast_to(x.swapaxes(0, 1)[:, :, None], (5, HEADS, 1, INPUTS)))
-    found = multi_linear.product(layer, x, slice(1, 3))
-    np.testing.assert_allclose(np.array(found), every[:, 1:, 0].swapaxes(0, 1), atol=1e-4)
-    back = multi_linear.product(layer, found, slice(1, 3), transpose=False)
     unit = mx.eye(INPUTS)[:, None, None] * mx.ones((1, HEADS, 1, 1))
-    matrices = formula(layer, unit)[:, 1:, 0].transpose(1, 2, 0)  # [h, out, in]
-    np.testing.assert_allclose(np.array(back), np.array(found) @ matrices, atol=1e-3)
+    found = multi_linear.matrices(layer, slice(1, 3), dtype)
+    assert found.dtype == dtype
+    wanted = formula(layer, unit)[:, 1:, 0].transpose(1, 2, 0)
+    np.testing.assert_allclose(np.array(found.astype(mx.float32)), wanted, atol=1e-6)
 
 
 def test_projections_may_be_left_out_for_a_while():
@@ -108,4 +106,6 @@ def test_projections_may_be_left_out_for_a_while():
     with multi_linear.left_out():
         assert layer(x) is x
         assert layer(sequence).shape == (1, HEADS, 5, OUTPUTS)
+        beside = layer(x[:, :, 0].swapaxes(0, 1)).swapaxes(0, 1)  # as a cache applies it
+    np.testing.assert_allclose(np.array(beside), formula(layer, x)[:, :, 0], atol=1e-4)
     assert layer(x).shape == (5, HEADS, 1, OUTPUTS)

@@ -37,11 +37,14 @@ def test_no_projection_of_latents_multiplies_with_a_vector(name, quantised):
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
 def test_keys_and_values_of_a_prompt_are_built_by_one_product_each(quantised):
-    """Of its whole context, beside the rows of all requests that attend to latents."""
+    """Of its whole context, beside the rows of all requests that attend to latents.
+
+    They are built by matrices as values, which a graph does not show as read from quantised ones.
+    """
     mixture = (*MIXTURE[1:], (7, 110, 0))
     found = rows_of_products(*recorded(model_of("deepseek_v3", quantised), "deepseek_v3", mixture))
     num_others = sum(certain + drafts for _, certain, drafts in MIXTURE[1:])
     projections = [key for key in found if key.removesuffix(".weight").endswith(PROJECTIONS)]
     assert len(projections) == 2 * 3
     for key in projections:
-        assert sorted(found[key]) == [num_others, 117], key
+        assert sorted(found[key]) == ([num_others] if quantised else [num_others, 117]), key

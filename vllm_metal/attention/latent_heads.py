@@ -108,6 +108,7 @@ class Turn:
             scores = 2 * num_rows * context * mx.float32.size  # and their weights
         # Twice: as they are built, and as they are joined or padded.
         built = 2 * context * (key_size + value_size) * dtype.size
+        built += heads.rank * (heads.key + heads.value) * dtype.size  # matrices as values
         work = heads._replace(num_heads=1).work(num_rows, context)
         room = min(BUILT_AT_ONCE // (built + scores), MOST_WORK // work)
         return Turn(min(max(room, 1), heads.num_heads), num_rows, fused)
@@ -138,9 +139,10 @@ def _built(
 ) -> tuple[mx.array, mx.array]:
     """[1, h, S, key + rotated] and [1, h, S, value] of some heads."""
     latents, rotated = mx.split(context[None], [rank], axis=-1)
-    keys = multi_linear.product(projections.embed, latents, heads, transpose=False)
+    keys = latents @ multi_linear.matrices(projections.embed, heads, context.dtype)
     rotated = mx.broadcast_to(rotated, (*keys.shape[:2], rotated.shape[-1]))
-    values = multi_linear.product(projections.unembed, latents, heads)
+    unembed = multi_linear.matrices(projections.unembed, heads, context.dtype)
+    values = latents @ unembed.swapaxes(-1, -2)
     return mx.concatenate([keys, rotated], axis=-1)[None], values[None]
 
 

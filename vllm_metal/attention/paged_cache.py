@@ -134,10 +134,9 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         outputs = []
         if plan.others is not None:
             keys, rotated = mx.split(queries[plan.others].swapaxes(0, 1), [key_size], axis=-1)
-            keys = multi_linear.product(self._projections.embed, keys)
-            rows = mx.concatenate([keys, rotated], axis=-1).swapaxes(0, 1)
-            out = self._kv_cache.attend(self._scope.plan, rows, Scoring(scale)).swapaxes(0, 1)
-            outputs.append(multi_linear.product(self._projections.unembed, out).swapaxes(0, 1))
+            rows = mx.concatenate([self._projections.embed(keys), rotated], axis=-1)
+            out = self._kv_cache.attend(self._scope.plan, rows.swapaxes(0, 1), Scoring(scale))
+            outputs.append(self._projections.unembed(out.swapaxes(0, 1)).swapaxes(0, 1))
         contexts = self._kv_cache.contexts(self._scope.plan, plan)
         for prompt, context in zip(plan.prompts, contexts, strict=True):
             rows = queries[prompt.first : prompt.first + prompt.num_rows]

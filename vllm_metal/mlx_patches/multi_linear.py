@@ -47,28 +47,17 @@ def sizes(projection: Any) -> tuple[int, int]:
     return num_inputs, num_outputs
 
 
-def product(
-    projection: Any, x: mx.array, heads: slice | None = None, transpose: bool = True
-) -> mx.array:
-    """The rows of each head by its matrix.
+def matrices(projection: Any, heads: slice, dtype: mx.Dtype) -> mx.array:
+    """[h, out, in] matrices of some heads, as values of the dtype.
 
-    Args:
-        projection: of mlx-lm's, a matrix [out, in] a head.
-        x: [h, T, in], or [1, T, in] of all heads; without `transpose` [.., T, out].
-        heads: h of them; None: all.
-        transpose: whether by the matrices as they are; else by transposed ones.
-
-    Returns:
-        [h, T, out]; without `transpose` [h, T, in].
+    For many rows: MLX's CPU backend multiplies these ten times faster than quantised ones.
     """
-    arrays = [projection.get(name) for name in ("weight", "scales", "biases")]
-    if heads is not None:
-        arrays = [None if array is None else array[heads] for array in arrays]
-    weight, scales, biases = arrays
-    if isinstance(projection, mla.QuantizedMultiLinear):
-        packing = projection.group_size, projection.bits, projection.mode
-        return mx.quantized_matmul(x, weight, scales, biases, transpose, *packing)
-    return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+    weight: mx.array = projection.weight[heads]
+    if not isinstance(projection, mla.QuantizedMultiLinear):
+        return weight
+    biases = None if projection.biases is None else projection.biases[heads]
+    packing = projection.group_size, projection.bits, projection.mode
+    return mx.dequantize(weight, projection.scales[heads], biases, *packing, dtype=dtype)
 
 
 def _beside_each_other(
