@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import mlx.core as mx
 
 from vllm_metal.attention import latent_heads
 from vllm_metal.attention.latent_heads import Projections
-from vllm_metal.kv_cache.latent_prompts import LatentPrompts
+from vllm_metal.kv_cache.latent_prompts import LatentPrompts, PlanWithPrompts
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope, joined
 from vllm_metal.mlx_patches import multi_linear
@@ -123,9 +123,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
 
     @property
     def _prompts(self) -> LatentPrompts | None:
-        plan: Any = self._scope.plan
-        found: LatentPrompts | None = plan.prompts
-        return found
+        return cast(PlanWithPrompts, self._scope.plan).prompts
 
     def _attend_apart(
         self, plan: LatentPrompts, queries: mx.array, key_size: int, scale: float

@@ -118,7 +118,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         phases = cls.by_mlx.get(kind)
         if phases and (requests := gathered.chosen(layout, phases)).any():
             split = gathered.plan(layout, requests, kind.window)
-            parts, work = gathered.others_of(layout, requests), split.work(kind)
+            parts, work = layout.others_than(requests), split.work(kind)
             behind = behind and behind.of(np.flatnonzero(~requests))
         if len(parts[1]):
             tiles = cls._tiles_of(kind)

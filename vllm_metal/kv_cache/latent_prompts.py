@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets
-from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.layer_state import StepLayout
 
 
@@ -71,7 +70,7 @@ class LatentPrompts:
     def of(layout: StepLayout, requests: np.ndarray) -> LatentPrompts:
         """These of a step's requests, [R] bool."""
         prompts = tuple(_prompt(layout, index) for index in np.flatnonzero(requests).tolist())
-        ours, others = (gathered.rows_of(layout, each) for each in (requests, ~requests))
+        ours, others = layout.rows_of(requests), layout.rows_of(~requests)
         order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
         in_order = (order == np.arange(len(order))).all()
         return LatentPrompts(
@@ -79,6 +78,14 @@ class LatentPrompts:
             mx.array(others) if len(others) else None,
             None if in_order else mx.array(order),
         )
+
+
+class PlanWithPrompts(Protocol):
+    """A step's plan for layers of latents."""
+
+    @property
+    def prompts(self) -> LatentPrompts | None:
+        """None: all rows attend to latents."""
 
 
 def planned(
@@ -129,7 +136,7 @@ def _prompt(layout: StepLayout, index: int) -> Prompt:
 
 def _without(layout: StepLayout, requests: np.ndarray) -> StepLayout:
     """The layout of the others, beside the slots of all rows."""
-    starts, lens, tables = gathered.others_of(layout, requests)
+    starts, lens, tables = layout.others_than(requests)
     others = np.flatnonzero(~requests)
     return replace(
         layout,
