@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,7 +30,6 @@ LATENT_SIZES = ((576, 512),)  # DeepSeek-V2 and later: a rank of 512 and 64 rota
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -3.0e38  # as in numeric.metal
-_DECODE_SIMDGROUPS = 8
 
 _INPUTS = (
     "queries",
@@ -112,7 +112,7 @@ def run(
             sinks,
             after,
         ]
-        out, fence = _launch(plan, dispatch, buffers)
+        out, fence = _launch(plan, dispatch, buffers, softcap is not None)
         outputs.append(out)
         fences.append(fence)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -120,33 +120,27 @@ def run(
 
 
 def _launch(
-    plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array]
+    plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array], capped: bool
 ) -> tuple[mx.array, mx.array]:
     """Launches one dispatch, and the reduction after it where contexts are split."""
     queries, key_pool = buffers[:2]
     shape, split = plan.shape, dispatch.num_splits > 1
     out_shape = (dispatch.num_rows, shape.num_heads, shape.value_size)
+    kernel, tiling, simdgroups = (_of_decode if dispatch.decode else _of_prefill)(
+        shape, dispatch.rows, queries.dtype, key_pool.dtype
+    )
     template = [
         ("T", queries.dtype),
         ("C", key_pool.dtype),
         ("O", mx.float32 if split else queries.dtype),
         ("D", shape.head_size),
+        ("DV", shape.value_size),
+        ("LATENT", shape.latent),
         ("SCALED", key_pool.dtype in CODE_DTYPES),
+        ("CAPPED", capped),
         ("PARTIAL", split),
+        *tiling.items(),
     ]
-    if dispatch.decode:
-        kernel, simdgroups = _decode, _DECODE_SIMDGROUPS
-        template += [("ROWS", dispatch.rows), ("SIMDGROUPS", simdgroups)]
-    else:
-        row_groups, parts = dispatch.rows // 8, _parts(shape.head_size)
-        kernel, simdgroups = _prefill, row_groups * parts
-        template += [
-            ("DV", shape.value_size),
-            ("ROW_GROUPS", row_groups),
-            ("SPLIT", parts),
-            ("KEYS", _keys(shape.head_size, queries.dtype.size)),
-            ("LATENT", shape.latent),
-        ]
     parts_shape = (dispatch.num_splits, *out_shape)
     out, stats, fence = kernel(
         inputs=buffers,
@@ -155,7 +149,7 @@ def _launch(
         threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[
             parts_shape if split else out_shape,
-            (*parts_shape[:-1], 2) if split else (MIN_ELEMENTS,),
+            (max(MIN_ELEMENTS, 2 * math.prod(parts_shape[:-1])) if split else MIN_ELEMENTS,),
             FENCE_SHAPE,
         ],
         output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, FENCE_DTYPE],
@@ -173,19 +167,46 @@ def _launch(
     return out, fence
 
 
-def _parts(head_size: int) -> int:
-    """Simdgroups that share a row's head: registers hold 128 elements of it, or a little more.
+_Tiling = tuple[Callable[..., list[mx.array]], dict[str, int], int]
 
-    For tiles of AttentionShape.tile_rows, a threadgroup then has 256 threads at most.
+
+def _of_decode(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype) -> _Tiling:
+    """The decode kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
+
+    A simdgroup has 64 elements of a head, which fill its registers, or 96 of two bytes. The walks
+    of a context depend on the layer alone, and so does what a row's result is rounded to.
     """
-    return 1 if head_size <= 128 else 2 if head_size <= 256 else 4
+    widest = 96 if cache_dtype.size == 2 and shape.head_size <= 192 else 64
+    parts = -(-shape.value_size // widest)
+    walks, row_groups = _side_by_side(parts), rows // 8
+    walkers = _side_by_side(row_groups * parts)
+    tiling = {
+        "ROW_GROUPS": row_groups,
+        "SPLIT": parts,
+        "WALKS": walks,
+        "WALKERS": walkers,
+        "STRIPS": 1,
+    }
+    return _decode, tiling, row_groups * parts * walkers
 
 
-def _keys(head_size: int, item_size: int) -> int:
-    """Rows of K or V staged at once, which fit 32 KB of threadgroup memory with their scores."""
-    if head_size <= 128:
-        return 32
-    return 16 if head_size <= 256 or item_size == 2 else 8
+def _side_by_side(simdgroups: int) -> int:
+    """How many times so many simdgroups fit 256 threads, which every pipeline takes: 2^n."""
+    return 1 << (8 // simdgroups).bit_length() - 1
+
+
+def _of_prefill(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype) -> _Tiling:
+    """The prefill kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
+
+    Registers hold 128 elements of a row's head, or a little more. For tiles of
+    AttentionShape.tile_rows, a threadgroup then has 256 threads at most. Rows of K or V staged at
+    once fit 32 KB of threadgroup memory with their scores.
+    """
+    row_groups, size = rows // 8, shape.head_size
+    parts = 1 if size <= 128 else 2 if size <= 256 else 4
+    keys = 32 if size <= 128 else 16 if size <= 256 or dtype.size == 2 else 8
+    tiling = {"ROW_GROUPS": row_groups, "SPLIT": parts, "KEYS": keys}
+    return _prefill, tiling, row_groups * parts
 
 
 @functools.lru_cache(maxsize=256)

@@ -46,8 +46,17 @@ class AttentionShape:
 
     @property
     def decode_rows(self) -> int:
-        """Packed rows the decode kernel takes: as many as fit a thread's registers."""
-        return 0 if self.latent else min(8, 1 << (1024 // self.head_size).bit_length() - 1)
+        """Packed rows of the decode kernel's largest tile: 8 for each 256 elements of a head."""
+        return 32 if self.value_size <= 128 else 16 if self.value_size <= 256 else 8
+
+    @property
+    def decode_tiles(self) -> int:
+        """Tiles of the decode kernel that a request may take.
+
+        One, so that its K and V are loaded once; but what takes arithmetic longer than loads, the
+        latents of many heads, is read again for every eight packed rows.
+        """
+        return self.group if self.latent else 1
 
     @property
     def tile_rows(self) -> int:
@@ -81,14 +90,13 @@ class Tiles:
     def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
         """All sizes that rows of such layers may need."""
         decode, prefill = set(), set()
-        for packed in range(
-            shape.group, shape.decode_rows + shape.tile_rows + shape.group, shape.group
-        ):
-            rows = _power_of_two(packed)
-            if packed <= shape.decode_rows:
-                decode.add(rows)
+        most = shape.decode_rows * shape.decode_tiles
+        for packed in range(shape.group, most + shape.tile_rows + shape.group, shape.group):
+            rows = max(8, _power_of_two(packed))
+            if packed <= most:
+                decode.add(min(shape.decode_rows, rows))
             else:
-                prefill.add(min(shape.tile_rows, max(8, rows)))
+                prefill.add(min(shape.tile_rows, rows))
         longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # keys that a tile may see
         split = longest > _SHORTEST_SPLIT and shape.num_kv_heads <= _BUSY // 2
         return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), split)
@@ -131,16 +139,9 @@ class AttentionPlan:
         return sum(dispatch.work for dispatch in self.dispatches)
 
     @property
-    def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
-        """What each dispatch launches: kernel, rows, if in parts, if their statistics are few."""
-
-        def few(x: Dispatch) -> bool:
-            return 2 * x.num_splits * x.num_rows * self.shape.num_heads < MIN_ELEMENTS
-
-        return tuple(
-            (x.decode, x.rows, x.num_splits > 1, x.num_splits > 1 and few(x))
-            for x in self.dispatches
-        )
+    def pipelines(self) -> tuple[tuple[bool, int, bool], ...]:
+        """What each dispatch launches: kernel, rows, if in parts."""
+        return tuple((x.decode, x.rows, x.num_splits > 1) for x in self.dispatches)
 
 
 def plan(
@@ -180,7 +181,7 @@ def plan(
         window or _NO_WINDOW,
     )
     packed = query_lens * shape.group
-    decodes = _decoded(packed, tiles)
+    decodes = _decoded(packed, shape, tiles)
     kinds = [
         (decode, members)
         for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))
@@ -215,8 +216,6 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
         # Query rows that fill a tile. A tile of less than one query row may reach into the next,
         # and so see one key more.
         queries = [rows // shape.group] if rows >= shape.group else [1, 2]
-        if 4 * queries[0] * shape.num_heads < MIN_ELEMENTS:  # of two parts, see `pipelines`
-            queries.append(MIN_ELEMENTS)
         # The shortest context that is split, and one that is split in a window: its first key is
         # rounded down to a strip, so one of four contexts is longest.
         lengths = [queries[0]] + (
@@ -247,14 +246,11 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _decoded(packed: np.ndarray, tiles: Tiles) -> np.ndarray:
+def _decoded(packed: np.ndarray, shape: AttentionShape, tiles: Tiles) -> np.ndarray:
     """[R] bool, requests that the decode kernel serves; `packed` has the rows of each."""
     if not tiles.decode or not tiles.prefill:
         return np.full(len(packed), bool(tiles.decode))
-    decodes = packed <= tiles.decode[-1]
-    if packed.max() <= tiles.prefill[-1] and not decodes.all():
-        decodes[:] = False  # one dispatch where requests verify drafts, however many
-    return decodes
+    return packed <= tiles.decode[-1] * shape.decode_tiles
 
 
 def _shift(counts: mx.array) -> mx.array:

@@ -7,19 +7,6 @@
 // the output stays in registers as 8x8 matrices; where SPLIT > 1 the parts of the scores are summed
 // through threadgroup memory. Tiled softmax after FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 
-// Lane's place in an 8x8 matrix: its row, and the first of two neighbouring columns. Apple does not
-// document it; MLX's own matrix kernels rely on it, and the self-check would find it changed.
-struct Place {
-    int row;
-    int column;
-
-    Place(uint lane) {
-        const int quad = int(lane) / 4;
-        row = (quad & 4) + (int(lane) / 2) % 4;
-        column = (quad & 2) * 2 + (int(lane) % 2) * 2;
-    }
-};
-
 typedef metal::simdgroup_matrix<float, 8, 8> Matrix;
 
 // Rows [base, base + KEYS) of K or V of the context into a tile of rows of STRIDE elements; zeros
@@ -56,8 +43,8 @@ inline void stage(
 }
 
 // ---- kernel body
-// Template: as in decode.metal, but for ROW_GROUPS, SPLIT and KEYS; DV, size of values; LATENT, whether
-// they are the first elements of keys. Grid: (32 * ROW_GROUPS * SPLIT * tiles, Hkv).
+// Template: as in decode.metal, but for ROW_GROUPS, SPLIT and KEYS.
+// Grid: (32 * ROW_GROUPS * SPLIT * tiles, Hkv).
 threadgroup T tile_memory[KEYS * (D + 16 / sizeof(T))];
 threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
@@ -162,7 +149,8 @@ for (int base = tile.begin; base < end; base += KEYS) {
         UNROLLED for (int e = 0; e < 2; e++) {
             const int key = base + s * 8 + place.column + e;
             const bool seen = key <= position && position - key < window;
-            const float score = score_of(scores[s].thread_elements()[e], cap);
+            const float product = scores[s].thread_elements()[e];
+            const float score = CAPPED ? capped(product, cap) : product;
             scores[s].thread_elements()[e] = seen ? score : LOWEST;
             next = metal::max(next, scores[s].thread_elements()[e]);
         }
