@@ -34,7 +34,10 @@ struct Fragments<float> {
     static constant constexpr int COUNT = 2;
 
     static inline Pair cut(uint4 raw, int i) {
-        return uint2(raw[i * 2], raw[i * 2 + 1]);
+        Pair pair;
+        pair[0] = raw[i * 2];
+        pair[1] = raw[i * 2 + 1];
+        return pair;
     }
     static inline float2 elements(Pair pair) {
         return as_type<float2>(pair);
@@ -51,7 +54,10 @@ struct Fragments<int8_t> {
         return ushort(raw[i / 2] >> (i % 2 * 16));
     }
     static inline half2 elements(Pair pair) {
-        return half2(half(short(int8_t(pair))), half(short(int8_t(pair >> 8))));
+        half2 both;
+        both[0] = half(short(int8_t(pair)));
+        both[1] = half(short(int8_t(pair >> 8)));
+        return both;
     }
 };
 
@@ -70,6 +76,9 @@ struct Fragments<uint8_t> {
         return as_type<half2>((apart & 0x00800080u) << 8 | (apart & 0x007f007fu) << 7);
     }
 };
+
+// The score of a key that a row does not see: its weight is 0 even where the largest score is LOWEST.
+constant constexpr float UNSEEN = -3.4e38f;
 
 // What an element of a cache is a multiple of, beside its row's scale.
 template <typename C>
@@ -189,23 +198,24 @@ const int walker = simdgroup / SPLIT % WALKERS;
 const int row_group = simdgroup / (SPLIT * WALKERS);
 const Place place(thread_index_in_simdgroup);
 
-// The keys that a row of the tile may see, and those that each of its rows sees.
+// The keys that rows of the tile may see.
 const int oldest = request.first_position + tile.packed_begin / group;
-const int newest = request.first_position + (tile.packed_begin + tile.packed_count - 1) / group;
 const int first = metal::max(tile.begin, oldest - window + 1);
 const int end = metal::min(tile.end, request.length);
-const int first_of_all = metal::max(tile.begin, newest - window + 1);
-const int end_of_all = metal::min(end, oldest + 1);
 
 // Q transposed: two packed rows a lane, as columns. Rows past the tile's last repeat it.
 metal::simdgroup_matrix<Q, 8, 8> q[QM];
-int position[2];
+int first_seen[2];  // of each, less this lane's place among a strip's keys
+uint num_seen[2];
 float sink[2];
 UNROLLED for (int e = 0; e < 2; e++) {
     const int in_tile = row_group * 8 + place.column + e;
     const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1);
     const int head = int(kv_head) * group + packed % group;
-    position[e] = request.first_position + packed / group;
+    const int position = request.first_position + packed / group;
+    const int oldest_seen = metal::max(tile.begin, position - window + 1);
+    first_seen[e] = oldest_seen - place.row;
+    num_seen[e] = uint(metal::max(metal::min(end, position + 1) - oldest_seen, 0));
     sink[e] = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
     const device T* query =
         queries + (ulong(request.first_row + packed / group) * num_heads + head) * D;
@@ -246,7 +256,7 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
         float key_scale[STRIPS];
         float value_scale[STRIPS];
         UNROLLED for (int s = 0; s < STRIPS; s++) {
-            const int offset = metal::clamp(s * 8 + place.row, first - start, end - 1 - start);
+            const uint offset = uint(metal::clamp(s * 8 + place.row, first - start, end - 1 - start));
             const device C* row = key_pool + (slot + offset) * D;
             Keys::load(row, part, place.column, keys[s]);
             if (LATENT) {
@@ -290,19 +300,14 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
         }
 
         // Running softmax over the columns.
-        const bool at_edge = base < first_of_all || base + KEYS > end_of_all;
         float rescale[2];
         UNROLLED for (int e = 0; e < 2; e++) {
             float next = top[e];
             UNROLLED for (int s = 0; s < STRIPS; s++) {
                 float value = score[s].thread_elements()[e] * key_scale[s];
                 value = CAPPED ? capped(value, cap) : value;
-                if (at_edge) {
-                    const int key = base + s * 8 + place.row;
-                    const bool seen = key >= tile.begin && key < end && key <= position[e] &&
-                        position[e] - key < window;
-                    value = seen ? value : LOWEST;
-                }
+                const bool seen = uint(base + s * 8 - first_seen[e]) < num_seen[e];
+                value = seen ? value : UNSEEN;
                 score[s].thread_elements()[e] = value;
                 next = metal::max(next, value);
             }
@@ -311,8 +316,7 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
             top[e] = next;
             total[e] *= rescale[e];
             UNROLLED for (int s = 0; s < STRIPS; s++) {
-                const float value = score[s].thread_elements()[e];
-                const float weight = value <= LOWEST ? 0.0f : metal::fast::exp2(value - next);
+                const float weight = metal::fast::exp2(score[s].thread_elements()[e] - next);
                 total[e] += weight;
                 score[s].thread_elements()[e] = weight * value_scale[s];
             }

@@ -60,7 +60,7 @@ struct Context {
     // Slot of a position, counted from the pool's first.
     ulong slot(int position) const {
         const uint offset = uint(position) & ((1u << shift) - 1u);
-        return first_slot + (ulong(table[uint(position) >> shift]) << shift) + offset;
+        return first_slot + (ulong(uint(table[uint(position) >> shift])) << shift) + offset;
     }
 };
 
