@@ -110,15 +110,24 @@ inline void fill(thread metal::simdgroup_matrix<M, 8, 8>& matrix, Pair elements)
     matrix.thread_elements()[1] = elements[1];
 }
 
-// The element of a matrix's row `row` in the column that has the number of this lane's own row; the lane
-// that holds it has it as `first` or `second` of its two.
-inline float transposed(float first, float second, Place place, int row) {
-    const int column = place.row;
-    const ushort lane = ushort((row & 4) << 2 | (column & 4) << 1 | (row & 3) << 1 | (column & 2) >> 1);
-    const float even = metal::simd_shuffle(first, lane);
-    const float odd = metal::simd_shuffle(second, lane);
-    return column % 2 != 0 ? odd : even;
-}
+// Where this lane's place in a matrix's transpose lies: element (column, row), in which lane, and whether
+// as the second of its two. The place beside this one is two lanes further.
+struct Transposed {
+    ushort lane;
+    bool is_second;
+
+    Transposed(Place place) {
+        lane = ushort((place.column & 4) << 2 | (place.column & 2) << 1 | (place.row & 4) << 1 | place.row / 2 % 2);
+        is_second = place.row % 2 != 0;
+    }
+
+    float get(float first, float second, int beside) const {
+        const ushort from = lane + ushort(2 * beside);
+        const float even = metal::simd_shuffle(first, from);
+        const float odd = metal::simd_shuffle(second, from);
+        return is_second ? odd : even;
+    }
+};
 
 // Over the rows of a matrix, for each of its columns.
 inline float column_max(float value) {
@@ -197,6 +206,7 @@ const int part = simdgroup % SPLIT;
 const int walker = simdgroup / SPLIT % WALKERS;
 const int row_group = simdgroup / (SPLIT * WALKERS);
 const Place place(thread_index_in_simdgroup);
+const Transposed transposed(place);
 
 // The keys that rows of the tile may see.
 const int oldest = request.first_position + tile.packed_begin / group;
@@ -234,7 +244,8 @@ const int first_strip = first / KEYS / WALKS * WALKS;
 const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
 Sums acc[VM];
 int turn = 0;  // of the two halves of `exchanged`
-for (int walk = walker; walk < WALKS; walk += WALKERS) {
+for (int lap = 0; lap < WALKS / WALKERS; lap++) {
+    const int walk = lap * WALKERS + walker;
     // A sink is a key of weight without value; one walk starts from it. Sums are of this lane's keys.
     float top[2];
     float total[2];
@@ -275,7 +286,8 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
             UNROLLED for (int m = 0; m < QM; m++) {
                 metal::simdgroup_matrix<M, 8, 8> k;
                 const bool is_rotated = LATENT && m == QM - 1;
-                fill(k, Of::elements(is_rotated ? rotated[s] : Of::cut(keys[s][m / Of::COUNT], m % Of::COUNT)));
+                const int h = is_rotated ? 0 : m / Of::COUNT;
+                fill(k, Of::elements(is_rotated ? rotated[s] : Of::cut(keys[s][h], m % Of::COUNT)));
                 metal::simdgroup_multiply_accumulate(score[s], k, q[m], score[s]);
             }
         }
@@ -321,7 +333,7 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
                 score[s].thread_elements()[e] = weight * value_scale[s];
             }
         }
-        const float factor = transposed(rescale[0], rescale[1], place, 0);
+        const float factor = transposed.get(rescale[0], rescale[1], 0);
         UNROLLED for (int m = 0; m < VM; m++) {
             acc[m].thread_elements()[0] *= factor;
             acc[m].thread_elements()[1] *= factor;
@@ -329,8 +341,8 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
         UNROLLED for (int s = 0; s < STRIPS; s++) {
             Sums weights;  // packed rows by keys
             UNROLLED for (int e = 0; e < 2; e++) {
-                weights.thread_elements()[e] = transposed(
-                    score[s].thread_elements()[0], score[s].thread_elements()[1], place, place.column + e);
+                weights.thread_elements()[e] = transposed.get(
+                    score[s].thread_elements()[0], score[s].thread_elements()[1], e);
             }
             UNROLLED for (int m = 0; m < VM; m++) {
                 const uint4 raw = LATENT ? keys[s][m / Of::COUNT] : values[s][m / Of::COUNT];
@@ -342,8 +354,8 @@ for (int walk = walker; walk < WALKS; walk += WALKERS) {
     }
 
     // The walk's part of this lane's packed row, joined to that of the walks before it.
-    float row_top = transposed(top[0], top[1], place, 0);
-    float row_total = transposed(column_sum(total[0]), column_sum(total[1]), place, 0);
+    float row_top = transposed.get(top[0], top[1], 0);
+    float row_total = transposed.get(column_sum(total[0]), column_sum(total[1]), 0);
     for (int next = 0; next < WALKERS; next++) {
         if (walker == next) {
             threadgroup float* before = joined + (row_group * SPLIT + part) * ((VM + 1) * 64) + lane * 2;

@@ -46,17 +46,17 @@ class AttentionShape:
 
     @property
     def decode_rows(self) -> int:
-        """Packed rows of the decode kernel's largest tile: 8 for each 256 elements of a head."""
-        return 32 if self.value_size <= 128 else 16 if self.value_size <= 256 else 8
+        """Most packed rows of a request that the decode kernel serves.
+
+        They are one tile, so that K and V are loaded once; but what takes arithmetic longer than
+        loads, the latents of many heads, is read again for each tile of up to eight query rows.
+        """
+        return 8 * self.group if self.latent else self.decode_tile_rows
 
     @property
-    def decode_tiles(self) -> int:
-        """Tiles of the decode kernel that a request may take.
-
-        One, so that its K and V are loaded once; but what takes arithmetic longer than loads, the
-        latents of many heads, is read again for every eight packed rows.
-        """
-        return self.group if self.latent else 1
+    def decode_tile_rows(self) -> int:
+        """Packed rows of the decode kernel's largest tile, whose threadgroup has 256 threads."""
+        return 32 if self.value_size <= 128 else 16 if self.value_size <= 256 else 8
 
     @property
     def tile_rows(self) -> int:
@@ -90,11 +90,11 @@ class Tiles:
     def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
         """All sizes that rows of such layers may need."""
         decode, prefill = set(), set()
-        most = shape.decode_rows * shape.decode_tiles
-        for packed in range(shape.group, most + shape.tile_rows + shape.group, shape.group):
+        most = shape.decode_rows + shape.tile_rows + shape.group
+        for packed in range(shape.group, most, shape.group):
             rows = max(8, _power_of_two(packed))
-            if packed <= most:
-                decode.add(min(shape.decode_rows, rows))
+            if packed <= shape.decode_rows:
+                decode.add(min(shape.decode_tile_rows, rows))
             else:
                 prefill.add(min(shape.tile_rows, rows))
         longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # keys that a tile may see
@@ -250,7 +250,7 @@ def _decoded(packed: np.ndarray, shape: AttentionShape, tiles: Tiles) -> np.ndar
     """[R] bool, requests that the decode kernel serves; `packed` has the rows of each."""
     if not tiles.decode or not tiles.prefill:
         return np.full(len(packed), bool(tiles.decode))
-    return packed <= tiles.decode[-1] * shape.decode_tiles
+    return packed <= tiles.decode[-1] * (shape.decode_rows // shape.decode_tile_rows)
 
 
 def _shift(counts: mx.array) -> mx.array:

@@ -124,10 +124,10 @@ def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureF
     assert not recorder.pipelines and not capsys.readouterr().err
 
 
-def test_a_tile_of_one_row_alone_is_compiled_for_few_rows_and_for_more():
-    """One head's parts have too few statistics for a buffer until there are more rows."""
+def test_parts_of_one_row_and_head_launch_what_parts_of_many_do():
+    """Though their statistics are too few for a buffer by themselves."""
     layer = AttentionLayer("layers.0", 1, 1, 64, None, None)
-    tiles = {layer.kind: Tiles((1,), (), True)}
+    tiles = {layer.kind: Tiles((8,), (), True)}
     kv_cache_type = KernelKVCache.limited(tiles, moves_blocks=True)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
