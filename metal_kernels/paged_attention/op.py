@@ -195,7 +195,9 @@ def _side_by_side(simdgroups: int) -> int:
     return 1 << (8 // simdgroups).bit_length() - 1
 
 
-def _of_prefill(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype) -> _Tiling:
+def _of_prefill(
+    shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype
+) -> _Tiling:
     """The prefill kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
 
     Registers hold 128 elements of a row's head, or a little more. For tiles of

@@ -91,7 +91,11 @@ _FAULTS: _Faults = {
         ("first walk not kept", "if (walk < WALKS - 1) {", "if (walk > 0 && walk < WALKS - 1) {"),
     ],
     (DECODE, "decode", BOUNDS): [
-        ("steps past the range", "clamp(base, first / KEYS * KEYS, (end - 1) / KEYS * KEYS)", "max(base, 0)"),
+        (
+            "steps past the range",
+            "clamp(base, first / KEYS * KEYS, (end - 1) / KEYS * KEYS)",
+            "max(base, 0)",
+        ),
         ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
         (
             "rows and heads of a group exchanged",
@@ -109,7 +113,11 @@ _FAULTS: _Faults = {
         ),
         ("a strip's first key for all in masks", "oldest_seen - place.row", "oldest_seen"),
         ("weight of keys that no row sees", "value = seen ? value : UNSEEN;", ""),
-        ("keys past the range loaded", "first - start, end - 1 - start", "first - start, end - start"),
+        (
+            "keys past the range loaded",
+            "first - start, end - 1 - start",
+            "first - start, end - start",
+        ),
         ("one key for all of a strip", "clamp(s * 8 + place.row,", "clamp(s * 8,"),
         ("walks overlap", "round * WALKS + walk)", "round + walk)"),
         ("one round too few", "first_strip) / WALKS + 1 : 0", "first_strip) / WALKS : 0"),
@@ -120,7 +128,11 @@ _FAULTS: _Faults = {
             "metal::max(value, metal::simd_shuffle_xor(value, 16))",
             "metal::max(value, metal::simd_shuffle_xor(value, 2))",
         ),
-        ("sum over half of a column", "value + metal::simd_shuffle_xor(value, 16)", "value + value"),
+        (
+            "sum over half of a column",
+            "value + metal::simd_shuffle_xor(value, 16)",
+            "value + value",
+        ),
         ("walks before not rescaled", "64 + e] * theirs + value", "64 + e] + value"),
         ("a walk not rescaled", "thread_elements()[e] * mine", "thread_elements()[e]"),
         ("totals of walks before not rescaled", "before[1] * theirs +", "before[1] +"),
@@ -130,7 +142,11 @@ _FAULTS: _Faults = {
             "head = int(kv_head) * group + packed % group",
             "head = packed % group * key_pool_shape[0] + int(kv_head)",
         ),
-        ("factors of columns taken for rows'", "transposed.get(rescale[0], rescale[1], 0)", "rescale[0]"),
+        (
+            "factors of columns taken for rows'",
+            "transposed.get(rescale[0], rescale[1], 0)",
+            "rescale[0]",
+        ),
         (
             "weights not transposed",
             "transposed.get(\n                    score[s].thread_elements()[0], "
@@ -173,18 +189,30 @@ _FAULTS: _Faults = {
     (DECODE, "decode, 128", WRONG): [
         ("one simdgroup's part of the scores only", "p < SPLIT", "p < 1"),
         ("scores of the first walk's keys", "(simdgroup - part + p)", "p"),
-        ("V of the head's first part", "DV, part, place.column, values", "DV, 0, place.column, values"),
+        (
+            "V of the head's first part",
+            "DV, part, place.column, values",
+            "DV, 0, place.column, values",
+        ),
     ],
     (DECODE, "verify", WRONG): [
         ("rows of the first group for all", "row_group * 8 + place.column + e", "place.column + e"),
         ("laps overlap", "lap * WALKERS + walker", "lap + walker"),
     ],
     (DECODE, "verify", RACE): [
-        ("row groups keep their walks in one place", "(row_group * SPLIT + part) * ((", "part * (("),
+        (
+            "row groups keep their walks in one place",
+            "(row_group * SPLIT + part) * ((",
+            "part * ((",
+        ),
     ],
     (DECODE, "decode, latent", WRONG): [
         ("Q's rotated elements of the first part", "DV + part * 8 + place.row", "DV + place.row"),
-        ("K's rotated elements of the first part", "DV + part * 8 + place.column", "DV + place.column"),
+        (
+            "K's rotated elements of the first part",
+            "DV + part * 8 + place.column",
+            "DV + place.column",
+        ),
     ],
     (DECODE, "decode, many", BOUNDS): [
         ("rows of a tile that has none", "packed_count == 0", "packed_count < 0"),
@@ -200,7 +228,11 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "decode, window", WRONG): [
         ("window one key too wide", "position - window + 1", "position - window"),
-        ("keys before the window loaded", "first = metal::max(tile.begin, oldest - window + 1)", "first = tile.begin"),
+        (
+            "keys before the window loaded",
+            "first = metal::max(tile.begin, oldest - window + 1)",
+            "first = tile.begin",
+        ),
         ("keys of the window not loaded", "oldest - window + 1", "oldest - window + 3"),
         ("sink counted in every walk", "walk == 0 ? sink[e] : LOWEST", "sink[e]"),
         ("sink counted for every key of a strip", " && place.row == 0 ? 1.0f", " ? 1.0f"),
@@ -208,7 +240,11 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "decode, fp8", WRONG): [
         ("K's scale used for V", "float(value_scales[", "float(key_scales["),
-        ("the strip's scale from its first key", "float(key_scales[slot + offset])", "float(key_scales[slot])"),
+        (
+            "the strip's scale from its first key",
+            "float(key_scales[slot + offset])",
+            "float(key_scales[slot])",
+        ),
         ("fp8 numbers of half their size", "return 256.0f;", "return 128.0f;"),
         ("fp8's sign lost, of every second", "apart & 0x00800080u", "apart & 0x00000080u"),
         ("fp8's second code in the wrong place", "0xff00u) << 8", "0xff00u) << 7"),

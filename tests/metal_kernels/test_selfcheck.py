@@ -99,9 +99,7 @@ def test_what_splits_contexts_is_checked_in_parts(heads, kv_heads, size):
         play(case, Check("reduce"), steps(case, "reduce", 40), tiles)
     templates = [(run.kernel, dict(run.template)) for run in recorder.pipelines]
     in_parts = {
-        (name, 8 * given["ROW_GROUPS"])
-        for name, given in templates
-        if given.get("PARTIAL")
+        (name, 8 * given["ROW_GROUPS"]) for name, given in templates if given.get("PARTIAL")
     }
     launched = {
         ("decode" if dispatch.decode else "prefill", dispatch.rows)
