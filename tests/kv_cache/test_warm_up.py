@@ -31,7 +31,8 @@ shapes = st.builds(
     st.sampled_from([64, 128, 192, 512]),
 ) | st.sampled_from([(71, 1, 64), (64, 64, 64), (65, 65, 64)])
 windows = st.sampled_from([None, 40, 192, 253, 512])
-kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]))
+softcaps = st.sampled_from([None, 30.0])
+kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]), softcaps)
 request = st.tuples(st.integers(0, MOST), st.integers(1, 9) | st.integers(1, 100))
 
 
@@ -55,7 +56,7 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
         queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
         sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
         kv_cache.write(plan, fresh, fresh)
-        kv_cache.attend(plan, queries, Scoring(1.0, sinks))
+        kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap))
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,8 +69,8 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
 )
 def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer, drawn):
     layers = [
-        AttentionLayer(f"layers.{index}", *shape, window, sinks)
-        for index, (shape, window, sinks) in enumerate(layers)
+        AttentionLayer(f"layers.{index}", *shape, window, sinks, softcap=softcap)
+        for index, (shape, window, sinks, softcap) in enumerate(layers)
     ]
     kv_cache_type = KernelKVCache
     if fewer:  # some failed their self-check

@@ -149,7 +149,7 @@ class AttentionLayer(StatefulLayer):
             first = kv_cache is None
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
-            pipeline = (self.shape, self.sinks, trial.pipeline)
+            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
 
     def _attend_once(
@@ -165,7 +165,7 @@ class AttentionLayer(StatefulLayer):
         kv_cache.write(trial, *self._rows_of(trial.num_tokens, dtype))
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
-        return kv_cache.attend(trial, queries, Scoring(1.0, sinks))
+        return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap))
 
     def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
         return kv_cache_type.gathers
@@ -195,7 +195,7 @@ class AttentionLayer(StatefulLayer):
             plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
             kv_cache.write(plan, *self._rows_of(num_reqs * num_rows, dtype))
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
-            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0)))
+            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))
 
 
 def _layout_of_long_contexts(

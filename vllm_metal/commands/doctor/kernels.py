@@ -67,7 +67,8 @@ def all_cases() -> list[Case]:
         for shape in shapes
         for block_size in (16, 32)
     ]
-    # Windows, sinks and soft caps use the same compiled kernels, so each kind tries only one.
+    # Windows and sinks use the same compiled kernels, and a soft cap adds a function to scores, so
+    # each kind tries only one.
     extras: list[dict[str, Any]] = [
         {},
         {"sinks": True},
