@@ -81,13 +81,15 @@ _FAULTS: _Faults = {
         ("block size taken for 16", "ctz(uint(pool_shape[2]))", "4"),
     ],
     (DECODE, "decode", RACE): [
-        ("each walk writes the output", "walk < WALKS - 1", "walk < 0"),
+        (
+            "no barrier before the third walk is joined",
+            f"        {_BARRIER}\n    }}\n}}",
+            f"        if (next == 0) {_BARRIER}\n    }}\n}}",
+        ),
         ("output row of another request", "request.first_out_row + ", ""),
         ("fence written for every K/V head", " && thread_position_in_grid.y == 0", ""),
-        ("one row past the tile's last written", "row < tile.packed", "row <= tile.packed"),
     ],
     (DECODE, "decode", UNWRITTEN): [
-        ("no barrier before a walk is joined", f"{_BARRIER}\n    }}\n}}", "}\n}"),
         ("first walk not kept", "if (walk < WALKS - 1) {", "if (walk > 0 && walk < WALKS - 1) {"),
     ],
     (DECODE, "decode", BOUNDS): [
@@ -228,11 +230,6 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "decode, window", WRONG): [
         ("window one key too wide", "position - window + 1", "position - window"),
-        (
-            "keys before the window loaded",
-            "first = metal::max(tile.begin, oldest - window + 1)",
-            "first = tile.begin",
-        ),
         ("keys of the window not loaded", "oldest - window + 1", "oldest - window + 3"),
         ("sink counted in every walk", "walk == 0 ? sink[e] : LOWEST", "sink[e]"),
         ("sink counted for every key of a strip", " && place.row == 0 ? 1.0f", " ? 1.0f"),
@@ -253,14 +250,9 @@ _FAULTS: _Faults = {
         ("the first code of a pair for both", "int8_t(pair >> 8)", "int8_t(pair)"),
         ("codes without their sign", "half(short(int8_t(pair)))", "half(short(pair & 0xffu))"),
     ],
-    (DECODE, "decode, 80", WRONG): [
-        ("keys past a row's end", "SIZE % (RUN * SPLIT) == 0 || at < SIZE", "true"),
-    ],
     (DECODE, "decode, 80", BOUNDS): [
+        ("keys past a row's end", "SIZE % (RUN * SPLIT) == 0 || at < SIZE", "true"),
         ("queries past a row's end", "LATENT || d < D ?", "true ?"),
-    ],
-    (DECODE, "decode, 80", RACE): [
-        ("output past a row's end", " || d < DV)", " || true)"),
     ],
     (DECODE, "decode, split", WRONG): [
         ("sink counted in every split", "tile.split == 0 ? metal::max", "true ? metal::max"),
