@@ -27,13 +27,6 @@ _FLAGS = (
 _SPACES = ("thread", "device", "constant", "threadgroup")  # as the shim numbers them
 
 _ARENA_TYPE = re.compile(r"threadgroup (metal_cpu_type_\d+)&")
-# `float4(` and `vec<T, 4>(`, but not the reference to an array in `float4 (&rows)[2]`.
-_NOT_DECLARATOR = r"\((?!\s*[&*]\s*\w+\s*\)\s*\[)"
-_NAMED_VECTOR = re.compile(
-    r"\b(?:metal::)?(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])\s*"
-    + _NOT_DECLARATOR
-)
-_VECTOR = re.compile(r"\b(?:metal::)?vec\s*<([^<>(){};]+)>\s*" + _NOT_DECLARATOR)
 
 _CONVERSION = re.compile(
     r"addrspacecast \(?ptr(?: addrspace\((\d)\))? [^,]*? to ptr(?: addrspace\((\d)\))?"
@@ -134,9 +127,7 @@ class StrictKernel:
 
 
 def _unit(signature: Signature, header: str, source: str) -> str:
-    text = translate.function(signature, header, source)
-    text = _NAMED_VECTOR.sub(r"metal::detail::make_vec<\1, \2>(", text)
-    text = _VECTOR.sub(r"metal::detail::make_vec<\1>(", text)
+    text = translate.with_made_vectors(translate.function(signature, header, source))
     text = _ARENA_TYPE.sub(
         r'static_assert(__is_trivial(\1), "threadgroup variables have no constructor"); \g<0>',
         text,

@@ -164,6 +164,27 @@ def llvm_text(text: str, extra_flags: Sequence[str] = ()) -> str:
         return made.read_text()
 
 
+def assembly(text: str, flags: Sequence[str]) -> str:
+    """A translation unit as assembly for another processor than this machine's.
+
+    Always by the clang of `ziglang`, so that the same text is the same assembly everywhere.
+
+    Raises:
+        CompileError: the text does not compile.
+        RuntimeError: the package is not installed.
+    """
+    if importlib.util.find_spec("ziglang") is None:
+        raise RuntimeError(
+            f"this needs the package ziglang: {sys.executable} -m pip install ziglang"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        unit, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.s"
+        unit.write_text(text)
+        clang = (sys.executable, "-m", "ziglang", "clang")
+        _invoke([*flags, "-S", str(unit), "-o", str(made)], command=clang)
+        return made.read_text()
+
+
 def build_runtime(mode: Mode) -> Path:
     """The shared library all kernels of a mode are linked with."""
     return _runtime(mode, cache_folder(), compiler())
@@ -198,11 +219,13 @@ def _link(inputs: Sequence[str], target: Path) -> None:
     made.replace(target)
 
 
-def _invoke(arguments: Sequence[str], folder: str | None = None) -> str:
-    """Runs the compiler, in `folder` if one is named; what it prints."""
+def _invoke(
+    arguments: Sequence[str], folder: str | None = None, command: Sequence[str] = ()
+) -> str:
+    """Runs the compiler, or `command`, in `folder` if one is named; what it prints."""
     environment = dict(os.environ)
     environment.setdefault("ZIG_GLOBAL_CACHE_DIR", str(cache_folder() / "zig"))
-    command = compiler()
+    command = command or compiler()
     try:
         done = subprocess.run(
             [*command, *arguments],

@@ -10,7 +10,7 @@ Lines stay where they are, so that messages point into the .metal file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .signature import ATTRIBUTES, Signature
@@ -24,6 +24,16 @@ _TOKEN = re.compile(
 _DECLARATOR = re.compile(r"\s*([A-Za-z_]\w*)\s*((?:\[.*\]\s*)*)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _OPEN, _CLOSE = "([{<", ")]}>"
+# `float4(` and `vec<T, 4>(`, but not the reference to an array in `float4 (&rows)[2]`.
+_NOT_DECLARATOR = r"\((?!\s*[&*]\s*\w+\s*\)\s*\[)"
+_NAMED_VECTOR = re.compile(
+    r"\b(?:metal::)?(bool|u?char|u?short|u?int|u?long|half|bfloat|float)([234])\s*"
+    + _NOT_DECLARATOR
+)
+_VECTOR = re.compile(r"\b(?:metal::)?vec\s*<([^<>(){};]+)>\s*" + _NOT_DECLARATOR)
+
+#: What stands for a threadgroup variable: of its number, type, name and extents.
+Declare = Callable[[int, str, str, str], str]
 
 
 def unit(signature: Signature, header: str, source: str) -> str:
@@ -36,7 +46,8 @@ def function(signature: Signature, header: str, source: str) -> str:
     return (
         '#include "mlx_prelude.h"\nusing namespace metal;\n'
         f'{header}\n#line 1 "signature"\n{signature.head}'
-        f'#line 1 "{signature.name}"\n{_with_arena(source)}\n#line 1 "signature"\n}}\n'
+        f'#line 1 "{signature.name}"\n{with_variables(source, _in_arena)}\n'
+        '#line 1 "signature"\n}\n'
     )
 
 
@@ -65,8 +76,8 @@ class _Statement:
     text: str  # between, without comments
 
 
-def _with_arena(body: str) -> str:
-    """Replaces the declarations of threadgroup variables in a kernel's body."""
+def with_variables(body: str, declare: Declare) -> str:
+    """A kernel's body with other declarations of its threadgroup variables, on the same lines."""
     out, done, count = [], 0, 0
     for statement in _declarations(body):
         variables = _variables(statement.text)
@@ -74,18 +85,27 @@ def _with_arena(body: str) -> str:
             continue
         out.append(body[done : statement.start])
         for type, name, extents in variables:
-            out.append(
-                f"typedef {type} metal_cpu_type_{count}{extents}; "
-                f"threadgroup metal_cpu_type_{count}& {name} = "
-                f"*(threadgroup metal_cpu_type_{count}*)"
-                f'metal_cpu_threadgroup_memory({count}, "{name}", '
-                f"sizeof(metal_cpu_type_{count}), sizeof({type}), alignof(metal_cpu_type_{count}));"
-            )
+            out.append(declare(count, type, name, extents))
             count += 1
         out.append("\n" * body.count("\n", statement.start, statement.end))
         done = statement.end + 1
     out.append(body[done:])
     return "".join(out)
+
+
+def with_made_vectors(text: str) -> str:
+    """Text that makes vectors by `metal::detail::make_vec`: clang's own take no list of parts."""
+    text = _NAMED_VECTOR.sub(r"metal::detail::make_vec<\1, \2>(", text)
+    return _VECTOR.sub(r"metal::detail::make_vec<\1>(", text)
+
+
+def _in_arena(number: int, type: str, name: str, extents: str) -> str:
+    made = f"metal_cpu_type_{number}"
+    return (
+        f"typedef {type} {made}{extents}; threadgroup {made}& {name} = *(threadgroup {made}*)"
+        f'metal_cpu_threadgroup_memory({number}, "{name}", '
+        f"sizeof({made}), sizeof({type}), alignof({made}));"
+    )
 
 
 def _declarations(body: str) -> Iterator[_Statement]:

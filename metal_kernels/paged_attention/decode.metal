@@ -175,7 +175,7 @@ typedef typename QueryElement<T, M>::Element Q;
 typedef Part<C, LATENT ? DV : D, SPLIT> Keys;
 typedef Part<C, DV, SPLIT> Values;
 constexpr int SIMDGROUPS = ROW_GROUPS * WALKERS * SPLIT;
-constexpr int KEYS = STRIPS * 8;  // of a walk's step; they lie in one block of the pool
+constexpr int KEYS = STRIPS * 8;  // of a walk's step
 // Of latents, 8 rotated elements for each simdgroup, which no value has.
 constexpr int QM = Keys::CHUNKS * Of::COUNT + (LATENT ? 1 : 0);
 constexpr int VM = Values::CHUNKS * Of::COUNT;
@@ -243,6 +243,8 @@ const Context context(
 const int first_strip = first / KEYS / WALKS * WALKS;
 const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
 Sums acc[VM];
+float row_top;  // of this lane's packed row, as `acc` is
+float row_total;
 int turn = 0;  // of the two halves of `exchanged`
 for (int lap = 0; lap < WALKS / WALKERS; lap++) {
     const int walk = lap * WALKERS + walker;
@@ -258,26 +260,24 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
     }
     for (int round = 0; round < rounds; round++) {
         const int base = (first_strip + round * WALKS + walk) * KEYS;
-        // No load has a condition: keys nobody sees are those at the edge again.
-        const int start = metal::clamp(base, first / KEYS * KEYS, (end - 1) / KEYS * KEYS);
-        const ulong slot = context.slot(start);
         uint4 keys[STRIPS][Keys::CHUNKS];
         uint4 values[STRIPS][Values::CHUNKS];
         typename Of::Pair rotated[STRIPS];
         float key_scale[STRIPS];
         float value_scale[STRIPS];
         UNROLLED for (int s = 0; s < STRIPS; s++) {
-            const uint offset = uint(metal::clamp(s * 8 + place.row, first - start, end - 1 - start));
-            const device C* row = key_pool + (slot + offset) * D;
+            // No load has a condition: keys that nobody sees are those at the edge again.
+            const ulong slot = context.slot(metal::clamp(base + s * 8 + place.row, first, end - 1));
+            const device C* row = key_pool + slot * D;
             Keys::load(row, part, place.column, keys[s]);
             if (LATENT) {
                 rotated[s] =
                     *(const device typename Of::Pair*)(row + DV + part * 8 + place.column);
             } else {
-                Values::load(value_pool + (slot + offset) * DV, part, place.column, values[s]);
+                Values::load(value_pool + slot * DV, part, place.column, values[s]);
             }
-            key_scale[s] = SCALED ? float(key_scales[slot + offset]) * scale : scale;
-            value_scale[s] = SCALED ? float(value_scales[slot + offset]) : 1.0f;
+            key_scale[s] = SCALED ? float(key_scales[slot]) * scale : scale;
+            value_scale[s] = SCALED ? float(value_scales[slot]) : 1.0f;
         }
 
         Sums score[STRIPS];
@@ -300,13 +300,14 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
             }
             metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
             UNROLLED for (int s = 0; s < STRIPS; s++) {
-                float both[2] = {0.0f, 0.0f};
-                UNROLLED for (int p = 0; p < SPLIT; p++) {
-                    const int at = ((simdgroup - part + p) * STRIPS + s) * 64;
-                    both[0] += sums[at];
-                    both[1] += sums[at + 1];
+                UNROLLED for (int e = 0; e < 2; e++) {
+                    const threadgroup float* parts = sums + ((simdgroup - part) * STRIPS + s) * 64 + e;
+                    float sum = parts[0];
+                    UNROLLED for (int p = 1; p < SPLIT; p++) {
+                        sum += parts[p * STRIPS * 64];
+                    }
+                    score[s].thread_elements()[e] = sum;
                 }
-                fill(score[s], both);
             }
             turn = 1 - turn;
         }
@@ -353,9 +354,9 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
         }
     }
 
-    // The walk's part of this lane's packed row, joined to that of the walks before it.
-    float row_top = transposed.get(top[0], top[1], 0);
-    float row_total = transposed.get(column_sum(total[0]), column_sum(total[1]), 0);
+    // The walk's part, joined to that of the walks before it.
+    row_top = transposed.get(top[0], top[1], 0);
+    row_total = transposed.get(column_sum(total[0]), column_sum(total[1]), 0);
     for (int next = 0; next < WALKERS; next++) {
         if (walker == next) {
             threadgroup float* before = joined + (row_group * SPLIT + part) * ((VM + 1) * 64) + lane * 2;
@@ -379,24 +380,27 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
                     before[(m + 1) * 64] = acc[m].thread_elements()[0];
                     before[(m + 1) * 64 + 1] = acc[m].thread_elements()[1];
                 }
-            } else if (row_group * 8 + place.row < tile.packed_count) {
-                const int packed = tile.packed_begin + row_group * 8 + place.row;
-                const int row = tile.split * limits.out_rows + request.first_out_row + packed / group;
-                const ulong at = ulong(row) * num_heads + int(kv_head) * group + packed % group;
-                const float share = PARTIAL ? unit<C>() : unit<C>() / row_total;
-                UNROLLED for (int m = 0; m < VM; m++) {
-                    const int d = Values::element(part, m / Of::COUNT, place.column) + m % Of::COUNT * 2;
-                    if (DV % (Values::RUN * SPLIT) == 0 || d < DV) {
-                        out[at * DV + d] = O(acc[m].thread_elements()[0] * share);
-                        out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * share);
-                    }
-                }
-                if (PARTIAL && part == 0 && place.column == 0) {
-                    out_stats[at * 2] = row_top;
-                    out_stats[at * 2 + 1] = row_total;
-                }
             }
         }
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    }
+}
+
+// The last walk has what all have found.
+if (walker == WALKERS - 1 && row_group * 8 + place.row < tile.packed_count) {
+    const int packed = tile.packed_begin + row_group * 8 + place.row;
+    const int row = tile.split * limits.out_rows + request.first_out_row + packed / group;
+    const ulong at = ulong(row) * num_heads + int(kv_head) * group + packed % group;
+    const float share = PARTIAL ? unit<C>() : unit<C>() / row_total;
+    UNROLLED for (int m = 0; m < VM; m++) {
+        const int d = Values::element(part, m / Of::COUNT, place.column) + m % Of::COUNT * 2;
+        if (DV % (Values::RUN * SPLIT) == 0 || d < DV) {
+            out[at * DV + d] = O(acc[m].thread_elements()[0] * share);
+            out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * share);
+        }
+    }
+    if (PARTIAL && part == 0 && place.column == 0) {
+        out_stats[at * 2] = row_top;
+        out_stats[at * 2 + 1] = row_total;
     }
 }

@@ -11,6 +11,7 @@ import pytest
 from metal_kernels import kernel
 from metal_kernels.layout import PositionLag
 from metal_kernels.sequences import RecurrenceInputs
+from vllm_metal.attention.inside import Convolution, Inside, Recurrence
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import KVShape
 from vllm_metal.kv_cache.layer_state import StepLayout
@@ -22,10 +23,18 @@ from vllm_metal.kv_cache.sequence_state import SequenceState
 BLOCK, NUM_BLOCKS, NUM_REQS, WIDTH = 8, 90, 6, 40
 TAPS, CHANNELS, HEADS, VALUE, KEY = 3, 16, 2, 4, 8
 FORM = StateFormat(((TAPS - 1, CHANNELS), (HEADS, VALUE, KEY)), (mx.float32, mx.float32))
+INSIDE = Inside(
+    (Convolution(CHANNELS, TAPS, mx.float32, mx.float32, None),),
+    Recurrence((1, KEY, HEADS, VALUE), mx.float32, mx.float32, decays=2, delta=True),
+)
 MEMORIES = {
     "alone": lambda of: of.of_states(NUM_BLOCKS, FORM.nbytes),
     "bfloat16": lambda of: of(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
 }
+#: By day those that K and V share.
+IN_MEMORIES = pytest.mark.parametrize(
+    "memory", [pytest.param("alone", marks=pytest.mark.more), "bfloat16"]
+)
 
 
 class Weights:
@@ -92,7 +101,7 @@ class Play:
     def __init__(self, memory, pool, lagging):
         self.rng = rng = np.random.default_rng(3)
         self.weights, self.lagging = Weights(rng), lagging
-        self.state = SequenceState(MEMORIES[memory](pool), FORM)
+        self.state = SequenceState(MEMORIES[memory](pool), FORM, INSIDE.repeat)
         self.scope = SequenceScope(self.state.by_kernels, TAPS, self.state.long_prompt)
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
@@ -214,7 +223,7 @@ def pool(request):
         yield POOLS[request.param]
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@IN_MEMORIES
 def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
     play = Play(memory, *pool)
     rng = play.rng
@@ -236,7 +245,7 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
 
 def test_nothing_of_its_last_owner_stays_in_a_block(pool):
     """A prompt ends two blocks and begins a third; then one row goes on in that one."""
-    state = SequenceState(MEMORIES["bfloat16"](pool[0]), FORM)
+    state = SequenceState(MEMORIES["bfloat16"](pool[0]), FORM, INSIDE.repeat)
     state.storage.arrays = [mx.ones(array.shape, array.dtype) for array in state.storage.arrays]
     scope, weights = SequenceScope(state.by_kernels, TAPS), Weights(np.random.default_rng(0))
     for begin, rows in ((0, 2 * BLOCK + 3), (2 * BLOCK + 3, 1)):
@@ -257,7 +266,7 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
     assert np.array(memory.reshape(NUM_BLOCKS, -1)[4] == 1).all()
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@IN_MEMORIES
 def test_long_prompts_give_what_the_kernel_gives(memory):
     """Results, and states in all blocks: amid a text, at its end, and where one ends a block."""
     found = []

@@ -59,7 +59,9 @@ def served(tmp_path_factory):
     return serve
 
 
-@pytest.mark.parametrize("storage", [ScatterKVCache, KernelKVCache])
+@pytest.mark.parametrize(
+    "storage", [ScatterKVCache, pytest.param(KernelKVCache, marks=pytest.mark.more)]
+)
 def test_five_drafts_take_no_more_than_one_but_for_their_rows(served, storage):
     """Within 5 percent, with the states that the requests have in the pool."""
     kernels = kernel.using(metal_interpreter.metal_kernel) if storage is KernelKVCache else None

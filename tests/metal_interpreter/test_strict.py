@@ -10,41 +10,15 @@ import pytest
 from metal_interpreter import CompileError, Strict
 
 import metal_kernels
-from metal_kernels import (
-    convolution,
-    kernel,
-    kv_blocks,
-    kv_gather,
-    kv_states,
-    kv_write,
-    paged_attention,
-    recurrence,
-)
+from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
-from metal_kernels.sequences import RecurrenceInputs, StatePart
-from tests.metal_kernels.paged_attention.batches import make_batch
-from tests.metal_kernels.sequences_play import one_request
+from tests.metal_kernels.launches import attend, convolve, gather, move, recur, write
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 VALUES = (F16, BF16, F32)
 CODES = (FP8, INT8)
 METAL = {path.name: path for path in Path(metal_kernels.__file__).parent.rglob("*.metal")}
-
-
-def attend(requests, shape, dtype=F16, cache=None):
-    batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache)
-    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)
-    paged_attention.run(
-        plan,
-        batch.queries,
-        batch.key_pool,
-        batch.value_pool,
-        mx.zeros(8, mx.uint32),
-        0.1,
-        key_scales=batch.key_scales,
-        value_scales=batch.value_scales,
-    )
 
 
 SHAPE = AttentionShape(4, 2, 128, 128)
@@ -56,63 +30,6 @@ STEPS = {  # (computed, rows) of each request
     "decode in parts": [(600, 1)],
     "prefill in parts": [(600, 40)],
 }
-
-
-def pool(size, dtype):
-    scales = mx.zeros((2, 1, 16), mx.bfloat16) if dtype in CODES else None
-    return mx.zeros((2, 1, 16, size), dtype), scales
-
-
-def write(dtype, cache, key_size=64, value_size=64):
-    keys, key_scales = pool(key_size, cache)
-    values, value_scales = pool(value_size, cache) if value_size else (None, None)
-    kv_write.write(
-        mx.zeros((3, 2, key_size), dtype),
-        mx.zeros((3, 2, value_size), dtype) if value_size else None,
-        mx.arange(3),
-        keys,
-        values,
-        key_scales=key_scales,
-        value_scales=value_scales,
-    )
-
-
-def gather(dtype, cache):
-    codes, scales = pool(64, cache)
-    kv_gather.gather(codes, mx.zeros((2, 1), mx.int32), dtype, scales=scales)
-
-
-def move(dtype):
-    pools = [mx.zeros((2, 4, 16, 64), dtype), mx.zeros((2, 4, 16))]
-    kv_blocks.copy(pools, np.array([0]), np.array([1]))
-    kv_blocks.zero(pools, np.array([0]))
-    states, _ = kv_states.read(pools[:1], mx.array([1]), 40)
-    kv_states.write(pools[:1], np.array([2]), states)
-
-
-def convolve(dtype, cache=None):
-    pools = [mx.zeros((2, 4, 16, 64), cache or dtype)]
-    convolution.run(
-        *(one_request(3, 1).sequences(), mx.zeros((3, 8), dtype), None),
-        *(mx.zeros((8, 4), dtype), mx.zeros(8, dtype)),
-        *(pools, StatePart(0, (3, 8), dtype)),
-        state_bytes=3 * 8 * dtype.size,
-    )
-
-
-def recur(dtype, cache=None, key_size=8, decays=0):
-    of_decays = {0: (3, 2), 1: (3, 2, key_size)}.get(decays)
-    inputs = RecurrenceInputs(
-        mx.zeros((3, 2, key_size), dtype),
-        mx.zeros((3, 2, 4), dtype),
-        mx.zeros((3, 2)),
-        None if of_decays is None else mx.zeros(of_decays),
-    )
-    recurrence.run(
-        *(one_request(3, 1).sequences(), mx.zeros((3, 2, key_size), dtype), inputs, None),
-        *([mx.zeros((2, 4, 16, 64), cache or dtype)], StatePart(0, (2, 4, key_size), dtype)),
-        *(True, mx.zeros((2, key_size)) if of_decays is None else None),
-    )
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -150,6 +67,7 @@ def test_kernels_of_the_cache_keep_to_their_address_spaces():
     assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1) + 2 * 5
 
 
+@pytest.mark.more
 def test_kernels_of_states_keep_to_their_address_spaces():
     strict = Strict()
     with kernel.using(strict.metal_kernel):

@@ -93,11 +93,7 @@ _FAULTS: _Faults = {
         ("first walk not kept", "if (walk < WALKS - 1) {", "if (walk > 0 && walk < WALKS - 1) {"),
     ],
     (DECODE, "decode", BOUNDS): [
-        (
-            "steps past the range",
-            "clamp(base, first / KEYS * KEYS, (end - 1) / KEYS * KEYS)",
-            "max(base, 0)",
-        ),
+        ("keys past the range", "place.row, first, end - 1)", "place.row, first, 1 << 20)"),
         ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
         (
             "rows and heads of a group exchanged",
@@ -115,12 +111,8 @@ _FAULTS: _Faults = {
         ),
         ("a strip's first key for all in masks", "oldest_seen - place.row", "oldest_seen"),
         ("weight of keys that no row sees", "value = seen ? value : UNSEEN;", ""),
-        (
-            "keys past the range loaded",
-            "first - start, end - 1 - start",
-            "first - start, end - start",
-        ),
-        ("one key for all of a strip", "clamp(s * 8 + place.row,", "clamp(s * 8,"),
+        ("one key past the range", "place.row, first, end - 1)", "place.row, first, end)"),
+        ("one key for all of a strip", "clamp(base + s * 8 + place.row,", "clamp(base + s * 8,"),
         ("walks overlap", "round * WALKS + walk)", "round + walk)"),
         ("one round too few", "first_strip) / WALKS + 1 : 0", "first_strip) / WALKS : 0"),
         ("half of acc not rescaled", "acc[m].thread_elements()[1] *= factor;", ""),
@@ -189,8 +181,8 @@ _FAULTS: _Faults = {
         ),
     ],
     (DECODE, "decode, 128", WRONG): [
-        ("one simdgroup's part of the scores only", "p < SPLIT", "p < 1"),
-        ("scores of the first walk's keys", "(simdgroup - part + p)", "p"),
+        ("one simdgroup's part of the scores only", "p = 1; p < SPLIT", "p = SPLIT; p < SPLIT"),
+        ("scores of the first walk's keys", "((simdgroup - part) * STRIPS + s)", "s"),
         (
             "V of the head's first part",
             "DV, part, place.column, values",
@@ -237,11 +229,7 @@ _FAULTS: _Faults = {
     ],
     (DECODE, "decode, fp8", WRONG): [
         ("K's scale used for V", "float(value_scales[", "float(key_scales["),
-        (
-            "the strip's scale from its first key",
-            "float(key_scales[slot + offset])",
-            "float(key_scales[slot])",
-        ),
+        ("scale of another key", "float(key_scales[slot])", "float(key_scales[slot ^ 1])"),
         ("fp8 numbers of half their size", "return 256.0f;", "return 128.0f;"),
         ("fp8's sign lost, of every second", "apart & 0x00800080u", "apart & 0x00000080u"),
         ("fp8's second code in the wrong place", "0xff00u) << 8", "0xff00u) << 7"),
@@ -259,8 +247,8 @@ _FAULTS: _Faults = {
         ("partial output divided too", "PARTIAL ? unit<C>() : ", ""),
         (
             "partial statistics swapped",
-            "out_stats[at * 2] = row_top;\n                    out_stats[at * 2 + 1] = row_total;",
-            "out_stats[at * 2] = row_total;\n                    out_stats[at * 2 + 1] = row_top;",
+            "out_stats[at * 2] = row_top;\n        out_stats[at * 2 + 1] = row_total;",
+            "out_stats[at * 2] = row_total;\n        out_stats[at * 2 + 1] = row_top;",
         ),
     ],
     (DECODE, "decode, split", RACE): [
@@ -707,10 +695,10 @@ _FAULTS: _Faults = {
 # Offsets of fewer than 64 bits: they show in pools of more than 2^31 or 2^32 elements only.
 _OVERFLOWS: _Faults = {
     (DECODE, "decode", WRONG): [
-        ("offset in 32 bits", "pool + (slot + offset) * D;", "pool + uint((slot + offset) * D);"),
+        ("offset in 32 bits", "pool + slot * D;", "pool + uint(slot * D);"),
     ],
     (DECODE, "decode", BOUNDS): [
-        ("offset in 31 bits", "pool + (slot + offset) * D;", "pool + int((slot + offset) * D);"),
+        ("offset in 31 bits", "pool + slot * D;", "pool + int(slot * D);"),
     ],
     (PREFILL, "prefill", WRONG): [
         ("slot in 32 bits", "const ulong slot = context", "const uint slot = context"),

@@ -57,7 +57,7 @@ def test_drafts_by_graphs_are_those_of_passes_in_python(unlike):
         by_graphs.check(req_idx, drafts)
 
 
-@pytest.mark.parametrize("unlike", [False, True])
+@pytest.mark.parametrize("unlike", [pytest.param(False, marks=pytest.mark.more), True])
 def test_drafts_by_graphs_over_kernels_are_those_of_passes_in_python(unlike, monkeypatch):
     """What kernels return here depends on all that they are given, fences of the past included."""
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
@@ -93,6 +93,7 @@ def unread_drafts(bench):
     return found
 
 
+@pytest.mark.more
 def test_graphs_start_where_the_device_knows_the_newest_token_to_be(monkeypatch):
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     with kernel.using(mx.fast.metal_kernel):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes from token to token in a known module: its operations, read off a call that is built.
 
-They name what our kernels are checked for, and what they are compiled for before the first step.
+They name what our kernels are checked for, and what they are compiled for before the first step;
+and they are repeated where a step has no rows, but drafts of an earlier one to be applied.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -50,6 +51,8 @@ class Recurrence:
     values: mx.Dtype
     decays: int  # axes: 2 by head, 3 by key; 0: they follow from the rates
     delta: bool  # by the delta rule
+    #: [HV, DK] float32, A where decays follow from the rates; None: zeros.
+    log_rates: mx.array | None = field(default=None, compare=False)
 
     def repeat(self, call: SequenceCall, num_rows: int) -> mx.array:
         """The operation over rows of zeros."""
@@ -62,7 +65,9 @@ class Recurrence:
             mx.zeros((num_rows, num_heads)),
             mx.zeros((num_rows, *by_key[: self.decays - 1])) if self.decays else None,
         )
-        log_rates = None if self.decays else mx.zeros(by_key)
+        log_rates = self.log_rates
+        if log_rates is None and not self.decays:
+            log_rates = mx.zeros(by_key)
         return call.recur(rows, inputs, self.delta, log_rates)
 
 
@@ -125,15 +130,8 @@ class _Noted(SequenceCall):
     """Notes the operations of a module."""
 
     def __init__(self, form: StateFormat) -> None:
-        self._form = form
+        super().__init__(form.shapes, form.dtypes)
         self.inside = Inside()
-
-    @property
-    def num_parts(self) -> int:
-        return len(self._form.shapes)
-
-    def __getitem__(self, index: int) -> mx.array:
-        return mx.zeros((1, 0, *self._form.shapes[index][1:]), self._form.dtypes[index])
 
     def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         channels, taps = weight.shape
@@ -160,6 +158,7 @@ class _Noted(SequenceCall):
             inputs.values.dtype,
             0 if inputs.decays is None else inputs.decays.ndim,
             delta,
+            log_rates,
         )
         self.inside = replace(self.inside, recurrence=found)
         return inputs.values

@@ -163,7 +163,7 @@ class SequenceLayer(RecurrentLayer):
 
     def share(self, storage: Storage) -> SequenceState:
         assert isinstance(storage, LayerKVCache)
-        return SequenceState(storage, self.form)
+        return SequenceState(storage, self.form, self.inside.repeat)
 
     def scope(self, state: LayerState) -> SequenceScope:
         assert isinstance(state, SequenceState)

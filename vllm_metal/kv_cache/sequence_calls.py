@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,6 @@ from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.sequence_plan import SequencePlan
 from vllm_metal.mlx_patches.recurrences import SequenceCall
 
-#: Repeats one operation of a module in another call, over one row of zeros.
-Operation = Callable[[SequenceCall], object]
-
 
 class Call(SequenceCall):
     """One layer's call in a step: its operations take the parts of a state in their order."""
@@ -34,26 +31,14 @@ class Call(SequenceCall):
             plan: of the step.
             kept: rows that the step before kept, in the order of the operations.
         """
+        super().__init__(form.shapes, form.dtypes)
         self.form, self.plan = form, plan
         self._parts = iter(form.parts)
         self._given, self._applied = iter(kept), bool(kept)
         self._kept: list[mx.array] = []
-        #: The operations, to be repeated in a step without rows of this layer.
-        self.idle: list[Operation] = []
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.form.shapes)
-
-    def __getitem__(self, index: int) -> mx.array:
-        shape, dtype = self.form.shapes[index], self.form.dtypes[index]
-        # Nobody reads the recurrence's; behind an empty one a convolution finds the rows alone.
-        return mx.zeros((1, 0, *shape[1:]), dtype)
 
     def convolve(self, inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         part = next(self._parts)
-        row, dtype = (1, inputs.shape[1]), inputs.dtype
-        self.idle.append(lambda call: call.convolve(mx.zeros(row, dtype), weight, bias))
         (kept,) = self._before(1)
         out, left = self._convolve(part, inputs, kept, weight, bias)
         self._keep(left, kept)
@@ -68,13 +53,6 @@ class Call(SequenceCall):
     ) -> mx.array:
         shape = (*inputs.values.shape[1:], inputs.keys.shape[-1])
         part = replace(next(self._parts), shape=shape)  # some modules leave out an axis of one
-        of_row = [_row_of(each) for each in (queries, *_arrays(inputs))]
-
-        def repeat(call: SequenceCall) -> mx.array:
-            zeros: list[Any] = [None if row is None else mx.zeros(*row) for row in of_row]
-            return call.recur(zeros[0], RecurrenceInputs(*zeros[1:]), delta, log_rates)
-
-        self.idle.append(repeat)
         names = [array is not None for array in _arrays(inputs)]
         before = self._before(sum(names))
         given = iter(before)
@@ -258,8 +236,3 @@ class ByOperations(Call):
 
 def _arrays(inputs: RecurrenceInputs) -> tuple[mx.array | None, ...]:
     return inputs.keys, inputs.values, inputs.rates, inputs.decays
-
-
-def _row_of(array: mx.array | None) -> tuple[tuple[int, ...], mx.Dtype] | None:
-    """Shape and dtype of one row of an array."""
-    return None if array is None else ((1, *array.shape[1:]), array.dtype)

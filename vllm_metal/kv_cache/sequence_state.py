@@ -13,7 +13,7 @@ from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import Pending
 from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
-from vllm_metal.kv_cache.sequence_calls import ByKernels, ByOperations, Operation
+from vllm_metal.kv_cache.sequence_calls import ByKernels, ByOperations
 from vllm_metal.kv_cache.sequence_plan import SequencePlan
 from vllm_metal.mlx_patches.recurrences import SequenceCall
 
@@ -23,25 +23,33 @@ TreeT = TypeVar("TreeT")
 class SequenceState(RecurrentState[SequencePlan]):
     """States that our own operations compute, and the rows that each layer's newest step kept."""
 
-    def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
-        """Arguments as RecurrentState's."""
+    def __init__(
+        self, storage: LayerKVCache, form: StateFormat, idle: Callable[[SequenceCall], None]
+    ) -> None:
+        """
+        Args:
+            storage, form: see RecurrentState.
+            idle: the layer's operations, over rows of zeros.
+        """
         super().__init__(storage, form)
+        self._idle = idle
         self._kept: dict[int, list[mx.array]] = {}  # by scope, of the layer that has it
-        # By scope: the operations of a call, over rows of zeros.
-        self._idle: dict[int, list[Operation]] = {}
+
+    @property
+    def _kernels(self) -> KernelKVCache | None:
+        """The storage, if kernels compute the states where they lie."""
+        storage = self._storage
+        return storage if isinstance(storage, KernelKVCache) and storage.computes_states else None
 
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute the states where they lie."""
-        return isinstance(self._storage, KernelKVCache) and self._storage.computes_states
+        return self._kernels is not None
 
     @property
     def long_prompt(self) -> int | None:
         """Rows from which on a prompt may go by MLX's function in chunks; None: none does."""
-        storage = self._storage
-        if isinstance(storage, KernelKVCache) and storage.computes_states:
-            return storage.long_prompt
-        return None
+        return None if self._kernels is None else self._kernels.long_prompt
 
     def begin_step(self) -> None:
         pending, self._pending = self._pending, []
@@ -83,23 +91,17 @@ class SequenceState(RecurrentState[SequencePlan]):
         """
         kept = self._kept.get(plan.scope, []) if plan.applies else []
         call: ByKernels | ByOperations
-        if isinstance(self._storage, KernelKVCache) and self._storage.computes_states:
-            call = ByKernels(self._storage, self.form, plan, kept)
+        if self._kernels is not None:
+            call = ByKernels(self._kernels, self.form, plan, kept)
         else:
             assert plan.reads is not None
             call = ByOperations(self.read(plan, plan.reads), self.form, plan, kept)
         found = module(call)
-        self._idle.setdefault(plan.scope, call.idle)
         arrays = call.left
         self._pending.append(Pending(plan, arrays))
         return found, arrays
 
     def settle(self, plan: SequencePlan) -> None:
         """Applies kept rows in a step without rows."""
-
-        def repeat(call: SequenceCall) -> None:
-            for operation in self._idle[plan.scope]:
-                operation(call)
-
-        if plan.scope in self._idle:  # else the layer was never called
-            self.call(plan, repeat)
+        if plan.scope in self._kept:  # else the layer was not called in the step before
+            self.call(plan, self._idle)

@@ -10,7 +10,7 @@ recurrence go to the `SequenceCall`, which knows where each request begins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,13 @@ class SequenceCall(ABC):
     lengths = None
     left_padding = None
 
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]) -> None:
+        """
+        Args:
+            shapes, dtypes: of the parts of a state, for one sequence.
+        """
+        self._part_forms = list(zip(shapes, dtypes, strict=True))
+
     def advance(self, num_tokens: int) -> None:  # noqa: B027 - positions are the step's
         """Does nothing: positions are the step's."""
 
@@ -68,16 +75,12 @@ class SequenceCall(ABC):
         return True
 
     def __iter__(self) -> Iterator[mx.array]:
-        return (self[index] for index in range(self.num_parts))
+        return (self[index] for index in range(len(self._part_forms)))
 
-    @property
-    @abstractmethod
-    def num_parts(self) -> int:
-        """How many parts a state has."""
-
-    @abstractmethod
     def __getitem__(self, index: int) -> mx.array:
         """Stands for a part: of a convolution [1, 0, C], so that rows come behind nothing."""
+        shape, dtype = self._part_forms[index]
+        return mx.zeros((1, 0, *shape[1:]), dtype)
 
     def __setitem__(self, index: int, value: object) -> None:  # noqa: B027 - kept elsewhere
         """Does nothing: the state is kept elsewhere."""

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures kernels by the assembly of an open GPU back end, as no Mac is at hand.
+
+from metal_interpreter import proxy
+from metal_kernels import kernel
+recorder = proxy.Recorder()
+with kernel.using(recorder.metal_kernel):
+    ...
+figures = [proxy.measure(call) for call in recorder.calls]
+"""
+
+from .assembly import FAST_SUM, SLOW_SUM, Batch, Figures, read
+from .measure import measure
+from .recorder import Recorder
+from .unit import Call
+
+__all__ = [
+    "FAST_SUM",
+    "SLOW_SUM",
+    "Batch",
+    "Call",
+    "Figures",
+    "Recorder",
+    "measure",
+    "read",
+]

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the assembly of AMD's back end: registers, spills, loads before each wait, issue slots."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+#: Issue slots of one simdgroup instruction, by the kind that `_kind` finds. An 8x8x8 product takes
+#: a core's multipliers 16 slots; the rest is near Mesa's cost model of an M1 (agx_performance.c,
+#: where a shuffle is 2). Left out: loads, stores and branches, which other units take, and `tanh`,
+#: which a kernel computes for models with soft caps only.
+SLOTS = {"multiply": 16, "exponential": 4, "shuffle": 1, "plain": 1, "pair": 2}
+#: A sum or maximum over a simdgroup takes that many, by Apple's own shuffles and adds; and, as
+#: MLX's published timings have it, 10.5.
+FAST_SUM, SLOW_SUM = 4.0, 10.5
+
+_EXPONENTIALS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt")
+_LABEL = re.compile(r"(\.LBB\w+):")
+_INSTRUCTION = re.compile(r"\s+([a-zA-Z]\w+)\b([^;]*)")
+_BRANCH = re.compile(r"s_c?branch")
+_LOAD = re.compile(r"(?:global|flat)_load_(?:d16_)?(?:hi_)?([a-z]+)(\d+)")
+_WAIT = re.compile(r"vmcnt\((\d+)\)")
+_REGISTERS = re.compile(r"\bv(?:(\d+)|\[(\d+):(\d+)\])")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of assembly."""
+
+    name: str
+    operands: str
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes a lane loads from device memory; 0 for what is no load."""
+        load = _LOAD.match(self.name)
+        return int(load[2]) // 8 if load else 0
+
+    @property
+    def registers(self) -> Iterator[int]:
+        for one, first, last in _REGISTERS.findall(self.operands):
+            yield from (int(one),) if one else range(int(first), int(last) + 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Loads of one lane between two waits: what is asked for before anything is waited for."""
+
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a kernel's assembly says of it.
+
+    Its main loop is the longest with a load from device memory; where there is none, all of it.
+    """
+
+    registers: int  # of 32 bits a thread, anywhere
+    loop_registers: int  # that the main loop names
+    scratch: int  # bytes a thread that lie in memory: spills beyond 256, large arrays by an index
+    batches: tuple[Batch, ...]  # of a round of the main loop, in order
+    kinds: Counter[str]  # instructions of a round: keys of SLOTS, and "sum"
+    threads: int  # of a threadgroup
+
+    def slots(self, of_sum: float) -> float:
+        """Issue slots of a simdgroup's round, if a `simd_sum` takes `of_sum`."""
+        slots = sum(SLOTS[kind] * count for kind, count in self.kinds.items() if kind in SLOTS)
+        return slots + of_sum * self.kinds["sum"]
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes a threadgroup has asked for at the wait that finds most, 0 without loads."""
+        return max((batch.bytes for batch in self.batches), default=0) * self.threads
+
+    @property
+    def loaded(self) -> int:
+        """Bytes a threadgroup loads in a round."""
+        return sum(batch.bytes for batch in self.batches) * self.threads
+
+
+def read(assembly: str, name: str) -> Figures:
+    """The figures of the kernel `name`, of a file that clang wrote with `-S`.
+
+    Raises:
+        ValueError: there is no such kernel.
+    """
+    function = _Function.of(assembly, name)
+    round_ = function.main_loop or function.instructions
+
+    def number(key: str) -> int:
+        found = re.search(rf"^\s+\.{key}:\s*(\d+)", assembly, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"{name}: the assembly has no .{key}")
+        return int(found[1])
+
+    registers = {register for instruction in round_ for register in instruction.registers}
+    return Figures(
+        registers=number("vgpr_count"),
+        loop_registers=len(registers),
+        scratch=number("private_segment_fixed_size"),
+        batches=tuple(_batches(round_)),
+        kinds=Counter(kind for kind in map(_kind, round_) if kind),
+        threads=number("max_flat_workgroup_size"),
+    )
+
+
+@dataclass(frozen=True)
+class _Function:
+    lines: tuple[str | Instruction, ...]  # a string is a label
+
+    @staticmethod
+    def of(assembly: str, name: str) -> _Function:
+        found = re.search(rf"^{name}:(.*?)^\.Lfunc_end", assembly, re.MULTILINE | re.DOTALL)
+        if found is None:
+            raise ValueError(f"the assembly has no kernel of the name {name}")
+        lines: list[str | Instruction] = []
+        for line in found[1].splitlines():
+            if label := _LABEL.match(line):
+                lines.append(label[1])
+            elif instruction := _INSTRUCTION.match(line):
+                lines.append(Instruction(instruction[1], instruction[2].strip()))
+        return _Function(tuple(lines))
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return [line for line in self.lines if isinstance(line, Instruction)]
+
+    @cached_property
+    def main_loop(self) -> list[Instruction]:
+        """From the target of a branch backwards to the branch; empty without such a loop."""
+        labels = {line: at for at, line in enumerate(self.lines) if isinstance(line, str)}
+        best: list[Instruction] = []
+        for end, line in enumerate(self.lines):
+            if not isinstance(line, Instruction) or not _BRANCH.match(line.name):
+                continue
+            start = labels.get(line.operands, end)
+            body = [x for x in self.lines[start : end + 1] if isinstance(x, Instruction)]
+            if len(body) > len(best) and any(x.loaded_bytes for x in body):
+                best = body
+        return best
+
+
+def _batches(round_: Sequence[Instruction]) -> list[Batch]:
+    """Loads between waits, of a round that follows on another.
+
+    The assembly of a loop may begin anywhere in the round: what its last instructions load, its
+    first ones wait for.
+    """
+    found = []
+    under_way, count, size = 0, 0, 0  # loads; since the last wait: loads, and their bytes
+    for is_first in (True, False):
+        for instruction in round_:
+            if loaded := instruction.loaded_bytes:
+                under_way, count, size = under_way + 1, count + 1, size + loaded
+            left = _WAIT.search(instruction.operands)
+            if left and under_way > int(left[1]):
+                if count and not is_first:
+                    found.append(Batch(count, size))
+                under_way, count, size = int(left[1]), 0, 0
+    return found
+
+
+def _kind(instruction: Instruction) -> str | None:
+    """A key of SLOTS, or "sum"; None: it takes no slot."""
+    name = instruction.name
+    if name.startswith("metal_"):
+        name = name.removeprefix("metal_")
+        if name in ("multiply", "shuffle"):
+            return name
+        if name.startswith("simd_"):
+            return "sum"
+        return "exponential" if name in _EXPONENTIALS else None
+    if name.startswith("v_dual"):
+        return "pair"
+    return "plain" if name.startswith("v_") else None
