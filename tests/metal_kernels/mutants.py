@@ -93,7 +93,6 @@ _FAULTS: _Faults = {
         ("first walk not kept", "if (walk < WALKS - 1) {", "if (walk > 0 && walk < WALKS - 1) {"),
     ],
     (DECODE, "decode", BOUNDS): [
-        ("keys past the range", "place.row, first, end - 1)", "place.row, first, 1 << 20)"),
         ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
         (
             "rows and heads of a group exchanged",
