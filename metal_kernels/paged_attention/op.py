@@ -23,10 +23,16 @@ from metal_kernels.op_common import (
     padded,
 )
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Dispatch
+from metal_kernels.paged_attention.plan import (
+    LATENT_SIZES,
+    AttentionPlan,
+    AttentionShape,
+    Dispatch,
+)
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
-LATENT_SIZES = ((576, 512),)  # DeepSeek-V2 and later: a rank of 512 and 64 rotated
+#: Of keys and values that differ: MLA before its latents, MiMo; MiniCPM3.
+SIZES_APART = ((192, 128), (96, 64))
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -3.0e38  # as in numeric.metal
@@ -71,7 +77,7 @@ def run(
         plan: of this step, for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: the same; for latent attention `key_pool` itself, whose first DV are the values.
+        value_pool: likewise, [..., DV]; of latents `key_pool` itself, whose first DV are the values.
         after: [8] uint32, fence of the write whose K/V this reads.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
@@ -239,9 +245,10 @@ def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str 
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} K/V heads"
     sizes = (shape.head_size, shape.value_size)
-    if shape.latent and sizes not in LATENT_SIZES:
-        return f"latent attention of {sizes} is not supported; supported: {LATENT_SIZES}"
-    if not shape.latent and shape.head_size not in HEAD_SIZES:
+    apart = (*SIZES_APART, *LATENT_SIZES)
+    if sizes[0] != sizes[1] and sizes not in apart:
+        return f"keys and values of sizes {sizes} are not supported; supported: {apart}"
+    if sizes[0] == sizes[1] and shape.head_size not in HEAD_SIZES:
         return f"head size {shape.head_size} is not supported; supported: {HEAD_SIZES}"
     return None
 
@@ -276,9 +283,11 @@ def _check(
         )
     if shape.latent and value_pool is not key_pool:
         raise ValueError("value_pool: expected key_pool, whose rows begin with the values")
-    if (value_pool.shape, value_pool.dtype) != (key_pool.shape, key_pool.dtype):
+    size = shape.head_size if shape.latent else shape.value_size
+    wanted = (*key_pool.shape[:3], size)
+    if (value_pool.shape, value_pool.dtype) != (wanted, key_pool.dtype):
         raise ValueError(
-            f"value_pool: expected {key_pool.shape} {key_pool.dtype} as key_pool is, "
+            f"value_pool: expected {wanted} {key_pool.dtype} as key_pool is, "
             f"found {value_pool.shape} {value_pool.dtype}"
         )
     if sinks is not None and sinks.shape != (shape.num_heads,):

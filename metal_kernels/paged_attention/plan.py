@@ -21,6 +21,10 @@ _SHORTEST_SPLIT = 256
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
 
+#: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a rank
+#: of 512 and 64 rotated.
+LATENT_SIZES = ((576, 512),)
+
 #: A tile of fewer rows counts as one of so many, for its time goes into loading K and V. MOST_WORK
 #: is then 17 GB of float16 K and V: 0.4 s at 40 of the 68 GB/s of an M1.
 _LEAST_ROWS = 16
@@ -33,11 +37,11 @@ class AttentionShape:
     num_heads: int  # H
     num_kv_heads: int  # Hkv
     head_size: int  # D, of queries and keys
-    value_size: int  # DV; less than D only where values are the head of the keys (MLA's latent)
+    value_size: int  # DV
 
     @property
     def latent(self) -> bool:
-        return self.value_size != self.head_size
+        return (self.head_size, self.value_size) in LATENT_SIZES
 
     @property
     def group(self) -> int:

@@ -151,7 +151,8 @@ class _Layer:
         pool = (shape.num_kv_heads, len(self._blocks), case.block_size)
         coded = case.cache_dtype in CODE_DTYPES
         self._keys, self._values = (
-            mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)
+            mx.zeros((*pool, size), case.cache_dtype)
+            for size in (shape.head_size, shape.value_size)
         )
         if shape.latent:
             self._values = self._keys

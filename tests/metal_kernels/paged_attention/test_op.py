@@ -13,7 +13,7 @@ from pairs import pairwise
 
 from metal_kernels import kernel, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape, buckets, reference
-from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
+from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APART
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
     expected,
@@ -109,6 +109,21 @@ def test_latent_attention(head_size, value_size, dtype, cache):
         np.random.default_rng(1),
         STEPS["decode"][:2] + STEPS["prefill"][2:],
         lambda group: AttentionShape(5 * group, 1, head_size, value_size),
+        DTYPES[dtype],
+        CACHES[cache],
+    )
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("f16", "same"), ("bf16", "fp8"), ("f32", "int8"), ("f32", "same")]
+)
+@pytest.mark.parametrize(("head_size", "value_size"), SIZES_APART)
+def test_keys_and_values_of_sizes_that_differ(head_size, value_size, dtype, cache, kind):
+    check_features(
+        np.random.default_rng(head_size),
+        STEPS[kind],
+        lambda group: AttentionShape(2 * group, 2, head_size, value_size),
         DTYPES[dtype],
         CACHES[cache],
     )
@@ -332,7 +347,7 @@ def test_arguments_that_do_not_fit_are_named(case):
     ("shape", "message"),
     [
         (AttentionShape(4, 2, 72, 72), "head size 72"),
-        (AttentionShape(4, 1, 128, 64), "latent attention"),
+        (AttentionShape(4, 1, 128, 64), "keys and values of sizes"),
         (AttentionShape(5, 2, 64, 64), "do not divide"),
     ],
 )
