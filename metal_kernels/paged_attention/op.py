@@ -77,7 +77,7 @@ def run(
         plan: of this step, for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: likewise, [..., DV]; of latents `key_pool` itself, whose first DV are the values.
+        value_pool: likewise, [..., DV]; of latents `key_pool` itself, whose first DV are values.
         after: [8] uint32, fence of the write whose K/V this reads.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).

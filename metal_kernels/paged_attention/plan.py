@@ -21,8 +21,8 @@ _SHORTEST_SPLIT = 256
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
 
-#: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a rank
-#: of 512 and 64 rotated.
+#: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a
+#: rank of 512 and 64 rotated.
 LATENT_SIZES = ((576, 512),)
 
 #: A tile of fewer rows counts as one of so many, for its time goes into loading K and V. MOST_WORK

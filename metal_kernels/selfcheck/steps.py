@@ -119,9 +119,7 @@ def steps(case: Case, kernel: str, count: int) -> list[Step]:
                 blocks_np=blocks,
                 queries=mx.array(rng.normal(size=queries).astype(np.float32)).astype(case.dtype),
                 keys=_rows(rng, (*rows, size), case, exact),
-                values=None
-                if case.shape.latent
-                else _rows(rng, (*rows, value_size), case, exact),
+                values=None if case.shape.latent else _rows(rng, (*rows, value_size), case, exact),
                 sinks=sinks.astype(case.dtype) if case.sinks and index % 2 else None,
             )
         )

@@ -169,12 +169,15 @@ class _Layer:
 
     def write(self, num_rows: int) -> Call:
         shape = self._case.shape
-        rows = mx.ones((num_rows, shape.num_kv_heads, shape.head_size), self._case.dtype)
+        keys, values = (
+            mx.ones((num_rows, shape.num_kv_heads, size), self._case.dtype)
+            for size in (shape.head_size, shape.value_size)
+        )
         slots = mx.arange(num_rows)
         keys_to, values_to = self._keys, self._values
         scales = (self._key_scales, self._value_scales)
         return lambda fence: [
-            kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
+            kv_write.write(keys, values, slots, keys_to, values_to, [fence], *scales)
         ]
 
     def attend(self, requests: int, query: int, context: int, tiles: Tiles | None = None) -> Call:

@@ -52,10 +52,13 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
     kv_cache.clear_blocks(np.array([5, 6]))
     for requests in steps:
         plan = kv_cache_type.plan(layout(requests), AttentionKind(shape, layer.window))
-        fresh = mx.zeros((plan.num_tokens, shape.num_kv_heads, shape.head_size), dtype)
+        keys, values = (
+            mx.zeros((plan.num_tokens, shape.num_kv_heads, size), dtype)
+            for size in (shape.head_size, shape.value_size)
+        )
         queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
         sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
-        kv_cache.write(plan, fresh, fresh)
+        kv_cache.write(plan, keys, values)
         kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap))
 
 
@@ -69,7 +72,14 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
 )
 def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer, drawn):
     layers = [
-        AttentionLayer(f"layers.{index}", *shape, window, sinks, softcap=softcap)
+        AttentionLayer(
+            f"layers.{index}",
+            *shape,
+            window,
+            sinks,
+            value_size=128 if shape[2] == 192 else None,
+            softcap=softcap,
+        )
         for index, (shape, window, sinks, softcap) in enumerate(layers)
     ]
     kv_cache_type = KernelKVCache

@@ -114,6 +114,7 @@ def test_latent_attention(head_size, value_size, dtype, cache):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize(
     ("dtype", "cache"), [("f16", "same"), ("bf16", "fp8"), ("f32", "int8"), ("f32", "same")]
