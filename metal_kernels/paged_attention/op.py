@@ -183,7 +183,8 @@ def _of_decode(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: m
     of a context depend on the layer alone, and so does what a row's result is rounded to.
     """
     widest = 96 if cache_dtype.size == 2 and shape.head_size <= 192 else 64
-    parts = -(-shape.value_size // widest)
+    both_fit = shape.latent or cache_dtype.size == 2  # what a key has more than a value, too
+    parts = -(-(shape.value_size if both_fit else shape.head_size) // widest)
     walks, row_groups = _side_by_side(parts), rows // 8
     walkers = _side_by_side(row_groups * parts)
     tiling = {

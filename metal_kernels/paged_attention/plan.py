@@ -60,7 +60,8 @@ class AttentionShape:
     @property
     def decode_tile_rows(self) -> int:
         """Packed rows of the decode kernel's largest tile, whose threadgroup has 256 threads."""
-        return 32 if self.value_size <= 128 else 16 if self.value_size <= 256 else 8
+        size = self.value_size if self.latent else self.head_size
+        return 32 if size <= 128 else 16 if size <= 256 else 8
 
     @property
     def tile_rows(self) -> int:
