@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import sys
 
-#: Dispatches: 40 on base and Pro chips, 50 on Max and Ultra.
+#: Dispatches, unless the variable says otherwise: 40 on base and Pro chips, 50 on Max and Ultra.
 MOST_DISPATCHES = 50
 #: Dispatches of a layer of Llama: seven products, two norms, two rotations, one write of K and V,
 #: attention, the gate, two sums.
 DISPATCHES_OF_A_LAYER = 16
+_DISPATCHES = "MLX_MAX_OPS_PER_BUFFER"
 _ELEMENTS = "MLX_MAX_MB_PER_BUFFER"
 _RAISED = str(2**20)  # Mi elements: more than any memory holds
 
@@ -33,6 +34,20 @@ def raise_limit() -> None:
     if _ELEMENTS not in os.environ:
         _too_late = "mlx.core" in sys.modules
         os.environ[_ELEMENTS] = _RAISED
+
+
+def most_dispatches() -> int:
+    """Dispatches of a command buffer in this process, once MLX has read its variable.
+
+    Raises:
+        ValueError: the variable is no number above 0.
+    """
+    text = os.environ.get(_DISPATCHES, "")
+    if not text:
+        return MOST_DISPATCHES
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{_DISPATCHES}={text}: expected a number above 0")
+    return int(text)
 
 
 def may_be_too_late() -> bool:

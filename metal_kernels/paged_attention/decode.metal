@@ -1,82 +1,195 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for few packed rows: decode, and drafts to verify, up to ROWS rows in all.
+// Attention for few packed rows: decode, and drafts to verify, by one arithmetic for both.
 //
-// A threadgroup takes one tile and one K/V head. Its simdgroups walk the context in strips of four
-// neighbouring keys; a simdgroup's lanes share a row of K or V, so each row is loaded once, whole,
-// for all packed query rows. Each simdgroup keeps a running softmax (Milakov & Gimelshein 2018,
-// arXiv:1805.02867), merged at the end.
+// A threadgroup takes one tile and one K/V head, ROW_GROUPS * 8 packed rows, and reads K and V straight
+// from device memory: S^T = K Q^T and O = P V by 8x8 matrices whose rows are keys. A lane's 16 bytes of a
+// row of K or V are several matrices' elements, as they are: the order of elements within a head is free
+// where Q has the same, and V's is undone when the output is written. SPLIT simdgroups share a head; they
+// add their parts of the scores through threadgroup memory.
+//
+// The context is cut into WALKS walks: of every WALKS strips of STRIPS * 8 keys, counted from position 0,
+// each takes one. A walk has a running softmax (Milakov & Gimelshein 2018, arXiv:1805.02867), and walks
+// are joined in order. WALKERS simdgroups walk side by side, one after another what is more, so that a
+// row's result does not depend on how many other rows its tile has.
 
-constant constexpr int STRIP = 4;  // divides every block size: a strip lies in one block
+// How a lane's 16 bytes of a row become elements of matrices, two of each.
+template <typename C>
+struct Fragments {
+    typedef C Element;
+    typedef uint Pair;                      // two neighbouring elements
+    static constant constexpr int COUNT = 4;  // of matrices
 
-// Loads a lane's N neighbouring elements of a row; only D = 80 has lanes that reach past its end.
-template <typename C, int D, int N>
-inline void load_row(const device C* row, uint lane, thread float* elements) {
-    const int first = int(lane) * N;
-    if (D % 32 != 0) {
-        UNROLLED for (int i = 0; i < N; i++) {
-            elements[i] = first + i < D ? decode_element(row[first + i]) : 0.0f;
-        }
-    } else if (N % 4 == 0) {
-        UNROLLED for (int i = 0; i < N; i += 4) {
-            const metal::vec<C, 4> four = *(const device metal::vec<C, 4>*)(row + first + i);
-            UNROLLED for (int j = 0; j < 4; j++) {
-                elements[i + j] = decode_element(four[j]);
-            }
-        }
-    } else if (N % 2 == 0) {
-        UNROLLED for (int i = 0; i < N; i += 2) {
-            const metal::vec<C, 2> two = *(const device metal::vec<C, 2>*)(row + first + i);
-            elements[i] = decode_element(two[0]);
-            elements[i + 1] = decode_element(two[1]);
-        }
-    } else {
-        UNROLLED for (int i = 0; i < N; i++) {
-            elements[i] = decode_element(row[first + i]);
-        }
+    static inline Pair cut(uint4 raw, int i) {
+        return raw[i];
     }
+    static inline metal::vec<C, 2> elements(Pair pair) {
+        return as_type<metal::vec<C, 2>>(pair);
+    }
+};
+
+template <>
+struct Fragments<float> {
+    typedef float Element;
+    typedef uint2 Pair;
+    static constant constexpr int COUNT = 2;
+
+    static inline Pair cut(uint4 raw, int i) {
+        Pair pair;
+        pair[0] = raw[i * 2];
+        pair[1] = raw[i * 2 + 1];
+        return pair;
+    }
+    static inline float2 elements(Pair pair) {
+        return as_type<float2>(pair);
+    }
+};
+
+template <>
+struct Fragments<int8_t> {
+    typedef half Element;
+    typedef ushort Pair;
+    static constant constexpr int COUNT = 8;
+
+    static inline Pair cut(uint4 raw, int i) {
+        return ushort(raw[i / 2] >> (i % 2 * 16));
+    }
+    static inline half2 elements(Pair pair) {
+        half2 both;
+        both[0] = half(short(int8_t(pair)));
+        both[1] = half(short(int8_t(pair >> 8)));
+        return both;
+    }
+};
+
+// fp8 as halves of other exponents, two at a time: 2^-8 of what the codes stand for.
+template <>
+struct Fragments<uint8_t> {
+    typedef half Element;
+    typedef ushort Pair;
+    static constant constexpr int COUNT = 8;
+
+    static inline Pair cut(uint4 raw, int i) {
+        return ushort(raw[i / 2] >> (i % 2 * 16));
+    }
+    static inline half2 elements(Pair pair) {
+        const uint apart = (uint(pair) & 0xffu) | (uint(pair) & 0xff00u) << 8;
+        return as_type<half2>((apart & 0x00800080u) << 8 | (apart & 0x007f007fu) << 7);
+    }
+};
+
+// The score of a key that a row does not see: its weight is 0 even where the largest score is LOWEST.
+constant constexpr float UNSEEN = -3.4e38f;
+
+// What an element of a cache is a multiple of, beside its row's scale.
+template <typename C>
+inline float unit() {
+    return 1.0f;
 }
 
-// The four keys of a strip, or their values, decoded; zeros past the end of the range.
-template <typename C, int D, int N, bool SCALED>
-inline void load_strip(
-    const device C* pool,
-    const device bfloat16_t* scales,
-    ulong slot,
-    int present,
-    uint lane,
-    thread float (&strip)[STRIP][N]) {
-    UNROLLED for (int k = 0; k < STRIP; k++) {
-        if (k < present) {
-            load_row<C, D, N>(pool + (slot + k) * D, lane, strip[k]);
-            if (SCALED) {
-                const float scale = float(scales[slot + k]);
-                UNROLLED for (int i = 0; i < N; i++) {
-                    strip[k][i] *= scale;
-                }
-            }
-        } else {
-            UNROLLED for (int i = 0; i < N; i++) {
-                strip[k][i] = 0.0f;
-            }
+template <>
+inline float unit<uint8_t>() {
+    return 256.0f;
+}
+
+// Type of Q's matrices: that of the queries if it holds what K's does, else float.
+template <typename T, typename K>
+struct QueryElement {
+    typedef float Element;
+};
+
+template <typename T>
+struct QueryElement<T, T> {
+    typedef T Element;
+};
+
+typedef metal::simdgroup_matrix<float, 8, 8> Sums;
+
+template <typename M, typename Pair>
+inline void fill(thread metal::simdgroup_matrix<M, 8, 8>& matrix, Pair elements) {
+    matrix.thread_elements()[0] = elements[0];
+    matrix.thread_elements()[1] = elements[1];
+}
+
+// Where this lane's place in a matrix's transpose lies: element (column, row), in which lane, and whether
+// as the second of its two. The place beside this one is two lanes further.
+struct Transposed {
+    ushort lane;
+    bool is_second;
+
+    Transposed(Place place) {
+        lane = ushort((place.column & 4) << 2 | (place.column & 2) << 1 | (place.row & 4) << 1 | place.row / 2 % 2);
+        is_second = place.row % 2 != 0;
+    }
+
+    float get(float first, float second, int beside) const {
+        const ushort from = lane + ushort(2 * beside);
+        const float even = metal::simd_shuffle(first, from);
+        const float odd = metal::simd_shuffle(second, from);
+        return is_second ? odd : even;
+    }
+};
+
+// Over the rows of a matrix, for each of its columns.
+inline float column_max(float value) {
+    value = metal::max(value, metal::simd_shuffle_xor(value, 2));
+    value = metal::max(value, metal::simd_shuffle_xor(value, 4));
+    return metal::max(value, metal::simd_shuffle_xor(value, 16));
+}
+
+inline float column_sum(float value) {
+    value += metal::simd_shuffle_xor(value, 2);
+    value += metal::simd_shuffle_xor(value, 4);
+    return value + metal::simd_shuffle_xor(value, 16);
+}
+
+// A simdgroup's part of a head: CHUNKS runs of 16 bytes for each of a row's four lanes.
+template <typename C, int SIZE, int SPLIT>
+struct Part {
+    static constant constexpr int WIDE = 16 / int(sizeof(C));  // elements of 16 bytes
+    static constant constexpr int RUN = 4 * WIDE;
+    static constant constexpr int CHUNKS = ((SIZE + RUN - 1) / RUN + SPLIT - 1) / SPLIT;
+
+    // First element of a lane's 16 bytes of a chunk; past the end of the row, where its head has no more.
+    static inline int element(int part, int chunk, int column) {
+        return (part * CHUNKS + chunk) * RUN + column / 2 * WIDE;
+    }
+
+    // A lane's 16 bytes of each chunk; what lies past the row's end is taken from its beginning.
+    static inline void load(const device C* row, int part, int column, thread uint4 (&raw)[CHUNKS]) {
+        UNROLLED for (int h = 0; h < CHUNKS; h++) {
+            const int at = element(part, h, column);
+            const bool there = SIZE % (RUN * SPLIT) == 0 || at < SIZE;
+            raw[h] = *(const device uint4*)(row + (there ? at : 0));
         }
     }
-}
+};
 
 // ---- kernel body
-// Template: T, C, O, dtypes of queries, pool and output; D, head size; SCALED, whether the pool holds
-// codes; PARTIAL, whether contexts are split; ROWS; SIMDGROUPS. Grid: (32 * SIMDGROUPS * tiles, Hkv).
-threadgroup float merged[SIMDGROUPS * D];
-threadgroup float stats[ROWS * SIMDGROUPS * 2];
+// Template: T, C, O, dtypes of queries, pool and output; D and DV, sizes of keys and values; LATENT, whether
+// values are the first elements of keys; SCALED, whether the pool holds codes; CAPPED, whether scores have
+// a soft cap; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT, WALKS, WALKERS, STRIPS.
+// Grid: (32 * ROW_GROUPS * WALKERS * SPLIT * tiles, Hkv).
+typedef Fragments<C> Of;
+typedef typename Of::Element M;
+typedef typename QueryElement<T, M>::Element Q;
+typedef Part<C, LATENT ? DV : D, SPLIT> Keys;
+typedef Part<C, DV, SPLIT> Values;
+constexpr int SIMDGROUPS = ROW_GROUPS * WALKERS * SPLIT;
+constexpr int KEYS = STRIPS * 8;  // of a walk's step
+// Of latents, 8 rotated elements for each simdgroup, which no value has.
+constexpr int QM = Keys::CHUNKS * Of::COUNT + (LATENT ? 1 : 0);
+constexpr int VM = Values::CHUNKS * Of::COUNT;
+threadgroup float exchanged[SPLIT > 1 ? 2 * SIMDGROUPS * STRIPS * 64 : 1];
+threadgroup float joined[WALKS > 1 ? ROW_GROUPS * SPLIT * (VM + 1) * 64 : 1];
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
     for (int i = 0; i < 8; i++) {
         fence[i] = after[0];
     }
 }
 
-constexpr int N = (D + 31) / 32;  // elements of a row that a lane holds
 const uint kv_head = threadgroup_position_in_grid.y;
-const uint simdgroup = simdgroup_index_in_threadgroup;
-const uint lane = thread_index_in_simdgroup;
+const int simdgroup = int(simdgroup_index_in_threadgroup);
+const int lane = int(thread_index_in_simdgroup);
 const device Tile& tile = ((const device Tile*)tiles)[threadgroup_position_in_grid.x];
 if (tile.packed_count == 0) {
     return;  // the whole threadgroup: no tile, but room for one
@@ -86,119 +199,208 @@ const device Bounds& limits = *(const device Bounds*)bounds;
 const device Scoring& factors = *(const device Scoring*)scoring;
 const int num_heads = queries_shape[1];
 const int group = num_heads / key_pool_shape[0];
-const int count = tile.packed_count;
-const int end = metal::min(tile.end, request.length);
 const int window = limits.window;
+const float scale = factors.scale * unit<C>();
 const float cap = factors.cap;
+const int part = simdgroup % SPLIT;
+const int walker = simdgroup / SPLIT % WALKERS;
+const int row_group = simdgroup / (SPLIT * WALKERS);
+const Place place(thread_index_in_simdgroup);
+const Transposed transposed(place);
 
-float q[ROWS][N];
-float acc[ROWS][N];
-float top[ROWS];
-float total[ROWS];
-int position[ROWS];
-UNROLLED for (int r = 0; r < ROWS; r++) {
-    const int packed = tile.packed_begin + metal::min(r, count - 1);
-    const int row = packed / group;
+// The keys that rows of the tile may see.
+const int oldest = request.first_position + tile.packed_begin / group;
+const int first = metal::max(tile.begin, oldest - window + 1);
+const int end = metal::min(tile.end, request.length);
+
+// Q transposed: two packed rows a lane, as columns. Rows past the tile's last repeat it.
+metal::simdgroup_matrix<Q, 8, 8> q[QM];
+int first_seen[2];  // of each, less this lane's place among a strip's keys
+uint num_seen[2];
+float sink[2];
+UNROLLED for (int e = 0; e < 2; e++) {
+    const int in_tile = row_group * 8 + place.column + e;
+    const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1);
     const int head = int(kv_head) * group + packed % group;
-    const ulong place = ulong(request.first_row + row) * num_heads + head;
-    load_row<T, D, N>(queries + place * D, lane, q[r]);
-    UNROLLED for (int i = 0; i < N; i++) {
-        q[r][i] *= factors.scale;
-        acc[r][i] = 0.0f;
+    const int position = request.first_position + packed / group;
+    const int oldest_seen = metal::max(tile.begin, position - window + 1);
+    first_seen[e] = oldest_seen - place.row;
+    num_seen[e] = uint(metal::max(metal::min(end, position + 1) - oldest_seen, 0));
+    sink[e] = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
+    const device T* query =
+        queries + (ulong(request.first_row + packed / group) * num_heads + head) * D;
+    UNROLLED for (int m = 0; m < Keys::CHUNKS * Of::COUNT; m++) {
+        const int d = Keys::element(part, m / Of::COUNT, place.row & 6) + m % Of::COUNT * 2 + place.row % 2;
+        q[m].thread_elements()[e] = LATENT || d < D ? Q(query[d]) : Q(0.0f);
     }
-    position[r] = request.first_position + row;
-    // A sink is a key of weight without value; one simdgroup starts from it.
-    const bool first = tile.split == 0 && simdgroup == 0;
-    top[r] = first ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
-    total[r] = top[r] > LOWEST ? 1.0f : 0.0f;
+    if (LATENT) {
+        q[QM - 1].thread_elements()[e] = Q(query[DV + part * 8 + place.row]);
+    }
 }
 
 const Context context(
     key_pool_shape, kv_head, block_tables + ulong(tile.request) * uint(block_tables_shape[1]));
-for (int base = tile.begin + int(simdgroup) * STRIP; base < end; base += SIMDGROUPS * STRIP) {
-    const ulong slot = context.slot(base);
-    const int present = metal::min(STRIP, end - base);
-    float strip[STRIP][N];
-    float4 weights[ROWS];
-    load_strip<C, D, N, SCALED>(key_pool, key_scales, slot, present, lane, strip);
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-        float4 score = float4(0.0f);
-        UNROLLED for (int k = 0; k < STRIP; k++) {
-            UNROLLED for (int i = 0; i < N; i++) {
-                score[k] += q[r][i] * strip[k][i];
+const int first_strip = first / KEYS / WALKS * WALKS;
+const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
+Sums acc[VM];
+float row_top;  // of this lane's packed row, as `acc` is
+float row_total;
+int turn = 0;  // of the two halves of `exchanged`
+for (int lap = 0; lap < WALKS / WALKERS; lap++) {
+    const int walk = lap * WALKERS + walker;
+    // A sink is a key of weight without value; one walk starts from it. Sums are of this lane's keys.
+    float top[2];
+    float total[2];
+    UNROLLED for (int e = 0; e < 2; e++) {
+        top[e] = walk == 0 ? sink[e] : LOWEST;
+        total[e] = top[e] > LOWEST && place.row == 0 ? 1.0f : 0.0f;
+    }
+    UNROLLED for (int m = 0; m < VM; m++) {
+        acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+    for (int round = 0; round < rounds; round++) {
+        const int base = (first_strip + round * WALKS + walk) * KEYS;
+        uint4 keys[STRIPS][Keys::CHUNKS];
+        uint4 values[STRIPS][Values::CHUNKS];
+        typename Of::Pair rotated[STRIPS];
+        float key_scale[STRIPS];
+        float value_scale[STRIPS];
+        UNROLLED for (int s = 0; s < STRIPS; s++) {
+            // No load has a condition: keys that nobody sees are those at the edge again.
+            const ulong slot = context.slot(metal::clamp(base + s * 8 + place.row, first, end - 1));
+            const device C* row = key_pool + slot * D;
+            Keys::load(row, part, place.column, keys[s]);
+            if (LATENT) {
+                rotated[s] =
+                    *(const device typename Of::Pair*)(row + DV + part * 8 + place.column);
+            } else {
+                Values::load(value_pool + slot * DV, part, place.column, values[s]);
+            }
+            key_scale[s] = SCALED ? float(key_scales[slot]) * scale : scale;
+            value_scale[s] = SCALED ? float(value_scales[slot]) : 1.0f;
+        }
+
+        Sums score[STRIPS];
+        UNROLLED for (int s = 0; s < STRIPS; s++) {
+            score[s] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+            UNROLLED for (int m = 0; m < QM; m++) {
+                metal::simdgroup_matrix<M, 8, 8> k;
+                const bool is_rotated = LATENT && m == QM - 1;
+                const int h = is_rotated ? 0 : m / Of::COUNT;
+                fill(k, Of::elements(is_rotated ? rotated[s] : Of::cut(keys[s][h], m % Of::COUNT)));
+                metal::simdgroup_multiply_accumulate(score[s], k, q[m], score[s]);
             }
         }
-        score = metal::simd_sum(score);
-        float next = top[r];
-        UNROLLED for (int k = 0; k < STRIP; k++) {
-            const int key = base + k;
-            const bool seen = key <= position[r] && position[r] - key < window;
-            score[k] = seen ? score_of(score[k], cap) : LOWEST;
-            next = metal::max(next, score[k]);
+        if (SPLIT > 1) {
+            threadgroup float* sums = exchanged + turn * (SIMDGROUPS * STRIPS * 64) + lane * 2;
+            UNROLLED for (int s = 0; s < STRIPS; s++) {
+                const int at = (simdgroup * STRIPS + s) * 64;
+                sums[at] = score[s].thread_elements()[0];
+                sums[at + 1] = score[s].thread_elements()[1];
+            }
+            metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+            UNROLLED for (int s = 0; s < STRIPS; s++) {
+                UNROLLED for (int e = 0; e < 2; e++) {
+                    const threadgroup float* parts = sums + ((simdgroup - part) * STRIPS + s) * 64 + e;
+                    float sum = parts[0];
+                    UNROLLED for (int p = 1; p < SPLIT; p++) {
+                        sum += parts[p * STRIPS * 64];
+                    }
+                    score[s].thread_elements()[e] = sum;
+                }
+            }
+            turn = 1 - turn;
         }
-        const float rescale = metal::exp2(top[r] - next);
-        float sum = 0.0f;
-        UNROLLED for (int k = 0; k < STRIP; k++) {
-            weights[r][k] = score[k] > LOWEST ? metal::exp2(score[k] - next) : 0.0f;
-            sum += weights[r][k];
+
+        // Running softmax over the columns.
+        float rescale[2];
+        UNROLLED for (int e = 0; e < 2; e++) {
+            float next = top[e];
+            UNROLLED for (int s = 0; s < STRIPS; s++) {
+                float value = score[s].thread_elements()[e] * key_scale[s];
+                value = CAPPED ? capped(value, cap) : value;
+                const bool seen = uint(base + s * 8 - first_seen[e]) < num_seen[e];
+                value = seen ? value : UNSEEN;
+                score[s].thread_elements()[e] = value;
+                next = metal::max(next, value);
+            }
+            next = column_max(next);
+            rescale[e] = metal::fast::exp2(top[e] - next);
+            top[e] = next;
+            total[e] *= rescale[e];
+            UNROLLED for (int s = 0; s < STRIPS; s++) {
+                const float weight = metal::fast::exp2(score[s].thread_elements()[e] - next);
+                total[e] += weight;
+                score[s].thread_elements()[e] = weight * value_scale[s];
+            }
         }
-        total[r] = total[r] * rescale + sum;
-        top[r] = next;
-        UNROLLED for (int i = 0; i < N; i++) {
-            acc[r][i] *= rescale;
+        const float factor = transposed.get(rescale[0], rescale[1], 0);
+        UNROLLED for (int m = 0; m < VM; m++) {
+            acc[m].thread_elements()[0] *= factor;
+            acc[m].thread_elements()[1] *= factor;
+        }
+        UNROLLED for (int s = 0; s < STRIPS; s++) {
+            Sums weights;  // packed rows by keys
+            UNROLLED for (int e = 0; e < 2; e++) {
+                weights.thread_elements()[e] = transposed.get(
+                    score[s].thread_elements()[0], score[s].thread_elements()[1], e);
+            }
+            UNROLLED for (int m = 0; m < VM; m++) {
+                const uint4 raw = LATENT ? keys[s][m / Of::COUNT] : values[s][m / Of::COUNT];
+                metal::simdgroup_matrix<M, 8, 8> v;
+                fill(v, Of::elements(Of::cut(raw, m % Of::COUNT)));
+                metal::simdgroup_multiply_accumulate(acc[m], weights, v, acc[m]);
+            }
         }
     }
-    load_strip<C, D, N, SCALED>(value_pool, value_scales, slot, present, lane, strip);
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-        UNROLLED for (int k = 0; k < STRIP; k++) {
-            UNROLLED for (int i = 0; i < N; i++) {
-                acc[r][i] += weights[r][k] * strip[k][i];
+
+    // The walk's part, joined to that of the walks before it.
+    row_top = transposed.get(top[0], top[1], 0);
+    row_total = transposed.get(column_sum(total[0]), column_sum(total[1]), 0);
+    for (int next = 0; next < WALKERS; next++) {
+        if (walker == next) {
+            threadgroup float* before = joined + (row_group * SPLIT + part) * ((VM + 1) * 64) + lane * 2;
+            if (WALKS > 1 && walk > 0) {
+                const float both = metal::max(before[0], row_top);
+                const float theirs = metal::fast::exp2(before[0] - both);
+                const float mine = metal::fast::exp2(row_top - both);
+                row_total = before[1] * theirs + row_total * mine;
+                row_top = both;
+                UNROLLED for (int m = 0; m < VM; m++) {
+                    UNROLLED for (int e = 0; e < 2; e++) {
+                        const float value = acc[m].thread_elements()[e] * mine;
+                        acc[m].thread_elements()[e] = before[(m + 1) * 64 + e] * theirs + value;
+                    }
+                }
+            }
+            if (walk < WALKS - 1) {
+                before[0] = row_top;
+                before[1] = row_total;
+                UNROLLED for (int m = 0; m < VM; m++) {
+                    before[(m + 1) * 64] = acc[m].thread_elements()[0];
+                    before[(m + 1) * 64 + 1] = acc[m].thread_elements()[1];
+                }
             }
         }
+        metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     }
 }
 
-UNROLLED for (int r = 0; r < ROWS; r++) {
-    if (lane == 0) {
-        stats[(r * SIMDGROUPS + int(simdgroup)) * 2] = top[r];
-        stats[(r * SIMDGROUPS + int(simdgroup)) * 2 + 1] = total[r];
-    }
-}
-metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-UNROLLED for (int r = 0; r < ROWS; r++) {
-    if (r >= count) {
-        break;  // the same for the whole threadgroup
-    }
-    float all_top = LOWEST;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-        all_top = metal::max(all_top, stats[(r * SIMDGROUPS + s) * 2]);
-    }
-    float all_total = 0.0f;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-        const int at = (r * SIMDGROUPS + s) * 2;
-        all_total += stats[at + 1] * metal::exp2(stats[at] - all_top);
-    }
-    const float rescale = metal::exp2(top[r] - all_top);
-    UNROLLED for (int i = 0; i < N; i++) {
-        const int d = int(lane) * N + i;
-        if (D % 32 == 0 || d < D) {
-            merged[int(simdgroup) * D + d] = acc[r][i] * rescale;
-        }
-    }
-    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
-    const int packed = tile.packed_begin + r;
+// The last walk has what all have found.
+if (walker == WALKERS - 1 && row_group * 8 + place.row < tile.packed_count) {
+    const int packed = tile.packed_begin + row_group * 8 + place.row;
     const int row = request.first_out_row + packed / group * tile.parts + tile.split;
-    const ulong place = ulong(row) * num_heads + int(kv_head) * group + packed % group;
-    for (int d = int(simdgroup * 32 + lane); d < D; d += SIMDGROUPS * 32) {
-        float sum = 0.0f;
-        for (int s = 0; s < SIMDGROUPS; s++) {
-            sum += merged[s * D + d];
+    const ulong at = ulong(row) * num_heads + int(kv_head) * group + packed % group;
+    const float share = PARTIAL ? unit<C>() : unit<C>() / row_total;
+    UNROLLED for (int m = 0; m < VM; m++) {
+        const int d = Values::element(part, m / Of::COUNT, place.column) + m % Of::COUNT * 2;
+        if (DV % (Values::RUN * SPLIT) == 0 || d < DV) {
+            out[at * DV + d] = O(acc[m].thread_elements()[0] * share);
+            out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * share);
         }
-        out[place * D + d] = O(PARTIAL ? sum : sum / all_total);
     }
-    if (PARTIAL && simdgroup == 0 && lane == 0) {
-        out_stats[place * 2] = all_top;
-        out_stats[place * 2 + 1] = all_total;
+    if (PARTIAL && part == 0 && place.column == 0) {
+        out_stats[at * 2] = row_top;
+        out_stats[at * 2 + 1] = row_total;
     }
-    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 }

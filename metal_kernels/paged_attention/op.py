@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,14 +23,19 @@ from metal_kernels.op_common import (
     padded,
 )
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention.plan import AttentionPlan, AttentionShape, Dispatch
+from metal_kernels.paged_attention.plan import (
+    LATENT_SIZES,
+    AttentionPlan,
+    AttentionShape,
+    Dispatch,
+)
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
-LATENT_SIZES = ((576, 512),)  # DeepSeek-V2 and later: a rank of 512 and 64 rotated
+#: Of keys and values that differ: MLA before its latents, MiMo; MiniCPM3.
+SIZES_APART = ((192, 128), (96, 64))
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -3.0e38  # as in numeric.metal
-_DECODE_SIMDGROUPS = 8
 
 _INPUTS = (
     "queries",
@@ -71,7 +77,7 @@ def run(
         plan: of this step, for this layer's block table, shape and window.
         queries: [T, H, D], float16, bfloat16 or float32.
         key_pool: [Hkv, B, block_size, D], the dtype of `queries`, uint8 (fp8 e4m3) or int8.
-        value_pool: the same; for latent attention `key_pool` itself, whose first DV are the values.
+        value_pool: likewise, [..., DV]; of latents `key_pool` itself, whose first DV are values.
         after: [8] uint32, fence of the write whose K/V this reads.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
@@ -112,7 +118,7 @@ def run(
             sinks,
             after,
         ]
-        out, fence = _launch(plan, dispatch, buffers)
+        out, fence = _launch(plan, dispatch, buffers, softcap is not None)
         outputs.append(out)
         fences.append(fence)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -120,33 +126,27 @@ def run(
 
 
 def _launch(
-    plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array]
+    plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array], capped: bool
 ) -> tuple[mx.array, mx.array]:
     """Launches one dispatch, and the reduction after it where contexts are split."""
     queries, key_pool = buffers[:2]
     shape, split = plan.shape, dispatch.splits is not None
     out_shape = (dispatch.num_rows, shape.num_heads, shape.value_size)
+    kernel, tiling, simdgroups = (_of_decode if dispatch.decode else _of_prefill)(
+        shape, dispatch.rows, queries.dtype, key_pool.dtype
+    )
     template = [
         ("T", queries.dtype),
         ("C", key_pool.dtype),
         ("O", mx.float32 if split else queries.dtype),
         ("D", shape.head_size),
+        ("DV", shape.value_size),
+        ("LATENT", shape.latent),
         ("SCALED", key_pool.dtype in CODE_DTYPES),
+        ("CAPPED", capped),
         ("PARTIAL", split),
+        *tiling.items(),
     ]
-    if dispatch.decode:
-        kernel, simdgroups = _decode, _DECODE_SIMDGROUPS
-        template += [("ROWS", dispatch.rows), ("SIMDGROUPS", simdgroups)]
-    else:
-        row_groups, parts = dispatch.rows // 8, _parts(shape.head_size)
-        kernel, simdgroups = _prefill, row_groups * parts
-        template += [
-            ("DV", shape.value_size),
-            ("ROW_GROUPS", row_groups),
-            ("SPLIT", parts),
-            ("KEYS", _keys(shape.head_size, queries.dtype.size)),
-            ("LATENT", shape.latent),
-        ]
     parts_shape = (dispatch.part_rows, *out_shape[1:])
     out, stats, fence = kernel(
         inputs=buffers,
@@ -173,19 +173,49 @@ def _launch(
     return out, fence
 
 
-def _parts(head_size: int) -> int:
-    """Simdgroups that share a row's head: registers hold 128 elements of it, or a little more.
+_Tiling = tuple[Callable[..., list[mx.array]], dict[str, int], int]
 
-    For tiles of AttentionShape.tile_rows, a threadgroup then has 256 threads at most.
+
+def _of_decode(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype) -> _Tiling:
+    """The decode kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
+
+    A simdgroup has 64 elements of a head, which fill its registers, or 96 of two bytes. The walks
+    of a context depend on the layer alone, and so does what a row's result is rounded to.
     """
-    return 1 if head_size <= 128 else 2 if head_size <= 256 else 4
+    widest = 96 if cache_dtype.size == 2 and shape.head_size <= 192 else 64
+    both_fit = shape.latent or cache_dtype.size == 2  # what a key has more than a value, too
+    parts = -(-(shape.value_size if both_fit else shape.head_size) // widest)
+    walks, row_groups = _side_by_side(parts), rows // 8
+    walkers = _side_by_side(row_groups * parts)
+    tiling = {
+        "ROW_GROUPS": row_groups,
+        "SPLIT": parts,
+        "WALKS": walks,
+        "WALKERS": walkers,
+        "STRIPS": 1,
+    }
+    return _decode, tiling, row_groups * parts * walkers
 
 
-def _keys(head_size: int, item_size: int) -> int:
-    """Rows of K or V staged at once, which fit 32 KB of threadgroup memory with their scores."""
-    if head_size <= 128:
-        return 32
-    return 16 if head_size <= 256 or item_size == 2 else 8
+def _side_by_side(simdgroups: int) -> int:
+    """How many times so many simdgroups fit 256 threads, which every pipeline takes: 2^n."""
+    return 1 << (8 // simdgroups).bit_length() - 1
+
+
+def _of_prefill(
+    shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: mx.Dtype
+) -> _Tiling:
+    """The prefill kernel, its template for tiles of `rows`, and simdgroups of a threadgroup.
+
+    Registers hold 128 elements of a row's head, or a little more. For tiles of
+    AttentionShape.tile_rows, a threadgroup then has 256 threads at most. Rows of K or V staged at
+    once fit 32 KB of threadgroup memory with their scores.
+    """
+    row_groups, size = rows // 8, shape.head_size
+    parts = 1 if size <= 128 else 2 if size <= 256 else 4
+    keys = 32 if size <= 128 else 16 if size <= 256 or dtype.size == 2 else 8
+    tiling = {"ROW_GROUPS": row_groups, "SPLIT": parts, "KEYS": keys}
+    return _prefill, tiling, row_groups * parts
 
 
 @functools.lru_cache(maxsize=256)
@@ -216,9 +246,10 @@ def unsupported(shape: AttentionShape, dtype: mx.Dtype, block_size: int) -> str 
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads do not divide among {shape.num_kv_heads} K/V heads"
     sizes = (shape.head_size, shape.value_size)
-    if shape.latent and sizes not in LATENT_SIZES:
-        return f"latent attention of {sizes} is not supported; supported: {LATENT_SIZES}"
-    if not shape.latent and shape.head_size not in HEAD_SIZES:
+    apart = (*SIZES_APART, *LATENT_SIZES)
+    if sizes[0] != sizes[1] and sizes not in apart:
+        return f"keys and values of sizes {sizes} are not supported; supported: {apart}"
+    if sizes[0] == sizes[1] and shape.head_size not in HEAD_SIZES:
         return f"head size {shape.head_size} is not supported; supported: {HEAD_SIZES}"
     return None
 
@@ -253,9 +284,11 @@ def _check(
         )
     if shape.latent and value_pool is not key_pool:
         raise ValueError("value_pool: expected key_pool, whose rows begin with the values")
-    if (value_pool.shape, value_pool.dtype) != (key_pool.shape, key_pool.dtype):
+    size = shape.head_size if shape.latent else shape.value_size
+    wanted = (*key_pool.shape[:3], size)
+    if (value_pool.shape, value_pool.dtype) != (wanted, key_pool.dtype):
         raise ValueError(
-            f"value_pool: expected {key_pool.shape} {key_pool.dtype} as key_pool is, "
+            f"value_pool: expected {wanted} {key_pool.dtype} as key_pool is, "
             f"found {value_pool.shape} {value_pool.dtype}"
         )
     if sinks is not None and sinks.shape != (shape.num_heads,):

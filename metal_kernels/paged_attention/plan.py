@@ -18,6 +18,10 @@ from metal_kernels.paged_attention.splits import ALWAYS, DEFAULT, WHOLE, Context
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
 
+#: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a
+#: rank of 512 and 64 rotated.
+LATENT_SIZES = ((576, 512),)
+
 #: A tile of fewer rows counts as one of so many, for its time goes into loading K and V. MOST_WORK
 #: is then 17 GB of float16 K and V: 0.4 s at 40 of the 68 GB/s of an M1.
 _LEAST_ROWS = 16
@@ -30,11 +34,11 @@ class AttentionShape:
     num_heads: int  # H
     num_kv_heads: int  # Hkv
     head_size: int  # D, of queries and keys
-    value_size: int  # DV; less than D only where values are the head of the keys (MLA's latent)
+    value_size: int  # DV
 
     @property
     def latent(self) -> bool:
-        return self.value_size != self.head_size
+        return (self.head_size, self.value_size) in LATENT_SIZES
 
     @property
     def group(self) -> int:
@@ -43,8 +47,18 @@ class AttentionShape:
 
     @property
     def decode_rows(self) -> int:
-        """Packed rows the decode kernel takes: as many as fit a thread's registers."""
-        return 0 if self.latent else min(8, 1 << (1024 // self.head_size).bit_length() - 1)
+        """Most packed rows of a request that the decode kernel serves.
+
+        They are one tile, so that K and V are loaded once; but what takes arithmetic longer than
+        loads, the latents of many heads, is read again for each tile of up to eight query rows.
+        """
+        return 8 * self.group if self.latent else self.decode_tile_rows
+
+    @property
+    def decode_tile_rows(self) -> int:
+        """Packed rows of the decode kernel's largest tile, whose threadgroup has 256 threads."""
+        size = self.value_size if self.latent else self.head_size
+        return 32 if size <= 128 else 16 if size <= 256 else 8
 
     @property
     def tile_rows(self) -> int:
@@ -78,14 +92,13 @@ class Tiles:
     def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
         """All sizes that rows of such layers may need."""
         decode, prefill = set(), set()
-        for packed in range(
-            shape.group, shape.decode_rows + shape.tile_rows + shape.group, shape.group
-        ):
-            rows = _power_of_two(packed)
+        most = shape.decode_rows + shape.tile_rows + shape.group
+        for packed in range(shape.group, most, shape.group):
+            rows = max(8, _power_of_two(packed))
             if packed <= shape.decode_rows:
-                decode.add(rows)
+                decode.add(min(shape.decode_tile_rows, rows))
             else:
-                prefill.add(min(shape.tile_rows, max(8, rows)))
+                prefill.add(min(shape.tile_rows, rows))
         longest = (window or _NO_WINDOW) + shape.tile_rows + _STRIP  # keys that a tile may see
         return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), longest > WHOLE)
 
@@ -176,7 +189,7 @@ def plan(
         window or _NO_WINDOW,
     )
     packed = query_lens * shape.group
-    decodes = _decoded(packed, tiles)
+    decodes = _decoded(packed, shape, tiles)
     kinds = [
         (decode, members)
         for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))
@@ -240,14 +253,11 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _decoded(packed: np.ndarray, tiles: Tiles) -> np.ndarray:
+def _decoded(packed: np.ndarray, shape: AttentionShape, tiles: Tiles) -> np.ndarray:
     """[R] bool, requests that the decode kernel serves; `packed` has the rows of each."""
     if not tiles.decode or not tiles.prefill:
         return np.full(len(packed), bool(tiles.decode))
-    decodes = packed <= tiles.decode[-1]
-    if packed.max() <= tiles.prefill[-1] and not decodes.all():
-        decodes[:] = False  # one dispatch where requests verify drafts, however many
-    return decodes
+    return packed <= tiles.decode[-1] * (shape.decode_rows // shape.decode_tile_rows)
 
 
 def _shift(counts: mx.array) -> mx.array:

@@ -7,23 +7,10 @@
 // the output stays in registers as 8x8 matrices; where SPLIT > 1 the parts of the scores are summed
 // through threadgroup memory. Tiled softmax after FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 
-// Lane's place in an 8x8 matrix: its row, and the first of two neighbouring columns. Apple does not
-// document it; MLX's own matrix kernels rely on it, and the self-check would find it changed.
-struct Place {
-    int row;
-    int column;
-
-    Place(uint lane) {
-        const int quad = int(lane) / 4;
-        row = (quad & 4) + (int(lane) / 2) % 4;
-        column = (quad & 2) * 2 + (int(lane) % 2) * 2;
-    }
-};
-
 typedef metal::simdgroup_matrix<float, 8, 8> Matrix;
 
 // Rows [base, base + KEYS) of K or V of the context into a tile of rows of STRIDE elements; zeros
-// from `end` on. All threads take part.
+// before `first` and from `end` on. All threads take part.
 template <typename T, typename C, int D, int KEYS, int STRIDE, int THREADS, bool SCALED>
 inline void stage(
     const device C* pool,
@@ -31,6 +18,7 @@ inline void stage(
     thread const Context& context,
     int row_size,
     int base,
+    int first,
     int end,
     uint thread_index,
     threadgroup T* tile) {
@@ -39,7 +27,7 @@ inline void stage(
         const int key = chunk / (D / WIDE);
         const int d = chunk % (D / WIDE) * WIDE;
         threadgroup T* to = tile + key * STRIDE + d;
-        if (base + key < end) {
+        if (base + key >= first && base + key < end) {
             const ulong slot = context.slot(base + key);
             const float scale = SCALED ? float(scales[slot]) : 1.0f;
             const metal::vec<C, WIDE> codes =
@@ -56,8 +44,8 @@ inline void stage(
 }
 
 // ---- kernel body
-// Template: as in decode.metal, but for ROW_GROUPS, SPLIT and KEYS; DV, size of values; LATENT, whether
-// they are the first elements of keys. Grid: (32 * ROW_GROUPS * SPLIT * tiles, Hkv).
+// Template: as in decode.metal, but for ROW_GROUPS, SPLIT and KEYS.
+// Grid: (32 * ROW_GROUPS * SPLIT * tiles, Hkv).
 threadgroup T tile_memory[KEYS * (D + 16 / sizeof(T))];
 threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
@@ -85,6 +73,9 @@ const int num_heads = queries_shape[1];
 const int group = num_heads / key_pool_shape[0];
 const int end = metal::min(tile.end, request.length);
 const int window = limits.window;
+// The first key that a row of the tile may see.
+const int first =
+    metal::max(tile.begin, request.first_position + tile.packed_begin / group - window + 1);
 const float cap = factors.cap;
 const uint thread_index = simdgroup * 32 + lane;
 const int row_group = int(simdgroup) / SPLIT;
@@ -119,7 +110,7 @@ const Context context(
 for (int base = tile.begin; base < end; base += KEYS) {
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the last V
     stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
-        key_pool, key_scales, context, D, base, end, thread_index, tile_memory);
+        key_pool, key_scales, context, D, base, first, end, thread_index, tile_memory);
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
 
     Matrix scores[SM];
@@ -144,15 +135,15 @@ for (int base = tile.begin; base < end; base += KEYS) {
         }
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         UNROLLED for (int s = 0; s < SM; s++) {
-            float first = 0.0f;
-            float second = 0.0f;
+            float even = 0.0f;
+            float odd = 0.0f;
             UNROLLED for (int p = 0; p < SPLIT; p++) {
                 const int at = (p * 8 + place.row) * KEYS + s * 8 + place.column;
-                first += sums[at];
-                second += sums[at + 1];
+                even += sums[at];
+                odd += sums[at + 1];
             }
-            scores[s].thread_elements()[0] = first;
-            scores[s].thread_elements()[1] = second;
+            scores[s].thread_elements()[0] = even;
+            scores[s].thread_elements()[1] = odd;
         }
     }
 
@@ -162,7 +153,8 @@ for (int base = tile.begin; base < end; base += KEYS) {
         UNROLLED for (int e = 0; e < 2; e++) {
             const int key = base + s * 8 + place.column + e;
             const bool seen = key <= position && position - key < window;
-            const float score = score_of(scores[s].thread_elements()[e], cap);
+            const float product = scores[s].thread_elements()[e];
+            const float score = CAPPED ? capped(product, cap) : product;
             scores[s].thread_elements()[e] = seen ? score : LOWEST;
             next = metal::max(next, scores[s].thread_elements()[e]);
         }
@@ -191,7 +183,7 @@ for (int base = tile.begin; base < end; base += KEYS) {
     if (!LATENT) {
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read K
         stage<T, C, DV, KEYS, STRIDE, THREADS, SCALED>(
-            value_pool, value_scales, context, DV, base, end, thread_index, tile_memory);
+            value_pool, value_scales, context, DV, base, first, end, thread_index, tile_memory);
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
     }
     UNROLLED for (int m = 0; m < OM; m++) {

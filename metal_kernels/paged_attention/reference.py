@@ -74,11 +74,11 @@ def run(
         if pace is not None:
             pace.before(bucket.work(num_heads, sizes), *outputs[::-1])
         picked = queries if bucket.rows is None else queries[bucket.rows]
-        k = _context(bucket, keys, key_pool, key_scales, queries.dtype, gather)
+        k = context(bucket, keys, key_pool, key_scales, queries.dtype, gather)
         if value_pool is key_pool:  # latents, of which the caller takes what are values
             v = k
         else:
-            v = _context(bucket, values, value_pool, value_scales, queries.dtype, gather)
+            v = context(bucket, values, value_pool, value_scales, queries.dtype, gather)
         if fused and softcap is None and not plan.shared:
             out = _attend_fused(picked, k, v, bucket, scale, sinks)
         else:
@@ -105,13 +105,13 @@ def _in_order(parts: list[mx.array], order: mx.array | None) -> mx.array:
     return merged if order is None else merged[order]
 
 
-def _context(
+def context(
     bucket: Bucket,
     fresh: mx.array | None,
     pool: mx.array,
     scales: mx.array | None,
     dtype: mx.Dtype,
-    gather: Gather | None,
+    gather: Gather | None = None,
 ) -> mx.array:
     """The bucket's padded K or V, [Hkv, n, S, D], with this step's rows laid over the pool's.
 
@@ -121,13 +121,13 @@ def _context(
         return gather(pool, bucket.block_table, scales)
     blocks, places = bucket.places(pool.shape[0])
     shape = pool.shape[0], bucket.num_requests, bucket.context_len
-    context = pool[blocks].reshape(*shape, -1)
+    found = pool[blocks].reshape(*shape, -1)
     if scales is not None:
-        context = decode(context, scales[blocks].reshape(shape)).astype(dtype)
+        found = decode(found, scales[blocks].reshape(shape)).astype(dtype)
     if fresh is not None and bucket.fresh.size:
         rows = fresh if bucket.sources is None else fresh[bucket.sources]
-        context[places] = rows.flatten(0, 1)
-    return context
+        found[places] = rows.flatten(0, 1)
+    return found
 
 
 def _attend_fused(

@@ -109,7 +109,11 @@ class Case:
         size = self.shape.head_size
         parts = [
             f"{self.shape.num_heads}/{self.shape.num_kv_heads} heads of "
-            + (f"{size} (values {self.shape.value_size})" if self.shape.latent else f"{size}"),
+            + (
+                f"{size} (values {self.shape.value_size})"
+                if self.shape.value_size != size
+                else f"{size}"
+            ),
             dtype_name(self.dtype),
             f"{dtype_name(self.cache_dtype)} cache in blocks of {self.block_size}",
         ]

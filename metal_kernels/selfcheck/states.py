@@ -272,7 +272,7 @@ def make_pools(case: Case, part: StatePart, fill: int = 255) -> tuple[list[mx.ar
     Each byte is `fill`: 255 makes NaN of floats.
     """
     shape = case.shape
-    sizes = [shape.head_size] if shape.latent else [shape.head_size] * 2
+    sizes = [shape.head_size] if shape.latent else [shape.head_size, shape.value_size]
     block = sum(shape.num_kv_heads * case.block_size * size for size in sizes)
     end = part.start + prod(part.shape) * part.dtype.size
     split = -(-end // (block * case.cache_dtype.size))

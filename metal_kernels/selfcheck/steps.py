@@ -91,11 +91,13 @@ def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> 
 def contents(case: Case, num_blocks: int) -> Pools:
     """The pool before the first step, in memory of its own."""
     rng = np.random.default_rng(0)
-    shape = (case.shape.num_kv_heads, num_blocks, case.block_size, case.shape.head_size)
-    keys, key_scales = write_reference.encode(_rows(rng, shape, case, True), case.cache_dtype)
+    shape = (case.shape.num_kv_heads, num_blocks, case.block_size)
+    rows = _rows(rng, (*shape, case.shape.head_size), case, True)
+    keys, key_scales = write_reference.encode(rows, case.cache_dtype)
     if case.shape.latent:
         return Pools(keys, None, key_scales, None)
-    values, value_scales = write_reference.encode(_rows(rng, shape, case, True), case.cache_dtype)
+    rows = _rows(rng, (*shape, case.shape.value_size), case, True)
+    values, value_scales = write_reference.encode(rows, case.cache_dtype)
     return Pools(keys, values, key_scales, value_scales)
 
 
@@ -105,8 +107,8 @@ def steps(case: Case, kernel: str, count: int) -> list[Step]:
     exact = kernel != "kv_write"
     played = []
     for index, (layout, blocks) in enumerate(layouts(case, kernel, count)):
-        size = case.shape.head_size
-        rows = (len(layout.slot_mapping_np), case.shape.num_kv_heads, size)
+        size, value_size = case.shape.head_size, case.shape.value_size
+        rows = (len(layout.slot_mapping_np), case.shape.num_kv_heads)
         queries = (rows[0], case.shape.num_heads, size)
         sinks = mx.array(rng.normal(size=case.shape.num_heads).astype(np.float32))
         played.append(
@@ -114,8 +116,8 @@ def steps(case: Case, kernel: str, count: int) -> list[Step]:
                 layout=layout,
                 blocks_np=blocks,
                 queries=mx.array(rng.normal(size=queries).astype(np.float32)).astype(case.dtype),
-                keys=_rows(rng, rows, case, exact),
-                values=None if case.shape.latent else _rows(rng, rows, case, exact),
+                keys=_rows(rng, (*rows, size), case, exact),
+                values=None if case.shape.latent else _rows(rng, (*rows, value_size), case, exact),
                 sinks=sinks.astype(case.dtype) if case.sinks and index % 2 else None,
             )
         )

@@ -171,7 +171,8 @@ class Layer:
         self._blocks = np.arange(-(-slots // case.block_size), dtype=np.int32)
         pool = (shape.num_kv_heads, len(self._blocks), case.block_size)
         self._keys, self._values = (
-            mx.zeros((*pool, shape.head_size), case.cache_dtype) for _ in range(2)
+            mx.zeros((*pool, size), case.cache_dtype)
+            for size in (shape.head_size, shape.value_size)
         )
         if shape.latent:
             self._values = self._keys
@@ -194,17 +195,20 @@ class Layer:
 
     def write(self, num_rows: int) -> Call:
         shape = self._case.shape
-        rows = mx.ones((num_rows, shape.num_kv_heads, shape.head_size), self._case.dtype)
+        keys, values = (
+            mx.ones((num_rows, shape.num_kv_heads, size), self._case.dtype)
+            for size in (shape.head_size, shape.value_size)
+        )
         keys_to, values_to = self._keys, self._values
-        scales, size = (self._key_scales, self._value_scales), self._case.block_size
+        scales, block_size = (self._key_scales, self._value_scales), self._case.block_size
 
         def call_of(blocks: np.ndarray) -> Call:
-            slots = mx.array(np.arange(num_rows, dtype=np.int32) + blocks[0] * size)
+            slots = mx.array(np.arange(num_rows, dtype=np.int32) + blocks[0] * block_size)
             return lambda fence: [
-                kv_write.write(rows, rows, slots, keys_to, values_to, [fence], *scales)
+                kv_write.write(keys, values, slots, keys_to, values_to, [fence], *scales)
             ]
 
-        return self._in_turn(-(-num_rows // size), call_of)
+        return self._in_turn(-(-num_rows // block_size), call_of)
 
     def attend(
         self,

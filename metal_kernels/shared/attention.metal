@@ -37,12 +37,12 @@ struct Bounds {
 // How dot products become scores.
 struct Scoring {
     float scale;  // on the queries, log2(e) or the cap's divisor included
-    float cap;    // of tanh, in units of log2; 0: none
+    float cap;    // of tanh, in units of log2
     float unused[6];
 };
 
-inline float score_of(float product, float cap) {
-    return cap > 0.0f ? cap * metal::precise::tanh(product) : product;
+inline float capped(float product, float cap) {
+    return cap * metal::precise::tanh(product);
 }
 
 // Where one K/V head of one request lies in a pool of [heads, blocks, block_size, row].
@@ -60,6 +60,19 @@ struct Context {
     // Slot of a position, counted from the pool's first.
     ulong slot(int position) const {
         const uint offset = uint(position) & ((1u << shift) - 1u);
-        return first_slot + (ulong(table[uint(position) >> shift]) << shift) + offset;
+        return first_slot + (ulong(uint(table[uint(position) >> shift])) << shift) + offset;
+    }
+};
+
+// Lane's place in an 8x8 matrix: its row, and the first of two neighbouring columns. Apple does not
+// document it; MLX's own matrix kernels rely on it, and the self-check would find it changed.
+struct Place {
+    int row;
+    int column;
+
+    Place(uint lane) {
+        const int quad = int(lane) / 4;
+        row = (quad & 4) + (int(lane) / 2) % 4;
+        column = (quad & 2) * 2 + (int(lane) % 2) * 2;
     }
 };

@@ -19,10 +19,12 @@ from vllm_metal.attention.layers import AttentionLayer, RunLayer, SequenceLayer
 from vllm_metal.device import selfcheck, tuned
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.recurrent_state import StateFormat
 from vllm_metal.kv_cache.scatter import ScatterKVCache
+from vllm_metal.kv_cache.stateful_layer import StepBounds
 from vllm_metal.mlx_patches.seam import Scoring
 
 LAYERS = [
@@ -30,6 +32,8 @@ LAYERS = [
     AttentionLayer("layers.1", 8, 2, 128, 512),
     AttentionLayer("layers.2", 8, 2, 128, None),
 ]
+HEADS = LatentHeads(4, rank=512, rotated=64, key=32, value=32)
+LATENTS = AttentionLayer("layers.0", 4, 1, 576, None, value_size=512, latent=True, heads=HEADS)
 SHAPE = LAYERS[0].shape
 REASON = "ValueError: Thread group size (512) is greater than  the maximum"
 
@@ -202,6 +206,18 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
         assert_right(chosen, SHAPE)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     assert issubclass(kv_cache_type(), KernelKVCache)
+
+
+def test_without_gathers_no_keys_and_values_are_built_of_latents(monkeypatch, warned):
+    found_where(monkeypatch, lambda case, one: one.kernel == "kv_gather")
+    chosen = kv_cache_type()
+    assert issubclass(chosen, KernelKVCache) and not chosen.reads_contexts
+    for type_, builds in ((chosen, False), (KernelKVCache, True), (ScatterKVCache, True)):
+        state = LATENTS.allocate(4, 16, mx.float32, type_)
+        plan = LATENTS.scope(state).plan_of(layout([(0, 40), (0, 1)]))
+        assert (plan.prompts is not None) == builds
+    (line,) = warned
+    assert "kv_gather" in line
 
 
 BF16, F32 = mx.bfloat16, mx.float32
@@ -388,6 +404,17 @@ def test_the_memory_of_gathered_contexts_is_measured(monkeypatch):
     times_are(monkeypatch, {("prefill_way", None): 0.5})
     assert LAYERS[0].gathers(kv_cache_type())
     assert not LAYERS[0].gathers(KernelKVCache)
+
+
+def test_the_memory_of_what_is_built_of_latents_is_measured():
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert LATENTS.gathers(KernelKVCache)
+    LATENTS.profile(3000, StepBounds(256, 4, 16), F32, F32, KernelKVCache)
+    built = 3000 * LATENTS.num_heads * (32 + 64 + 32) * F32.size
+    assert built < mx.get_peak_memory() - before < 2**28
+    assert not LATENTS.gathers(KernelKVCache.limited({}, True, reads_contexts=False))
 
 
 TABLES = np.array([range(40), [40, 41] * 20], np.int32)  # of two requests

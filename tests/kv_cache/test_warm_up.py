@@ -15,6 +15,7 @@ from tests.metal_kernels.doubles import Recorder
 from tests.models.recurrent import FAMILIES, make_model
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.kv_cache.kernels import KernelKVCache
+from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_cache import AttentionKind
 from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -31,7 +32,8 @@ shapes = st.builds(
     st.sampled_from([64, 128, 192, 512]),
 ) | st.sampled_from([(71, 1, 64), (64, 64, 64), (65, 65, 64)])
 windows = st.sampled_from([None, 40, 192, 253, 512])
-kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]))
+softcaps = st.sampled_from([None, 30.0])
+kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]), softcaps)
 request = st.tuples(st.integers(0, MOST), st.integers(1, 9) | st.integers(1, 100))
 
 
@@ -51,11 +53,14 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
     kv_cache.clear_blocks(np.array([5, 6]))
     for requests in steps:
         plan = kv_cache_type.plan(layout(requests), AttentionKind(shape, layer.window))
-        fresh = mx.zeros((plan.num_tokens, shape.num_kv_heads, shape.head_size), dtype)
+        keys, values = (
+            mx.zeros((plan.num_tokens, shape.num_kv_heads, size), dtype)
+            for size in (shape.head_size, shape.value_size)
+        )
         queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
         sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
-        kv_cache.write(plan, fresh, fresh)
-        kv_cache.attend(plan, queries, Scoring(1.0, sinks))
+        kv_cache.write(plan, keys, values)
+        kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap))
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,8 +73,15 @@ def serve(kv_cache_type, layer, dtype, pool_dtype, steps):
 )
 def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer, drawn):
     layers = [
-        AttentionLayer(f"layers.{index}", *shape, window, sinks)
-        for index, (shape, window, sinks) in enumerate(layers)
+        AttentionLayer(
+            f"layers.{index}",
+            *shape,
+            window,
+            sinks,
+            value_size=128 if shape[2] == 192 else None,
+            softcap=softcap,
+        )
+        for index, (shape, window, sinks, softcap) in enumerate(layers)
     ]
     kv_cache_type = KernelKVCache
     if fewer:  # some failed their self-check
@@ -94,6 +106,24 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     assert max(recorder.threads.values()) <= 256
 
 
+@pytest.mark.parametrize("pool_dtype", [mx.float16, mx.int8], ids=str)
+def test_contexts_of_latents_are_gathered_once_before_any_prompt(pool_dtype):
+    heads = LatentHeads(2, rank=512, rotated=64, key=32, value=32)
+    layer = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, heads=heads)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(KernelKVCache, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
+        compiled = set(recorder.pipelines)
+        state = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KernelKVCache)
+        plan = layer.scope(state).plan_of(layout([(300, 50), (3, 60), (7, 1)]))
+        fresh = mx.zeros((111, 1, 576), mx.float16)
+        state.write(plan, fresh, fresh)
+        state.attend(plan, mx.zeros((1, 2, 576), mx.float16), Scoring(1.0))
+        assert len(state.contexts(plan, plan.prompts)) == 2
+    assert recorder.pipelines - compiled == set()
+    assert "kv_gather" in {pipeline.kernel for pipeline in compiled}
+
+
 def test_nothing_is_compiled_that_no_step_asks_for():
     """Of a common kind of layer, by steps that fill every tile."""
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
@@ -101,7 +131,7 @@ def test_nothing_is_compiled_that_no_step_asks_for():
     with kernel.using(recorder.metal_kernel):
         compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
         compiled, recorder.pipelines = recorder.pipelines, set()
-        queries = (1, 2, 4, 8, 16)  # packed rows 4 to 64
+        queries = (2, 4, 8, 16)  # packed rows 8 to 64, the sizes of tiles
         steps = [[(before, rows)] for before in (0, MOST) for rows in queries]
         serve(KernelKVCache, layer, mx.float16, mx.float16, steps)
     assert recorder.pipelines == compiled
@@ -113,7 +143,7 @@ def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):
     with kernel.using(Recorder().metal_kernel):
         compile_kernels(KernelKVCache, [layer], mx.float16, mx.float16, BLOCK_SIZE)
     assert "Compiling Metal kernels: 100%" in (said := capsys.readouterr().err)
-    assert "10/10" in said
+    assert "8/8" in said  # four sizes of tiles, in parts and not
 
 
 def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]):
@@ -124,10 +154,10 @@ def test_a_region_without_kernels_has_nothing_to_compile(capsys: pytest.CaptureF
     assert not recorder.pipelines and not capsys.readouterr().err
 
 
-def test_a_tile_of_one_row_alone_is_compiled_for_few_rows_and_for_more():
-    """One head's parts have too few statistics for a buffer until there are more rows."""
+def test_parts_of_one_row_and_head_launch_what_parts_of_many_do():
+    """Though their statistics are too few for a buffer by themselves."""
     layer = AttentionLayer("layers.0", 1, 1, 64, None, None)
-    tiles = {layer.kind: Tiles((1,), (), True)}
+    tiles = {layer.kind: Tiles((8,), (), True)}
     kv_cache_type = KernelKVCache.limited(tiles, moves_blocks=True)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):

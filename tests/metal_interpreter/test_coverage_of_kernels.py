@@ -31,19 +31,20 @@ F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.in
 
 # Head size, dtype, cache, (computed, rows) of each request, group.
 ATTENTION = [
-    (64, F32, None, [(0, 1), (37, 2)], 1),  # two elements a lane
-    (80, BF16, INT8, [(5, 1)], 1),  # three, and lanes past the end
-    (96, F16, FP8, [(5, 1)], 1),  # three
-    (128, F16, F16, [(600, 1)], 1),  # four; in parts
-    (64, F16, FP8, [(3, 20)], 2),  # tiles
-    (192, F16, None, [(600, 5)], 4),  # a head between two simdgroups; in parts
+    (64, F32, None, [(0, 1), (37, 2)], 1),
+    (80, BF16, INT8, [(5, 1)], 1),  # lanes past the end of a head
+    (96, F16, FP8, [(5, 1)], 1),
+    (128, F16, F16, [(600, 1)], 1),  # a head between two simdgroups; in parts
+    (64, F16, FP8, [(3, 20)], 2),
+    (192, F16, None, [(600, 5)], 4),  # tiles; a head between two simdgroups; in parts
     (64, F32, None, [(3, 1)] * 17, 1),  # room for one tile more
-    (64, F32, None, [(0, 9)] * 17, 1),
+    (64, F32, None, [(0, 33)] * 17, 1),
+    (576, BF16, None, [(5, 1)], 2),  # latents
 ]
 
 
 def attend(head_size, dtype, cache, requests, group):
-    shape = AttentionShape(group, 1, head_size, head_size)
+    shape = AttentionShape(group, 1, head_size, min(head_size, 512))
     batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache)
     plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)
     out, _ = paged_attention.run(

@@ -28,7 +28,7 @@ STEPS = {  # (computed, rows) of each request
     "verify": [(20, 3)],
     "prefill": [(0, 40)],
     "decode in parts": [(600, 1)],
-    "prefill in parts": [(600, 9)],
+    "prefill in parts": [(600, 40)],
 }
 
 
@@ -41,8 +41,7 @@ def test_attention_keeps_to_its_address_spaces(head_size, step):
         for dtype, cache in zip(VALUES, (None, *CODES), strict=True):
             attend(STEPS[step], shape, dtype, cache)
     kinds = {name.split("_")[2] for name in strict.functions}
-    wide = step == "verify" and head_size > 128  # six packed rows
-    kind = "prefill" if wide else step.split()[0].replace("verify", "decode")
+    kind = step.split()[0].replace("verify", "decode")
     assert kinds == ({kind, "reduce"} if "parts" in step else {kind})
     assert len(strict.functions) == 3 * len(kinds)
 
@@ -85,9 +84,9 @@ def test_kernels_of_states_keep_to_their_address_spaces():
 MISTAKES = {
     "a pointer without its address space": (
         "decode.metal",
-        "load_row(const device C* row",
-        "load_row(const C* row",
-        "load_row<C, D, N>(pool",
+        "void load(const device C* row",
+        "void load(const C* row",
+        "Keys::load(row",
     ),
     "a reference without its address space": (
         "decode.metal",
@@ -103,8 +102,8 @@ MISTAKES = {
     ),
     "device memory given as threadgroup memory": (
         "prefill.metal",
-        "D, base, end, thread_index, tile_memory);",
-        "D, base, end, thread_index, queries);",
+        "D, base, first, end, thread_index, tile_memory);",
+        "D, base, first, end, thread_index, queries);",
         "stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(",
     ),
     "threadgroup memory taken for device memory": (
@@ -115,9 +114,9 @@ MISTAKES = {
     ),
     "private memory taken for threadgroup memory": (
         "decode.metal",
-        "thread float (&strip)[STRIP][N]",
-        "threadgroup float (&strip)[STRIP][N]",
-        "load_strip<C, D, N, SCALED>(key_pool",
+        "thread uint4 (&raw)[CHUNKS]",
+        "threadgroup uint4 (&raw)[CHUNKS]",
+        "Keys::load(row",
     ),
     "a member of another space": (
         "attention.metal",
@@ -139,8 +138,8 @@ MISTAKES = {
     ),
     "a cast that loses the space": (
         "decode.metal",
-        "(const device metal::vec<C, 4>*)(row",
-        "(const metal::vec<C, 4>*)(row",
+        "(const device uint4*)(row",
+        "(const uint4*)(row",
         None,
     ),
     "a const_cast into another space": (

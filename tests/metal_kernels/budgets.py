@@ -17,7 +17,7 @@ from metal_interpreter.proxy import SLOW_SUM, Call, Figures
 #: Keys of a round of the main loop for one simdgroup, by kernel and template arguments. Where
 #: simdgroups share a head, each has its share of a key.
 KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "decode": lambda template: 4,
+    "decode": lambda template: 8 * template["STRIPS"] / template["SPLIT"],
     "recurrence": lambda template: 1,  # a token
     "few_rows": lambda template: 4,  # in which the tests plant faults
 }

@@ -57,16 +57,18 @@ _FAULTS: _Faults = {
         ("int8 cut instead of rounded", "rint(value)", "trunc(value)"),
         ("int8 ties rounded away from zero", "rint(value)", "round(value)"),
     ],
-    (NUMERIC, "decode, fp8", WRONG): [
+    (NUMERIC, "prefill, fp8", WRONG): [
         ("fp8 numbers of half their size", "(bits)) * 256.0f", "(bits)) * 128.0f"),
     ],
     (ATTENTION, "decode, soft cap", WRONG): [
         ("soft cap without log2(e)", "cap * metal::precise", "cap / LOG2_E * metal::precise"),
     ],
     (ATTENTION, "prefill", WRONG): [
-        ("cap of 0 applied", "cap > 0.0f", "cap >= 0.0f"),
         ("head's stride in blocks, not slots", "[1]) * uint(pool_shape[2]);", "[1]);"),
         ("one block too far", "[uint(position) >> shift]", "[(uint(position) >> shift) + 1]"),
+    ],
+    (ATTENTION, "prefill", RACE): [
+        ("a lane's columns in the wrong half", "(quad & 2) * 2 +", "(quad & 2) +"),
     ],
     (ATTENTION, "decode", WRONG): [
         ("every head reads K/V head 0", "ulong(head) * uint(pool", "ulong(0) * uint(pool"),
@@ -79,63 +81,85 @@ _FAULTS: _Faults = {
         ("block size taken for 16", "ctz(uint(pool_shape[2]))", "4"),
     ],
     (DECODE, "decode", RACE): [
-        ("no barrier before the next row's parts", f"{_BARRIER}\n}}\n", "}\n"),
         (
-            "barrier of device memory, not threadgroup memory",
-            f"{_BARRIER}\n    const int packed",
-            "metal::threadgroup_barrier(metal::mem_flags::mem_device);\n    const int packed",
+            "no barrier before the third walk is joined",
+            f"        {_BARRIER}\n    }}\n}}",
+            f"        if (next == 0) {_BARRIER}\n    }}\n}}",
         ),
         ("output row of another request", "request.first_out_row + ", ""),
         ("fence written for every K/V head", " && thread_position_in_grid.y == 0", ""),
     ],
     (DECODE, "decode", UNWRITTEN): [
-        ("no barrier before statistics are read", f"{_BARRIER}\nUNROLLED", "UNROLLED"),
-        ("no barrier before parts are summed", f"{_BARRIER}\n    const", "const"),
-        ("statistics of one simdgroup only", "if (lane == 0)", "if (lane + simdgroup == 0)"),
+        ("first walk not kept", "if (walk < WALKS - 1) {", "if (walk > 0 && walk < WALKS - 1) {"),
     ],
     (DECODE, "decode", BOUNDS): [
-        ("one strip past the range", "base < end; base", "base <= end; base"),
-        ("packed rows past the last", "metal::min(r, count - 1)", "r"),
-        ("rows and heads of a group exchanged", "row = packed / group", "row = packed % group"),
+        ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
         (
-            "parts summed past the last simdgroup",
-            "s < SIMDGROUPS; s++) {\n            sum +=",
-            "s <= SIMDGROUPS; s++) {\n            sum +=",
+            "rows and heads of a group exchanged",
+            "ulong(request.first_row + packed / group)",
+            "ulong(request.first_row + packed % group)",
         ),
     ],
     (DECODE, "decode", WRONG): [
-        ("blind to a row's own key", "key <= position[r]", "key < position[r]"),
-        ("not causal among drafts", "key <= position[r] && ", ""),
-        ("positions one too far", "first_position + row;", "first_position + row + 1;"),
-        ("strips loaded whole past the range", "metal::min(STRIP, end - base)", "STRIP"),
-        ("one key past the range", "if (k < present)", "if (k <= present)"),
-        ("simdgroups' strips overlap", "base += SIMDGROUPS * STRIP", "base += STRIP"),
-        ("one key for all of a strip", "(slot + k) * D", "slot * D"),
-        ("acc not rescaled", "acc[r][i] *= rescale;", ""),
-        ("total not rescaled", "total[r] * rescale + sum", "total[r] + sum"),
-        ("simdgroups' parts not rescaled", "metal::exp2(top[r] - all_top)", "1.0f"),
-        ("simdgroups' totals not rescaled", " * metal::exp2(stats[at] - all_top)", ""),
+        ("blind to a row's own key", "metal::min(end, position + 1)", "metal::min(end, position)"),
+        ("not causal among drafts", "metal::min(end, position + 1)", "end"),
+        (
+            "positions one too far",
+            "position = request.first_position + packed / group;",
+            "position = request.first_position + packed / group + 1;",
+        ),
+        ("a strip's first key for all in masks", "oldest_seen - place.row", "oldest_seen"),
+        ("weight of keys that no row sees", "value = seen ? value : UNSEEN;", ""),
+        ("one key past the range", "place.row, first, end - 1)", "place.row, first, end)"),
+        ("one key for all of a strip", "clamp(base + s * 8 + place.row,", "clamp(base + s * 8,"),
+        ("walks overlap", "round * WALKS + walk)", "round + walk)"),
+        ("one round too few", "first_strip) / WALKS + 1 : 0", "first_strip) / WALKS : 0"),
+        ("half of acc not rescaled", "acc[m].thread_elements()[1] *= factor;", ""),
+        ("total not rescaled", "total[e] *= rescale[e];", ""),
+        (
+            "maximum over half of a column",
+            "metal::max(value, metal::simd_shuffle_xor(value, 16))",
+            "metal::max(value, metal::simd_shuffle_xor(value, 2))",
+        ),
+        (
+            "sum over half of a column",
+            "value + metal::simd_shuffle_xor(value, 16)",
+            "value + value",
+        ),
+        ("walks before not rescaled", "64 + e] * theirs + value", "64 + e] + value"),
+        ("a walk not rescaled", "thread_elements()[e] * mine", "thread_elements()[e]"),
+        ("totals of walks before not rescaled", "before[1] * theirs +", "before[1] +"),
+        ("first walk left out", "WALKS > 1 && walk > 0", "WALKS > 1 && walk > 1"),
         (
             "query heads dealt out in turn, not in groups",
             "head = int(kv_head) * group + packed % group",
             "head = packed % group * key_pool_shape[0] + int(kv_head)",
         ),
-        ("a lane's own dot product", "metal::simd_sum(score)", "score"),
         (
-            "dot product of half the lanes",
-            "metal::simd_sum(score)",
-            "metal::simd_shuffle_xor(metal::simd_prefix_inclusive_sum(score), 16)",
+            "factors of columns taken for rows'",
+            "transposed.get(rescale[0], rescale[1], 0)",
+            "rescale[0]",
         ),
         (
-            "V read from K's pool",
-            "(value_pool, value_scales, slot",
-            "(key_pool, value_scales, slot",
+            "weights not transposed",
+            "transposed.get(\n                    score[s].thread_elements()[0], "
+            "score[s].thread_elements()[1], e)",
+            "score[s].thread_elements()[e]",
+        ),
+        ("even columns for odd ones", "is_second ? odd : even", "is_second ? even : odd"),
+        ("the place beside taken for this", "ushort(2 * beside)", "ushort(0 * beside)"),
+        ("V read from K's pool", "Values::load(value_pool", "Values::load(key_pool"),
+        (
+            "output in the order of the loads",
+            "place.column) + m % Of::COUNT * 2",
+            "place.column) + (Of::COUNT - 1 - m % Of::COUNT) * 2",
         ),
         (
-            "V left as K's strip",
-            "load_strip<C, D, N, SCALED>(value_pool, value_scales, slot, present, lane, strip);",
-            "",
+            "Q in another order than K",
+            "+ m % Of::COUNT * 2 + place.row % 2",
+            "+ m % Of::COUNT + place.row % 2 * Of::COUNT",
         ),
+        ("scores without their factor", ": scale;", ": 1.0f;"),
         ("block table row of another request", "ulong(tile.request) * uint(b", "ulong(0) * uint(b"),
         (
             "block table rows of the wrong width",
@@ -143,6 +167,45 @@ _FAULTS: _Faults = {
             "uint(block_tables_shape[0])",
         ),
         ("fence not written", "fence[i] = after[0];", ""),
+    ],
+    (DECODE, "decode, 128", UNWRITTEN): [
+        ("no barrier before parts of scores are summed", f"{_BARRIER}\n            UN", "UN"),
+    ],
+    (DECODE, "decode, 128", RACE): [
+        ("parts of scores written over those being read", "turn = 1 - turn;", ""),
+        (
+            "every part of a head written to its first",
+            "Values::element(part, m / Of::COUNT, place.column)",
+            "Values::element(0, m / Of::COUNT, place.column)",
+        ),
+    ],
+    (DECODE, "decode, 128", WRONG): [
+        ("one simdgroup's part of the scores only", "p = 1; p < SPLIT", "p = SPLIT; p < SPLIT"),
+        ("scores of the first walk's keys", "((simdgroup - part) * STRIPS + s)", "s"),
+        (
+            "V of the head's first part",
+            "DV, part, place.column, values",
+            "DV, 0, place.column, values",
+        ),
+    ],
+    (DECODE, "verify", WRONG): [
+        ("rows of the first group for all", "row_group * 8 + place.column + e", "place.column + e"),
+        ("laps overlap", "lap * WALKERS + walker", "lap + walker"),
+    ],
+    (DECODE, "verify", RACE): [
+        (
+            "row groups keep their walks in one place",
+            "(row_group * SPLIT + part) * ((",
+            "part * ((",
+        ),
+    ],
+    (DECODE, "decode, latent", WRONG): [
+        ("Q's rotated elements of the first part", "DV + part * 8 + place.row", "DV + place.row"),
+        (
+            "K's rotated elements of the first part",
+            "DV + part * 8 + place.column",
+            "DV + place.column",
+        ),
     ],
     (DECODE, "decode, many", BOUNDS): [
         ("rows of a tile that has none", "packed_count == 0", "packed_count < 0"),
@@ -157,39 +220,44 @@ _FAULTS: _Faults = {
         ("past the end of the request", "metal::min(tile.end, request.length)", "tile.end"),
     ],
     (DECODE, "decode, window", WRONG): [
-        ("window one key too wide", "position[r] - key < window", "position[r] - key <= window"),
-        ("sink counted by every simdgroup", "split == 0 && simdgroup == 0;", "split == 0;"),
+        ("window one key too wide", "position - window + 1", "position - window"),
+        ("keys of the window not loaded", "oldest - window + 1", "oldest - window + 3"),
+        ("sink counted in every walk", "walk == 0 ? sink[e] : LOWEST", "sink[e]"),
+        ("sink counted for every key of a strip", " && place.row == 0 ? 1.0f", " ? 1.0f"),
         ("sink without log2(e)", " * LOG2_E, LOWEST)", ", LOWEST)"),
     ],
     (DECODE, "decode, fp8", WRONG): [
-        (
-            "K's scale used for V",
-            "(value_pool, value_scales, slot",
-            "(value_pool, key_scales, slot",
-        ),
-        ("the strip's scale from its first key", "scales[slot + k]", "scales[slot]"),
+        ("K's scale used for V", "float(value_scales[", "float(key_scales["),
+        ("scale of another key", "float(key_scales[slot])", "float(key_scales[slot ^ 1])"),
+        ("fp8 numbers of half their size", "return 256.0f;", "return 128.0f;"),
+        ("fp8's sign lost, of every second", "apart & 0x00800080u", "apart & 0x00000080u"),
+        ("fp8's second code in the wrong place", "0xff00u) << 8", "0xff00u) << 7"),
+    ],
+    (DECODE, "decode, int8", WRONG): [
+        ("the first code of a pair for both", "int8_t(pair >> 8)", "int8_t(pair)"),
+        ("codes without their sign", "half(short(int8_t(pair)))", "half(short(pair & 0xffu))"),
     ],
     (DECODE, "decode, 80", BOUNDS): [
-        ("one element past a row", "first + i < D ?", "first + i <= D ?"),
+        ("keys past a row's end", "SIZE % (RUN * SPLIT) == 0 || at < SIZE", "true"),
+        ("queries past a row's end", "LATENT || d < D ?", "true ?"),
     ],
     (DECODE, "decode, split", WRONG): [
-        ("sink counted in every split", "tile.split == 0 && simdgroup == 0;", "simdgroup == 0;"),
-        ("strips from the context's start", "base = tile.begin + int", "base = int"),
-        ("partial output divided too", "PARTIAL ? sum : sum / all_total", "sum / all_total"),
+        ("sink counted in every split", "tile.split == 0 ? metal::max", "true ? metal::max"),
+        ("partial output divided too", "PARTIAL ? unit<C>() : ", ""),
         (
             "partial statistics swapped",
-            "place * 2] = all_top;\n        out_stats[place * 2 + 1] = all_total;",
-            "place * 2] = all_total;\n        out_stats[place * 2 + 1] = all_top;",
+            "out_stats[at * 2] = row_top;\n        out_stats[at * 2 + 1] = row_total;",
+            "out_stats[at * 2] = row_total;\n        out_stats[at * 2 + 1] = row_top;",
         ),
     ],
     (DECODE, "decode, split", RACE): [
         ("output row of another split", " + tile.split;", ";"),
+        ("partial statistics from every column", "part == 0 && place.column == 0", "part == 0"),
     ],
     (PREFILL, "prefill", RACE): [
         ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
         ("no barrier before V is staged over K", f"{_BARRIER}  // all have read K", "//"),
         ("no barrier between V staged and read", f"{_BARRIER}\n    }}\n", "}\n"),
-        ("a lane's columns in the wrong half", "(quad & 2) * 2 +", "(quad & 2) +"),
         ("one row past the tile's last written", "in_tile < tile.pack", "in_tile <= tile.pack"),
     ],
     (PREFILL, "prefill", UNWRITTEN): [
@@ -207,7 +275,7 @@ _FAULTS: _Faults = {
             "request.first_position + row",
             "request.first_position + tile.packed_begin / group",
         ),
-        ("one key past the range", "if (base + key < end)", "if (base + key <= end)"),
+        ("one key past the range", "base + key < end)", "base + key <= end)"),
         ("half of acc not rescaled", "acc[m].thread_elements()[1] *= rescale;", ""),
         ("total not rescaled", "total * rescale + sum", "total + sum"),
         ("maximum over half of a row", "simd_shuffle_xor(next, 8)", "simd_shuffle_xor(next, 1)"),
@@ -626,10 +694,10 @@ _FAULTS: _Faults = {
 # Offsets of fewer than 64 bits: they show in pools of more than 2^31 or 2^32 elements only.
 _OVERFLOWS: _Faults = {
     (DECODE, "decode", WRONG): [
-        ("offset in 32 bits", "pool + (slot + k) * D", "pool + uint((slot + k) * D)"),
+        ("offset in 32 bits", "pool + slot * D;", "pool + uint(slot * D);"),
     ],
     (DECODE, "decode", BOUNDS): [
-        ("offset in 31 bits", "pool + (slot + k) * D", "pool + int((slot + k) * D)"),
+        ("offset in 31 bits", "pool + slot * D;", "pool + int(slot * D);"),
     ],
     (PREFILL, "prefill", WRONG): [
         ("slot in 32 bits", "const ulong slot = context", "const uint slot = context"),

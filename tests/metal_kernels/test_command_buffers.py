@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from metal_kernels.command_buffers import DISPATCHES_OF_A_LAYER, MOST_DISPATCHES
-from metal_kernels.pace import MOST_WORK, Pace, pace_of
+from metal_kernels import command_buffers
+from metal_kernels.command_buffers import DISPATCHES_OF_A_LAYER
+from metal_kernels.pace import MOST_WORK
 
 #: Notes the variable when anything in the process first makes an array, or asks for the device.
 NOTING = """
@@ -75,16 +76,33 @@ def test_whoever_imports_mlx_first_can_be_told():
     assert alone(f"import mlx.core\n{late}", MLX_MAX_MB_PER_BUFFER="64") == "False"
 
 
-def test_what_shares_a_command_buffer_stays_below_what_one_may_hold():
+BOUNDS = """
+from metal_kernels.command_buffers import DISPATCHES_OF_A_LAYER, most_dispatches
+from metal_kernels.pace import MOST_WORK, Pace, pace_of
+pace = Pace()
+works = range(0, MOST_WORK, MOST_WORK // 256)
+print(
+    most_dispatches() / DISPATCHES_OF_A_LAYER,
+    max(work for work in works if pace_of(pace, 1, work) is None),
+    max(rows for rows in range(4096) if pace_of(pace, rows, 0) is None),
+)
+"""
+
+
+@pytest.mark.parametrize("dispatches", [None, 96, 1000])
+def test_what_shares_a_command_buffer_stays_below_what_one_may_hold(dispatches):
     """By the number of dispatches alone; the bounds of steps that are paced."""
-    layers = MOST_DISPATCHES / DISPATCHES_OF_A_LAYER
-    pace = Pace()
-    most = max(
-        work for work in range(0, MOST_WORK, MOST_WORK // 64) if pace_of(pace, 1, work) is None
-    )
-    assert most * layers <= MOST_WORK
-    rows = max(rows for rows in range(4096) if pace_of(pace, rows, 0) is None)
+    variables = {} if dispatches is None else {"MLX_MAX_OPS_PER_BUFFER": str(dispatches)}
+    layers, work, rows = map(float, alone(BOUNDS, **variables).split())
+    assert layers == (dispatches or 50) / DISPATCHES_OF_A_LAYER
+    assert 0 < work * layers <= MOST_WORK
     # An 8B model's layer has 218 M weights; 2 FLOPs for each and row; 0.5 s of an M1 with 7 cores,
     # which does 2.3 TFLOP/s, at 60 %.
-    assert rows * layers * 2 * 218e6 <= 0.5 * 0.6 * 2.3e12 * 1.05
-    assert rows >= 256  # decode steps of vLLM's default --max-num-seqs
+    assert 0 < rows * layers * 2 * 218e6 <= 0.5 * 0.6 * 2.3e12 * 1.05
+    assert rows >= 256 or dispatches == 1000  # decode steps of vLLM's default --max-num-seqs
+
+
+def test_dispatches_that_are_no_number_are_refused(monkeypatch):
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "many")
+    with pytest.raises(ValueError, match="MLX_MAX_OPS_PER_BUFFER=many"):
+        command_buffers.most_dispatches()

@@ -30,7 +30,7 @@ from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write import reference as write_reference
-from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.sequences import StatePart
 from tests.metal_kernels import states_probes
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
@@ -61,11 +61,14 @@ def check_attention(
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
     most_behind: int = 0,
+    tiles: Tiles | None = None,
 ) -> None:
     seq_lens, tables, behind = batch.seq_lens, batch.tables, None
     if most_behind:
         seq_lens, tables, behind = overstated(batch, most_behind)
-    plan = paged_attention.plan(batch.starts, seq_lens, tables, batch.shape, window, behind=behind)
+    plan = paged_attention.plan(
+        batch.starts, seq_lens, tables, batch.shape, window, tiles, behind=behind
+    )
     out, fences = paged_attention.run(
         plan,
         batch.queries,
@@ -96,19 +99,22 @@ class Attention:
     softcap: float | None = None
     has_sinks: bool = False
     most_behind: int = 0  # by how much the host overstates contexts
+    tiles: Tiles | None = None  # to choose from
 
     @cached_property
     def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None]:
         """Batch, expected output, sinks."""
         rng = np.random.default_rng(0)
-        shape = AttentionShape(4, 2, self.head_size, self.head_size)
+        num_kv_heads = 1 if self.head_size == 576 else 2
+        shape = AttentionShape(4, num_kv_heads, self.head_size, min(self.head_size, 512))
         batch = make_batch(rng, self.requests, shape, mx.float32, self.cache, self.block_size)
         sinks = rng.normal(size=4).astype(np.float32) if self.has_sinks else None
         return batch, expected(batch, SCALE, self.window, self.softcap, sinks), sinks
 
     def __call__(self) -> None:
         batch, wanted, sinks = self.case
-        check_attention(batch, wanted, self.window, self.softcap, sinks, self.most_behind)
+        options = self.window, self.softcap, sinks, self.most_behind, self.tiles
+        check_attention(batch, wanted, *options)
 
 
 @dataclass(frozen=True)
@@ -219,23 +225,28 @@ def write_states() -> None:
 # Groups of two heads. Up to four packed rows; the last request fills its row of the block table.
 DECODES = ((37, 1), (30, 2), (127, 1))
 PREFILLS = ((31, 5), (0, 7), (4, 1))  # two groups of eight packed rows, two tiles of keys
+OF_PREFILL = Tiles((), (16,), True)
 PROBES: dict[str, Probe] = {
     "decode": Attention(DECODES),
     "decode, window": Attention(DECODES, window=7, has_sinks=True),
     "decode, soft cap": Attention(DECODES, softcap=1.0),
     "decode, blocks of 32": Attention(DECODES, block_size=32),
     "decode, fp8": Attention(((37, 1), (17, 2)), cache=mx.uint8),
+    "decode, int8": Attention(((37, 1), (17, 2)), cache=mx.int8),
+    "decode, 128": Attention(DECODES, head_size=128),
+    "decode, latent": Attention(((17, 1),), head_size=576),
+    "verify": Attention(((37, 16), (100, 9))),  # of 32 packed rows and 18, in four groups
     "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
     "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),
     "decode, many": Attention(((3, 1),) * 17),  # and room for one tile more
-    "prefill, many": Attention(((0, 5),) * 17),
+    "prefill, many": Attention(((0, 5),) * 17, tiles=OF_PREFILL),
     "decode, behind": Attention(DECODES, most_behind=3),
-    "prefill": Attention(PREFILLS),
-    "prefill, behind": Attention(PREFILLS, most_behind=3),
-    "prefill, window": Attention(PREFILLS, window=7, has_sinks=True),
-    "prefill, fp8": Attention(((20, 5), (3, 1)), cache=mx.uint8),
-    "prefill, 192": Attention(((20, 5), (3, 1)), head_size=192),
-    "prefill, split": Attention(((290, 5), (3, 1)), has_sinks=True),
+    "prefill": Attention(PREFILLS, tiles=OF_PREFILL),
+    "prefill, behind": Attention(PREFILLS, most_behind=3, tiles=OF_PREFILL),
+    "prefill, window": Attention(PREFILLS, window=7, has_sinks=True, tiles=OF_PREFILL),
+    "prefill, fp8": Attention(((20, 5), (3, 1)), cache=mx.uint8, tiles=OF_PREFILL),
+    "prefill, 192": Attention(((20, 5), (3, 1)), head_size=192, tiles=OF_PREFILL),
+    "prefill, split": Attention(((290, 5), (3, 1)), has_sinks=True, tiles=OF_PREFILL),
     "write, fp8": Write(mx.uint8),
     "write, int8": Write(mx.int8),
     "gather": gather,
@@ -400,7 +411,7 @@ class FarPool:
             value_scales=self.scales,
             contexts=[(context, context)],
         )
-        check_attention(batch, expected(batch, SCALE))
+        check_attention(batch, expected(batch, SCALE), tiles=OF_PREFILL if rows > 1 else None)
 
     def probe(self, name: str) -> Probe:
         return {

@@ -13,11 +13,12 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models import base, gated_delta, ssm
+from mlx_lm.models import base, gated_delta, mla, ssm
 from mlx_patches.test_seam import Noting
 from mlx_patches.test_traced_layers import operations
 
 from vllm_metal import mlx_patches
+from vllm_metal.commands.fit.graph import record
 from vllm_metal.mlx_patches import library_kernels, seam
 
 #: A module that changes nothing by itself, and that of families.
@@ -43,6 +44,19 @@ def attention_asks_no_cache():
     own = inspect.unwrap(base.scaled_dot_product_attention)
     own(rows, rows, rows, cache=cache, scale=0.5, mask=None)
     return not hasattr(cache, "seen")
+
+
+@probe("multi_linear")
+def rows_are_multiplied_one_by_one():
+    """mlx-lm multiplies each row of length 1 with a head's matrix by itself."""
+    layer = mla.MultiLinear(64, 32, 3)
+    for each in (layer, layer.to_quantized(32, 4)):
+        own = inspect.unwrap(type(each).__call__)
+        graph = record(lambda x, of=each, own=own: [own(of, x)], [mx.ones((5, 3, 1, 64))])
+        found = [step for step in graph.operations if step.kind in ("Matmul", "QuantizedMatmul")]
+        if [graph.arrays[step.inputs[0]][0][-2] for step in found] != [1]:
+            return False
+    return True
 
 
 @probe("module_calls")

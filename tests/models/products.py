@@ -20,27 +20,40 @@ MIXTURE = ((17, 23, 0), (20, 1, 0), (9, 1, 0), (12, 1, 1), (30, 1, 4))
 _PRODUCTS = ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM")
 
 
-def products(graph, names):
-    """By name of a parameter the number of products that read it, as it is or in another shape.
+def rows_of_products(graph, names):
+    """By name of a parameter the products that read it, as it is or in another shape.
+
+    Of each the rows of what the parameter is multiplied with: 1 of one with a vector.
 
     Args:
         graph: recorded; its first inputs are the parameters.
         names: of those, in order.
     """
     whose = {array: {name} for array, name in zip(graph.inputs, names, strict=False)}
-    counts = Counter(dict.fromkeys(names, 0))
+    rows = {name: [] for name in names}
     for operation in graph.operations:
         read = set().union(*(whose.get(array, ()) for array in operation.inputs))
         if operation.kind in _PRODUCTS:
-            counts.update(read)
+            for name in read:
+                shape, _ = graph.arrays[operation.inputs[0]]
+                rows[name].append(shape[-2])
         elif len(operation.inputs) == 1:  # a view, or another dtype
             whose |= dict.fromkeys(operation.outputs, read)
-    return counts
+    return rows
+
+
+def products(graph, names):
+    """By name of a parameter the number of those products."""
+    return Counter({name: len(found) for name, found in rows_of_products(graph, names).items()})
 
 
 def counted(model_type, mixture=MIXTURE):
     """The same of one step's forward of a family's small model."""
-    model = build(model_type)
+    return products(*recorded(build(model_type), model_type, mixture))
+
+
+def recorded(model, model_type, mixture=MIXTURE):
+    """The graph of one step's forward of a model, and the names of its parameters."""
     width = -(-max(map(sum, mixture)) // BLOCK)
     run = executor(model, model_type, num_blocks=1 + width * len(mixture))
     tables, batch = _step(run, mixture, width)
@@ -53,7 +66,7 @@ def counted(model_type, mixture=MIXTURE):
         return [run.compute_logits(batch.of_logits(hidden_states))]
 
     with recordable(metal=False):
-        return products(record(forward, parameters), names)
+        return record(forward, parameters), names
 
 
 def _step(run, mixture, width):

@@ -19,8 +19,11 @@ from vllm.v1.kv_cache_interface import (
 from metal_kernels import paged_attention
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
+from vllm_metal.attention import latent_heads
+from vllm_metal.attention.latent_heads import Projections
 from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
+from vllm_metal.kv_cache.latent_prompts import LatentHeads, LatentPrompts, planned
 from vllm_metal.kv_cache.layer_cache import (
     AttentionKind,
     KVShape,
@@ -54,6 +57,7 @@ class AttentionLayer(StatefulLayer):
     readers: int = 0  # other layers that attend to its K/V, and keep none
     latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
     softcap: float | None = None  # of scores
+    heads: LatentHeads | None = None  # of latents
 
     @property
     def shape(self) -> AttentionShape:
@@ -113,7 +117,15 @@ class AttentionLayer(StatefulLayer):
 
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
-        return StepScope(lambda layout: type(state).plan(layout.split(state.split), self.kind))
+        plan_of = partial(type(state).plan, kind=self.kind)
+        heads = self._built_over(type(state))
+        return StepScope(lambda layout: planned(layout.split(state.split), heads, plan_of))
+
+    def _built_over(self, kv_cache_type: type[LayerKVCache]) -> LatentHeads | None:
+        """Heads whose keys and values are built for prompts; None: for none."""
+        if self.heads is None or self.heads.fewest_rows is None or self.window is not None:
+            return None
+        return self.heads if kv_cache_type.reads_contexts else None
 
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
@@ -149,8 +161,10 @@ class AttentionLayer(StatefulLayer):
             first = kv_cache is None
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
-            pipeline = (self.shape, self.sinks, trial.pipeline)
+            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
+        if kv_cache is not None and (heads := self._built_over(kv_cache_type)):
+            yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
 
     def _attend_once(
         self,
@@ -165,10 +179,22 @@ class AttentionLayer(StatefulLayer):
         kv_cache.write(trial, *self._rows_of(trial.num_tokens, dtype))
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
-        return kv_cache.attend(trial, queries, Scoring(1.0, sinks))
+        return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap))
+
+    def _build_once(
+        self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
+    ) -> mx.array:
+        layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
+        plan = kv_cache.plan(layout, self.kind)
+        kv_cache.write(plan, *self._rows_of(block_size, dtype))
+        prompts = LatentPrompts.of(layout, np.ones(1, bool))
+        (context,) = kv_cache.contexts(plan, prompts)
+        rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
+        made = Projections.of_zeros(heads, dtype)
+        return latent_heads.attend(rows, context, made, 1.0)
 
     def gathers(self, kv_cache_type: type[LayerKVCache]) -> bool:
-        return kv_cache_type.gathers
+        return kv_cache_type.gathers or self._built_over(kv_cache_type) is not None
 
     def profile(
         self,
@@ -178,11 +204,15 @@ class AttentionLayer(StatefulLayer):
         elements: mx.Dtype,
         kv_cache_type: type[LayerKVCache],
     ) -> None:
-        """A chunk of one long context, then decodes of many.
+        """A chunk of one long context, then decodes of many; and what is built of latents.
 
         Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
         most of any.
         """
+        if heads := self._built_over(kv_cache_type):
+            mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
+        if not kv_cache_type.gathers:
+            return
         chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS)
         many = max(buckets.MAX_GATHERED // context, 1)
         for num_reqs, num_rows in (
@@ -195,7 +225,7 @@ class AttentionLayer(StatefulLayer):
             plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
             kv_cache.write(plan, *self._rows_of(num_reqs * num_rows, dtype))
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
-            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0)))
+            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))
 
 
 def _layout_of_long_contexts(

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_metal.attention.attention_layer import AttentionLayer
+from vllm_metal.attention.latent_heads import Projections
 from vllm_metal.attention.recurrent_layer import (
     RecurrentLayer,
     RecurrentProbe,
@@ -63,7 +64,7 @@ class _AttentionProbe(AttendingCache):
         self._num_heads: int | None = None
         self._sinks: mx.Dtype | None = None
         self._softcap: float | None = None
-        self._latent = False
+        self._latent: nn.Module | None = None  # that computes latent attention
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the model looks at {name!r} of a cache, which stays in the pool")
@@ -100,9 +101,10 @@ class _AttentionProbe(AttendingCache):
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
     ) -> mx.array | None:
         # mlx-lm's modules of latent attention have this projection, and no others do.
-        if "embed_q" not in module_calls.under_way()[-1].module:
+        module = module_calls.under_way()[-1].module
+        if "embed_q" not in module:
             return None
-        self._num_heads, self._latent = queries.shape[1], True
+        self._num_heads, self._latent = queries.shape[1], module
         # Of longer rows the values are of the heads' own width, which need not be the queries'.
         return mx.zeros((*queries.shape[:3], values.shape[-1]), queries.dtype)
 
@@ -114,7 +116,11 @@ class _AttentionProbe(AttendingCache):
         assert self._value_shape is not None
         _, num_kv_heads, _, head_size = self._key_shape
         value_size = self._value_shape[-1]
-        if self._latent:
+        heads = None
+        if self._latent is not None:
+            projections = Projections(self._latent.embed_q, self._latent.unembed_out)
+            heads = projections.heads(rotated=value_size)
+            module_calls.ask_caches(type(self._latent))
             head_size, value_size = head_size + value_size, head_size
         return AttentionLayer(
             name,
@@ -125,8 +131,9 @@ class _AttentionProbe(AttendingCache):
             self._sinks,
             None if value_size == head_size else value_size,
             self.num_calls - 1 if self.shared else 0,
-            self._latent,
+            self._latent is not None,
             self._softcap,
+            heads,
         )
 
 

@@ -71,25 +71,9 @@ def plan(layout: StepLayout, requests: np.ndarray, window: int | None) -> Gather
     )
     if requests.all():
         return GatheredPlan(attention, None, None, None)
-    ours = rows_of(layout, requests)
-    others = rows_of(layout, ~requests)
+    ours, others = layout.rows_of(requests), layout.rows_of(~requests)
     order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
     in_order = (order == np.arange(len(order))).all()
     return GatheredPlan(
         attention, mx.array(ours), mx.array(others), None if in_order else mx.array(order)
     )
-
-
-def rows_of(layout: StepLayout, requests: np.ndarray) -> np.ndarray:
-    """[t] int32, batch rows of [R] bool requests, in order."""
-    lens = np.diff(layout.query_start_loc_np)
-    return np.flatnonzero(np.repeat(requests, lens)).astype(np.int32)
-
-
-def others_of(
-    layout: StepLayout, requests: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """query_start_loc, seq_lens and block tables of the requests that are not among these."""
-    lens = np.diff(layout.query_start_loc_np)[~requests]
-    starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    return starts, layout.seq_lens_np[~requests], layout.block_tables_np[~requests]

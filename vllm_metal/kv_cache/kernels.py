@@ -11,7 +11,15 @@ from typing import ClassVar, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels import kernel, kv_blocks, kv_states, kv_write, op_common, paged_attention
+from metal_kernels import (
+    kernel,
+    kv_blocks,
+    kv_gather,
+    kv_states,
+    kv_write,
+    op_common,
+    paged_attention,
+)
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, buckets
@@ -19,6 +27,7 @@ from metal_kernels.paged_attention import gathered as by_gathering
 from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.kv_cache import gathered
 from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
+from vllm_metal.kv_cache.latent_prompts import LatentPrompts
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
 from vllm_metal.mlx_patches.seam import Scoring
@@ -35,6 +44,7 @@ class KernelPlan:
     attention: AttentionPlan | None  # of the rows that the kernels serve; None: of none
     gathered: GatheredPlan | None  # of those that MLX's attention serves
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    prompts: LatentPrompts | None = None  # of latents, which the two before leave out
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +96,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         by_mlx: Mapping[AttentionKind, frozenset[Phase]] | None = None,
         computes_states: bool = True,
         long_prompt: int | None = None,
+        reads_contexts: bool = True,
     ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine, and to what is fastest."""
         works = {
@@ -93,6 +104,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             "moves_blocks": moves_blocks,
             "repeatable": repeatable,
             "computes_states": computes_states,
+            "reads_contexts": reads_contexts,
         }
         faster = {
             "by_mlx": by_mlx or {},
@@ -114,7 +126,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         phases = cls.by_mlx.get(kind)
         if phases and (requests := gathered.chosen(layout, phases)).any():
             split = gathered.plan(layout, requests, kind.window)
-            parts, work = gathered.others_of(layout, requests), split.work(kind)
+            parts, work = layout.others_than(requests), split.work(kind)
             behind = behind and behind.of(np.flatnonzero(~requests))
         if len(parts[1]):
             tiles = cls._tiles_of(kind)
@@ -269,6 +281,25 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         if split is not None and split.order is not None:
             out = out[split.order]
         return out.astype(queries.dtype)
+
+    def contexts(self, plan: KernelPlan, prompts: LatentPrompts) -> list[mx.array]:
+        written = self._written
+        assert written is not None
+        if prompts.pace is not None and prompts.others is None:
+            prompts.pace.end(written)  # the layers before
+        found, reads = [], []
+        for prompt in prompts.prompts:
+            context, read = kv_gather.gather(
+                self.keys.elements,
+                prompt.places.block_table,
+                self._row_dtype,
+                [written],
+                self.keys.scales,
+            )
+            found.append(context[0, 0, : prompt.context])
+            reads.append(read)
+        self._since = [*(fence for fence in self._since if fence is not written), *reads]
+        return found
 
 
 def _trial_of(phase: Phase, block_size: int) -> StepLayout:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +16,9 @@ from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 from vllm_metal.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceable
 from vllm_metal.mlx_patches.seam import Scoring
+
+if TYPE_CHECKING:
+    from vllm_metal.kv_cache.latent_prompts import LatentPrompts
 
 
 class KVShape(NamedTuple):
@@ -96,6 +99,8 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
     gathers: ClassVar[bool]
+    #: Whether `contexts` may be asked for.
+    reads_contexts: ClassVar[bool] = True
     block_axis = 1
 
     def __init__(self, num_blocks: int, block_size: int, shape: KVShape, dtype: mx.Dtype) -> None:
@@ -197,4 +202,11 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
         The rows just written count as the pool will hold them. So a row that is found in the cache
         later on answers as it did in the step that computed it.
+        """
+
+    @abstractmethod
+    def contexts(self, plan: PlanT, prompts: LatentPrompts) -> list[mx.array]:
+        """[S, D] rows of each prompt's context, of a layer that has just written its latents.
+
+        As `attend` counts them. The step's other rows have attended, if there are any.
         """

@@ -42,6 +42,17 @@ class StepLayout(RaggedLayout):
     #: room for those of all but one; what is not taken is -1, and comes first.
     earlier_slots_np: np.ndarray | None = None
 
+    def rows_of(self, requests: np.ndarray) -> np.ndarray:
+        """[t] int32, batch rows of [R] bool requests, in order."""
+        lens = np.diff(self.query_start_loc_np)
+        return np.flatnonzero(np.repeat(requests, lens)).astype(np.int32)
+
+    def others_than(self, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """query_start_loc, seq_lens and block tables of requests that are not among [R] bool."""
+        lens = np.diff(self.query_start_loc_np)[~requests]
+        starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+        return starts, self.seq_lens_np[~requests], self.block_tables_np[~requests]
+
     def split(self, parts: int) -> StepLayout:
         """Returns the layout over a pool whose blocks are each cut into so many."""
         if parts == 1:
@@ -268,6 +279,6 @@ class Restorable(ABC):
         """
 
 
-def joined(parts: Sequence[mx.array]) -> mx.array:
-    """[n, ...] of parts one after another; a single one as it is."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts))
+def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
+    """Parts one after another; a single one as it is."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis)

@@ -18,6 +18,7 @@ from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Places
+from vllm_metal.kv_cache.latent_prompts import LatentPrompts
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Pending, StepLayout, joined
 from vllm_metal.mlx_patches.seam import Scoring
@@ -34,6 +35,7 @@ class ScatterPlan:
     block_size: int
     group: int  # whose block tables these are
     num_earlier: int  # E
+    prompts: LatentPrompts | None = None  # of latents, which `attention` leaves out
 
     @cached_property
     def places(self) -> Places:
@@ -159,8 +161,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         states_reference.write(self.elements_of(self.arrays), blocks_np, states, self.split)
 
     def attend(self, plan: ScatterPlan, queries: mx.array, scoring: Scoring) -> mx.array:
-        # A layer attends after it has written its K/V; layers of other groups may have, too.
-        newest = next(each for each in reversed(self._pending) if each.plan is plan)
+        newest = self._newest(plan)
         count = len(self.keys.arrays)
         keys = self._as_held(newest.arrays[:count])
         values = keys if self.values is None else self._as_held(newest.arrays[count:])
@@ -180,6 +181,21 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             pace=plan.pace,
         )
         return out[..., : self.value_size]
+
+    def contexts(self, plan: ScatterPlan, prompts: LatentPrompts) -> list[mx.array]:
+        rows = self._as_held(self._newest(plan).arrays)
+        if prompts.pace is not None and prompts.others is None:
+            prompts.pace.end(rows)  # the layers before
+        found = []
+        for prompt in prompts.prompts:
+            pool = self.keys.elements, self.keys.scales
+            context = reference.context(prompt.places, rows, *pool, rows.dtype)
+            found.append(context[0, 0, : prompt.context])
+        return found
+
+    def _newest(self, plan: ScatterPlan) -> Pending[ScatterPlan]:
+        """What a layer wrote before it attends; layers of other groups may have written, too."""
+        return next(each for each in reversed(self._pending) if each.plan is plan)
 
     def _as_held(self, encoded: list[mx.array]) -> mx.array:
         """[T, Hkv, D] rows as the pool will hold them."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +23,21 @@ from vllm_metal.vllm_patches.replacing import replace
 RELEASES = ("mlx 0.32",)
 
 
-class SequenceCache(ABC):
-    """Stands where a model expects mlx-lm's ArraysCache, and calls the layer's module itself."""
+class CallingCache(ABC):
+    """Stands where a model expects a layer's cache, and calls the layer's module itself."""
+
+    @abstractmethod
+    def call(self, module: MethodType, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What the module makes of T rows.
+
+        Args:
+            module: its own call, which takes what the model gave it.
+            args, kwargs: the arguments; this cache is one of them.
+        """
+
+
+class SequenceCache(CallingCache):
+    """Stands where a model expects mlx-lm's ArraysCache."""
 
     # What mlx-lm's models look at, of batches that are padded.
     lengths = None
@@ -33,25 +47,16 @@ class SequenceCache(ABC):
         """No mask: sequences are not padded."""
         return None
 
-    @abstractmethod
-    def call(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What the module makes of T rows.
-
-        Args:
-            module: takes what the model gave it.
-            args, kwargs: the arguments; this cache is one of them.
-        """
-
 
 def ask_caches(cls: type[nn.Module]) -> None:
-    """Has calls of such modules ask a `SequenceCache` that is among their arguments; idempotent."""
+    """Has calls of such modules ask a `CallingCache` that is among their arguments; idempotent."""
     replace(cls, "__call__", _asking)
 
 
 def _asking(call: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for argument in (*args, *kwargs.values()):
-        if isinstance(argument, SequenceCache):
-            return argument.call(functools.partial(call, self), args, kwargs)
+        if isinstance(argument, CallingCache):
+            return argument.call(MethodType(call, self), args, kwargs)
     return call(self, *args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
-from vllm_metal.mlx_patches import seam
+from vllm_metal.mlx_patches import multi_linear, seam
 from vllm_metal.mlx_patches.families import (
     activations,
     arrays,
@@ -149,7 +149,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def install() -> None:
-    """Patches attention, ropes and the modules that mlx-lm has imported; idempotent.
+    """Patches attention, its parts and the modules that mlx-lm has imported; idempotent.
 
     Raises:
         ValueError: a module is of a release of mlx-lm that its patches were not written for.
@@ -168,4 +168,5 @@ def install() -> None:
             patch(module)
         setattr(module, _MARK, True)
     positions.spread_ropes()
+    multi_linear.install()
     seam.install()

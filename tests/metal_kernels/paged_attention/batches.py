@@ -57,10 +57,11 @@ def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16):
     for index, width in enumerate(widths):
         tables[index, :width], free = free[:width], free[width:]
     pool_shape = (shape.num_kv_heads, num_blocks, block_size, shape.head_size)
+    value_shape = (*pool_shape[:3], shape.value_size)
     key_pool, key_scales = _pool(rng, pool_shape, cache_dtype or dtype, tables, seq_lens)
     value_pool, value_scales = key_pool, key_scales
     if not shape.latent:
-        value_pool, value_scales = _pool(rng, pool_shape, cache_dtype or dtype, tables, seq_lens)
+        value_pool, value_scales = _pool(rng, value_shape, cache_dtype or dtype, tables, seq_lens)
     queries = rng.normal(size=(int(starts[-1]), shape.num_heads, shape.head_size))
     keys, values = decoded(key_pool, key_scales), decoded(value_pool, value_scales)
     contexts = []

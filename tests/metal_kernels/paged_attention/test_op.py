@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels, interpreted and checked, against a float64 formula and the reference."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from pairs import pairwise
 
 from metal_kernels import kernel, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape, buckets, reference
-from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
+from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APART
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
     expected,
@@ -60,10 +62,11 @@ def check(batch, compiler, window=None, softcap=None, sinks=None, most_behind=0)
     np.testing.assert_allclose(found, wanted, atol=atol, rtol=0)
 
 
-# Decode rows; a prompt, a chunk behind a prefix, drafts to verify: (computed, rows) of each.
+# Decode rows; drafts to verify; a prompt among them: (computed, rows) of each.
 STEPS = {
     "decode": [(0, 1), (37, 1), (15, 1), (16, 1)],
-    "prefill": [(21, 12), (0, 9), (4, 2)],
+    "verify": [(21, 12), (0, 9), (4, 2)],
+    "prefill": [(21, 33), (0, 9), (4, 2)],
 }
 LONG = 600  # of context: enough to be split
 FEATURES = [  # block size, group, window, softcap, sinks, whether one request has LONG before it
@@ -106,6 +109,22 @@ def test_latent_attention(head_size, value_size, dtype, cache):
         np.random.default_rng(1),
         STEPS["decode"][:2] + STEPS["prefill"][2:],
         lambda group: AttentionShape(5 * group, 1, head_size, value_size),
+        DTYPES[dtype],
+        CACHES[cache],
+    )
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [("f16", "same"), ("bf16", "fp8"), ("f32", "int8"), ("f32", "same")]
+)
+@pytest.mark.parametrize(("head_size", "value_size"), SIZES_APART)
+def test_keys_and_values_of_sizes_that_differ(head_size, value_size, dtype, cache, kind):
+    check_features(
+        np.random.default_rng(head_size),
+        STEPS[kind],
+        lambda group: AttentionShape(2 * group, 2, head_size, value_size),
         DTYPES[dtype],
         CACHES[cache],
     )
@@ -162,6 +181,68 @@ def test_an_empty_part_of_a_context_counts_for_nothing(num_rows):
     checker = Checker("forward")
     check(batch, checker.metal_kernel, most_behind=3)
     assert checker.dispatches[-1].kernel == "reduce"
+
+
+def row_alone(batch, row):
+    """The batch of one request in which `row` of the first request's is the newest."""
+    count = int(batch.starts[1])
+    contexts = [tuple(part[: len(part) - count + 1 + row] for part in batch.contexts[0])]
+    return replace(
+        batch,
+        starts=np.array([0, 1], np.int32),
+        seq_lens=batch.seq_lens[:1] - count + 1 + row,
+        tables=batch.tables[:1],
+        queries=batch.queries[row : row + 1],
+        contexts=contexts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "cache", "window", "before", "rows"),
+    [
+        (AttentionShape(1, 1, 64, 64), mx.float16, None, None, 700, 8),  # in parts
+        (AttentionShape(8, 2, 128, 128), mx.bfloat16, None, None, 150, 8),  # 32 packed rows
+        (AttentionShape(4, 1, 96, 96), mx.float16, mx.int8, 20, 77, 5),
+        (AttentionShape(2, 1, 256, 256), mx.bfloat16, mx.uint8, 33, 100, 8),
+        (AttentionShape(4, 1, 192, 192), mx.float16, None, None, 70, 3),
+        (AttentionShape(1, 1, 512, 512), mx.float32, None, None, 40, 3),
+        (AttentionShape(16, 1, 576, 512), mx.bfloat16, None, None, 40, 3),
+    ],
+    ids=str,
+)
+def test_a_row_alone_equals_the_same_row_among_drafts_to_the_bit(
+    shape, dtype, cache, window, before, rows
+):
+    """Whatever their number, and whoever else verifies drafts in the step."""
+    rng = np.random.default_rng(6)
+    batch = make_batch(rng, [(before, rows), (9, 1)], shape, dtype, cache)
+    with kernel.using(metal_kernel):
+        together = attend(batch, window)
+        for row in range(rows):
+            alone = attend(row_alone(batch, row), window)
+            assert mx.array_equal(alone[0], together[row]), row
+
+
+@pytest.mark.parametrize("cache", [None, mx.uint8], ids=str)
+@pytest.mark.parametrize("kind", STEPS)
+def test_what_lies_before_the_window_changes_nothing(kind, cache):
+    """NaN, as whoever had a block before may have left it; not even zeros times NaN."""
+    window, shape = 7, AttentionShape(4, 2, 64, 64)
+    steps = [(before + 30, rows) for before, rows in STEPS[kind]]
+    batch = make_batch(np.random.default_rng(7), steps, shape, mx.float16, cache)
+    arrays = [batch.key_pool, batch.value_pool]
+    if cache is not None:
+        arrays = [batch.key_scales, batch.value_scales]
+    spoilt = [mx.array(array) for array in arrays]
+    for table, (before, _) in zip(batch.tables, steps, strict=True):
+        unseen = np.arange(before - window + 1)
+        for array in spoilt:
+            array[:, mx.array(table[unseen // 16]), mx.array(unseen % 16)] = float("nan")
+    names = ("key_pool", "value_pool") if cache is None else ("key_scales", "value_scales")
+    with kernel.using(metal_kernel):
+        wanted = attend(batch, window)
+        found = attend(replace(batch, **dict(zip(names, spoilt, strict=True))), window)
+    assert mx.array_equal(found, wanted)
 
 
 def test_decode_and_prefill_in_any_order():
@@ -267,7 +348,7 @@ def test_arguments_that_do_not_fit_are_named(case):
     ("shape", "message"),
     [
         (AttentionShape(4, 2, 72, 72), "head size 72"),
-        (AttentionShape(4, 1, 128, 64), "latent attention"),
+        (AttentionShape(4, 1, 128, 64), "keys and values of sizes"),
         (AttentionShape(5, 2, 64, 64), "do not divide"),
     ],
 )

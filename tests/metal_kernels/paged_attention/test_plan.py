@@ -121,11 +121,40 @@ def test_decode_steps_keep_their_shapes_while_contexts_grow():
     assert sum(before != after for before, after in pairwise(kinds)) <= 12
 
 
-def test_verify_windows_of_any_length_share_one_dispatch():
+def test_verify_windows_of_any_length_share_one_dispatch_with_decodes():
     shape = AttentionShape(8, 2, 128, 128)
-    starts, seq_lens = np.array([0, 1, 6, 9], np.int32), np.array([40, 60, 33], np.int32)
+    starts, seq_lens = np.array([0, 1, 6, 14], np.int32), np.array([40, 60, 33], np.int32)
     (dispatch,) = plan(starts, seq_lens, np.zeros((3, 4), np.int32), shape).dispatches
-    assert not dispatch.decode and dispatch.num_tiles == 3  # K/V of a request are read once
+    assert dispatch.decode and dispatch.num_tiles == 3  # K/V of a request are read once
+
+
+@pytest.mark.parametrize(
+    ("shape", "decoded", "tiles"),
+    [
+        (LLAMA, 8, 1),  # 8 rows of 4 heads
+        (AttentionShape(8, 1, 256, 256), 2, 1),
+        (AttentionShape(8, 1, 512, 512), 1, 1),
+        (AttentionShape(16, 1, 576, 512), 8, 2),  # tiles of a query row
+        (AttentionShape(71, 1, 64, 64), 0, 0),
+    ],
+    ids=str,
+)
+def test_a_neighbour_moves_nobody_to_another_kernel(shape, decoded, tiles):
+    """Which kernel serves a request depends on its own rows alone; decode takes so many."""
+    for rows in range(1, 20):
+        for neighbour in (1, 5, 64):
+            starts = np.array([0, rows, rows + neighbour], np.int32)
+            seq_lens = np.array([100, 90], np.int32)
+            made = plan(starts, seq_lens, np.zeros((2, 8), np.int32), shape)
+            kinds = {
+                owner: (dispatch.decode, np.array(dispatch.tiles)[:, 0].tolist().count(owner))
+                for dispatch in made.dispatches
+                for owner, _, count, *_ in np.array(dispatch.tiles).tolist()
+                if count
+            }
+            assert kinds[0][0] == (rows <= decoded)
+            if rows == 1 and tiles and neighbour == 64:
+                assert kinds[0][1] == tiles
 
 
 WIDE = 131072  # positions

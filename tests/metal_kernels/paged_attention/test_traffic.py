@@ -30,6 +30,13 @@ def test_verify_windows(group, rows):
     assert 1.0 <= ratio(group, 3, rows, 700) <= 1.10
 
 
+@pytest.mark.parametrize("heads", [8, 16])
+def test_latents_are_loaded_once_for_each_eight_heads(heads):
+    shape = AttentionShape(heads, 1, 576, 512)
+    found = measure(Workload("", shape, batch=2, rows=1, context=300)).ratio
+    assert heads / 8 <= found <= 1.02 * heads / 8
+
+
 def test_what_is_written_is_what_must_be():
     shape = AttentionShape(8, 2, 64, 64)
     figures = measure(Workload("", shape, batch=3, rows=2, context=50, dtype=mx.bfloat16))

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention.op import SIZES_APART
 from metal_kernels.selfcheck import (
     CHOICES,
     KERNELS,
@@ -59,7 +60,8 @@ _STATE_SPACE = StateKind((1, 128, 4, 64), channels=256)
 
 def all_cases() -> list[Case]:
     """Cases of all dtypes, head sizes, block sizes and caches; the quickest to check first."""
-    shapes = [_shape(size) for size in _GROUPS] + [_LATENT]
+    apart = [AttentionShape(8, 2, *sizes) for sizes in SIZES_APART]
+    shapes = [_shape(size) for size in _GROUPS] + apart + [_LATENT]
     kinds = [
         (shape, dtype, cache, block_size)
         for dtype in VALUE_DTYPES
@@ -67,7 +69,8 @@ def all_cases() -> list[Case]:
         for shape in shapes
         for block_size in (16, 32)
     ]
-    # Windows, sinks and soft caps use the same compiled kernels, so each kind tries only one.
+    # Windows and sinks use the same compiled kernels, and a soft cap adds a function to scores, so
+    # each kind tries only one.
     extras: list[dict[str, Any]] = [
         {},
         {"sinks": True},
