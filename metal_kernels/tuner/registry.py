@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from metal_kernels.tuner import dispatches, long_prompt, prefill_rows, splits
+from metal_kernels.tuner import decode_rows, dispatches, long_prompt, splits
 from metal_kernels.tuner.choice import Choice, ProcessChoice
 
-CHOICES: tuple[Choice, ...] = (splits.CHOICE, prefill_rows.CHOICE, long_prompt.CHOICE)
+CHOICES: tuple[Choice, ...] = (splits.CHOICE, decode_rows.CHOICE, long_prompt.CHOICE)
 #: By the name that their values have in the record.
 OF_PROCESSES: Mapping[str, ProcessChoice] = MappingProxyType({"dispatches": dispatches.CHOICE})

@@ -20,7 +20,7 @@ CHOSEN = Choices(
     dispatches=500,
     part_cost=48,
     slots=120,
-    prefill_rows={KIND: 32},
+    decode_rows={KIND: 32},
     long_prompt={KIND: 256, "another": None},
 )
 BY_FAMILY = Choices(dispatches=96)
@@ -98,7 +98,7 @@ SPOILT = {
     "no key": (lambda path: path.write_text("{}"), "is broken"),
     "a wrong value": (lambda path: change(path, choices={"slots": -3}), "-3 is no positive"),
     "a wrong type": (lambda path: change(path, choices={"slots": True}), "True is no positive"),
-    "no layers": (lambda path: change(path, choices={"prefill_rows": [32]}), "is no object"),
+    "no layers": (lambda path: change(path, choices={"decode_rows": [32]}), "is no object"),
     "a later choice": (lambda path: change(path, choices={"flat": 1}), "unknown: flat"),
     "choices gone": (lambda path: change(path, choices=None), "is broken"),
     "another chip": (lambda path: other_key(path, chip="Apple M1"), "with another chip;"),
@@ -124,7 +124,7 @@ def test_two_processes_may_write_at_once(tmp_path):
     """Whoever reads meanwhile finds the whole of one of them."""
     text = (
         "import sys\nfrom pathlib import Path\nfrom vllm_metal.device import tuned\n"
-        "choices = tuned.Choices(slots=int(sys.argv[2]), prefill_rows={'x' * 9000: 8})\n"
+        "choices = tuned.Choices(slots=int(sys.argv[2]), decode_rows={'x' * 9000: 8})\n"
         "for _ in range(60): tuned.save(choices, folder=Path(sys.argv[1]))\n"
     )
     processes = [
@@ -134,7 +134,7 @@ def test_two_processes_may_write_at_once(tmp_path):
     while any(process.poll() is None for process in processes):
         if (tmp_path / "choices.json").exists():
             found = json.loads((tmp_path / "choices.json").read_text())["choices"]
-            assert len(found["prefill_rows"]) == 1
+            assert len(found["decode_rows"]) == 1
             seen.add(found["slots"])
     assert [process.wait() for process in processes] == [0, 0]
     assert seen <= {11, 22} and seen

@@ -134,21 +134,20 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
 def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
     """As a start reads it: tiles of one kind of layer, and how all contexts are cut."""
     case, windowed = choice.needed_cases(LAYERS, BF16, BF16, 16)
-    kept = tuned.Choices(part_cost=500, slots=2000, prefill_rows={str(case): 16, str(windowed): 4})
+    kept = tuned.Choices(part_cost=500, slots=2000, decode_rows={str(case): 8, str(windowed): 4})
     tuned.save(kept, folder=tmp_path)
     read = tuned.load(tmp_path)
     found_where(monkeypatch, lambda case, one: False)
     chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, Splits(slots=30), read)
     assert chosen.splits == Splits(part_cost=500, slots=2000)
-    sizes = WHOLE.prefill
-    assert chosen.tiles[SHAPE, None].prefill == tuple(rows for rows in sizes if rows <= 16)
-    assert chosen.tiles[SHAPE, 512].prefill == sizes  # of none, all that are right
-    starts, lens = np.array([0, 100], np.int32), np.array([4000], np.int32)
-    where = StepLayout(starts, lens, np.zeros((1, 250), np.int32), np.zeros(100, np.int32), 16)
+    assert chosen.tiles[SHAPE, None].decode == (8,)
+    assert chosen.tiles[SHAPE, 512].decode == WHOLE.decode  # of none, all that are right
+    starts, lens = np.array([0, 4], np.int32), np.array([4000], np.int32)
+    where = StepLayout(starts, lens, np.zeros((1, 250), np.int32), np.zeros(4, np.int32), 16)
     by_default = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16)
-    for serves, rows in ((chosen, 16), (by_default, 64)):
+    for serves, decode, rows in ((chosen, False, 64), (by_default, True, 16)):
         (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
-        assert not dispatch.decode and dispatch.rows == rows
+        assert (dispatch.decode, dispatch.rows) == (decode, rows)
     fixed = Splits(fixed=512)
     chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, fixed, read)
     assert chosen.splits.fixed == 512
@@ -164,11 +163,11 @@ def test_a_file_that_cannot_be_used_costs_one_line(monkeypatch, warned, failed):
 
 def test_a_tile_that_is_wrong_here_does_not_serve_because_it_was_quick(monkeypatch):
     case, _ = choice.needed_cases(LAYERS, BF16, BF16, 16)
-    quick = tuned.Loaded(tuned.Choices(prefill_rows={str(case): WHOLE.prefill[0]}))
-    wrong = Check("prefill", WHOLE.prefill[0])
+    quick = tuned.Loaded(tuned.Choices(decode_rows={str(case): WHOLE.decode[0]}))
+    wrong = Check("decode", WHOLE.decode[0])
     found_where(monkeypatch, lambda case, one: one == wrong)
     chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=quick)
-    assert chosen.tiles[SHAPE, None].prefill == WHOLE.prefill[1:]
+    assert chosen.tiles[SHAPE, None].decode == WHOLE.decode[1:]
 
 
 def test_what_was_not_checked_is_not_used(monkeypatch):

@@ -61,8 +61,9 @@ class Choices:
     #: Fields of `metal_kernels.paged_attention.Splits`; None: its own.
     part_cost: int | None = _choice(_number_or_none)
     slots: int | None = _choice(_number_or_none)
-    #: Packed rows of the largest tile of prompts, by kind of layer; all sizes where one is missing.
-    prefill_rows: Mapping[str, int] = _choices(_number)
+    #: Packed rows of the decode kernel's largest tile, by kind of layer; all sizes where one is
+    #: missing.
+    decode_rows: Mapping[str, int] = _choices(_number)
     #: Rows from which on MLX's chunked delta rule takes a prompt, by kind of layer; None: never.
     #: Where one is missing, the self-check's times decide.
     long_prompt: Mapping[str, int | None] = _choices(_number_or_none)

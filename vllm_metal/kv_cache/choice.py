@@ -211,10 +211,10 @@ def _of_what_works(
 
 
 def _tuned_tiles(case: Case, tiles: Tiles, tuned: Choices) -> Tiles:
-    """The tiles up to the largest that the tuner chose; all, where none of them is right."""
-    most = tuned.prefill_rows.get(str(case))
-    sizes = tuple(rows for rows in tiles.prefill if most is None or rows <= most)
-    return replace(tiles, prefill=sizes) if sizes else tiles
+    """Decode's tiles up to the largest that the tuner chose; all, where none of them is right."""
+    most = tuned.decode_rows.get(str(case))
+    sizes = tuple(rows for rows in tiles.decode if most is None or rows <= most)
+    return replace(tiles, decode=sizes) if sizes else tiles
 
 
 def _long_prompt(found: Sequence[Outcome], tuned: Choices) -> int | None:

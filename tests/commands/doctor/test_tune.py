@@ -16,7 +16,7 @@ from commands.doctor.conftest import script  # noqa: F401 (a fixture)
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import Case
-from metal_kernels.tuner import prefill_rows
+from metal_kernels.tuner import decode_rows
 from metal_kernels.tuner.choice import Layer
 from metal_kernels.tuner.shares import Share
 from metal_kernels.tuner.stopwatch import Unsteady
@@ -37,7 +37,7 @@ say(shares=[{{'name': '1 x 1 of 32768', 'moved': 10**8, 'ours': 5e-4, 'mlx': 4e-
             {{'name': '8 x 1 of 4096', 'moved': 10**8, 'ours': 5e-4, 'mlx': None}}])
 say(chosen='parts of contexts', kind=None, values={{'part_cost': 48, 'slots': 90}}, gain=1.3)
 for kind, rows in (('llama', 32), ('gemma', 16)):
-    say(chosen=f'tiles of prompts ({{kind}})', kind=kind, values={{'prefill_rows': rows}}, gain=1.1)
+    say(chosen=f'tiles of drafts ({{kind}})', kind=kind, values={{'decode_rows': rows}}, gain=1.1)
 say(left=LEFT, timings=[{{'arm': 'a', 'windows': [1.0] * 5}}])
 """
 #: A step takes so many milliseconds by MLX_MAX_OPS_PER_BUFFER; 200 is quickest.
@@ -75,7 +75,7 @@ def test_what_was_found_is_kept_for_servers_and_shown(run):
     assert tuned.load().complaint is None
     kept = tuned.load().choices
     assert kept == Choices(
-        dispatches=200, part_cost=48, slots=90, prefill_rows={"llama": 32, "gemma": 16}
+        dispatches=200, part_cost=48, slots=90, decode_rows={"llama": 32, "gemma": 16}
     )
     assert Choices.from_json(report["tuning"]["choices"]) == kept
     assert len(report["tuning"]["timings"]) > 8 and report["tuning"]["facts"] == FACTS
@@ -83,7 +83,7 @@ def test_what_was_found_is_kept_for_servers_and_shown(run):
     for words in (
         "A copy moves 400 GB/s here, a float16 product does 14.0 TFLOP/s",
         "parts of contexts: part_cost 48, slots 90 (1.30 times",
-        "tiles of prompts (gemma): prefill_rows 16",
+        "tiles of drafts (gemma): decode_rows 16",
         "dispatches of a command buffer: dispatches 200 (1.50 times",
         "not tuned, for time: long prompts",
     ):
@@ -134,7 +134,7 @@ def test_the_process_says_what_it_finds(capsys):
     """Interpreted, on a small layer."""
     case = Case(AttentionShape(4, 1, 64, 64), mx.float16, mx.float16, 16)
     layer = Layer(case, Tiles.for_layer(case.shape), context=256)
-    once = replace(prefill_rows.CHOICE, name="once", of_layer=False)
+    once = replace(decode_rows.CHOICE, name="once", of_layer=False)
     small = {"copied": 2**12, "matrix": 8, "chain": 4}
     with kernel.using(metal_interpreter.metal_kernel), pytest.MonkeyPatch.context() as patch:
         facts = tuning.facts
@@ -144,17 +144,17 @@ def test_the_process_says_what_it_finds(capsys):
         first = [
             told for line in capsys.readouterr().out.splitlines() if (told := child.heard(line))
         ]
-        tuning.tune([layer], Once(), -1.0, [prefill_rows.CHOICE])
+        tuning.tune([layer], Once(), -1.0, [decode_rows.CHOICE])
         late = [
             told for line in capsys.readouterr().out.splitlines() if (told := child.heard(line))
         ]
     (chosen,) = (told for told in first if "chosen" in told)
-    assert chosen["kind"] is None and set(chosen["values"]) == {"prefill_rows"}
+    assert chosen["kind"] is None and set(chosen["values"]) == {"decode_rows"}
     assert [told["left"] for told in first if "left" in told] == [[]]
     (shares,) = (told["shares"] for told in first if "shares" in told)
     assert shares == [{"name": "one", "moved": 1, "ours": 1.0, "mlx": None}]
     assert not any("chosen" in told for told in late)
-    assert late[-1]["left"] == [f"tiles of prompts ({case})"]
+    assert late[-1]["left"] == [f"tiles of drafts ({case})"]
 
 
 def test_the_process_stops_where_the_machine_says_that_it_is_unsteady(monkeypatch):

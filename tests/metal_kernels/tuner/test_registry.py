@@ -10,7 +10,7 @@ import pytest
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import Case, StateKind
-from metal_kernels.tuner import dispatches, long_prompt, prefill_rows
+from metal_kernels.tuner import decode_rows, dispatches, long_prompt
 from metal_kernels.tuner.choice import Layer
 from metal_kernels.tuner.long_prompt import Arm
 from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
@@ -31,15 +31,15 @@ def layer_of(case: Case) -> Layer:
 
 
 @pytest.mark.parametrize("best", [8, 16, 32, 64])
-def test_the_planted_tile_of_prompts_is_found(best):
+def test_the_planted_tile_of_drafts_is_found(best):
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         seconds = {size: 1e-3 * max(size / best, best / size) ** 0.5 for size in (8, 16, 32, 64)}
-        found = prefill_rows.search(
+        found = decode_rows.search(
             lambda size: machine.time(size, seconds[size]),  # noqa: B023
             (8, 16, 32, 64),
         )
-        assert found.values == {"prefill_rows": best}
+        assert found.values == {"decode_rows": best}
         assert len(machine.stopwatch.timings) <= 24
 
 
@@ -93,8 +93,8 @@ def test_every_choice_runs_on_a_layer(choice):
 
 def test_choices_are_left_where_there_is_nothing_to_choose():
     wanted = {choice.name for choice in CHOICES if choice.wanted(layer_of(CASE))}
-    assert wanted == {"parts of contexts", "tiles of prompts"}
-    one_tile = replace(layer_of(CASE), tiles=Tiles((2,), (64,), False))
+    assert wanted == {"parts of contexts", "tiles of drafts"}
+    one_tile = replace(layer_of(CASE), tiles=Tiles((8,), (64,), False))
     assert not any(choice.wanted(one_tile) for choice in CHOICES)
     unchecked = replace(layer_of(STATES), states=False)
     assert not any(choice.wanted(unchecked) for choice in CHOICES)

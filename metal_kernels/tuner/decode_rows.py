@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the largest tile that prompts are cut into, of those that the self-check found right."""
+"""Finds the largest tile of the decode kernel, of those that the self-check found right."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, best_of
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
-_SHARE = 8  # of the context, the rows of the prompt's chunk that is timed
+_REQUESTS = 8  # that verify drafts, and share the context's tokens
 
 
 def search(measure: Measure[int], sizes: Sequence[int]) -> Chosen:
-    """Times a chunk in tiles of each size.
+    """Times requests whose rows fill the largest tile; past the chosen size `prefill` serves them.
 
     Args:
         measure: times tiles of so many packed rows at most.
         sizes: ascending; the largest serves now.
     """
     found = best_of(measure, sizes, sizes[-1])
-    return Chosen({"prefill_rows": found.value}, found.gain)
+    return Chosen({"decode_rows": found.value}, found.gain)
 
 
 def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
-    context = layer.context // _SHARE
-    rows = context // _SHARE
-    over = timing.Layer(layer.case, context)
+    sizes, context = layer.tiles.decode, layer.context // _REQUESTS
+    rows = max(sizes[-1] // layer.case.shape.group, 1)
+    over = timing.Layer(layer.case, layer.context)
     calls = {
         most: over.attend(
-            1, rows, context, replace(layer.tiles, prefill=_up_to(layer.tiles.prefill, most))
+            _REQUESTS, rows, context, replace(layer.tiles, decode=_up_to(sizes, most))
         )
-        for most in layer.tiles.prefill
+        for most in sizes
     }
 
     def measure(most: int) -> Timing:
-        return stopwatch.time_call(f"{rows} of {context} in tiles of {most}", calls[most])
+        return stopwatch.time_call(f"{rows} rows of each, in tiles of {most}", calls[most])
 
-    return search(measure, layer.tiles.prefill)
+    return search(measure, sizes)
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def _wanted(layer: Layer) -> bool:
-    return len(layer.tiles.prefill) > 1 and "prefill" in layer.case.kernels
+    return len(layer.tiles.decode) > 1 and bool(layer.tiles.prefill)
 
 
-CHOICE = Choice("tiles of prompts", _wanted, _search)
+CHOICE = Choice("tiles of drafts", _wanted, _search)
