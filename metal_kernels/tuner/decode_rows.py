@@ -47,7 +47,7 @@ def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def _wanted(layer: Layer) -> bool:
-    return len(layer.tiles.decode) > 1 and bool(layer.tiles.prefill)
+    return len(layer.tiles.decode) > 1 and "decode" in layer.case.kernels
 
 
 CHOICE = Choice("tiles of drafts", _wanted, _search)
