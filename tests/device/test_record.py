@@ -24,7 +24,7 @@ def test_outcomes_come_back_whole_for_any_case_of_the_layer(tmp_path: Path):
     kept = Record(tmp_path)
     found = [
         Outcome("kv_write", CASE, True, largest_error=0.5, tolerance=1.0),
-        Outcome("decode", CASE, False, "wrong", rows=2, log="whole"),
+        Outcome("decode", CASE, False, "wrong", rows=8, log="whole"),
         Outcome("prefill_way", CASE, True, times=TIMES),
     ]
     for outcome in found:

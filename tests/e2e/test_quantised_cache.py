@@ -194,5 +194,5 @@ def test_kernels_and_scatter_give_the_same_tokens(model, cache, request, monkeyp
     cold, warm = serve(model, prompts, 6, passes=2, **options)
     assert cold[0] == warm[0] == plain
     assert warm[1]["vllm:prefix_cache_hits"] > cold[1]["vllm:prefix_cache_hits"]
-    # More than the start launches to have it compiled: ten plans, of which four decode.
-    assert all(ran[name] > 12 for name in ("kv_write", "decode", "prefill"))
+    # More than the start launches to have it compiled: eight plans, of which six decode.
+    assert all(ran[name] > 8 for name in ("kv_write", "decode", "prefill"))
