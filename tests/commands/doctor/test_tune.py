@@ -26,7 +26,7 @@ from vllm_metal.commands.doctor import tune
 from vllm_metal.commands.doctor.children import tuning
 from vllm_metal.commands.doctor.report import Report
 from vllm_metal.commands.doctor.tune import Commands
-from vllm_metal.device import child, steadiness, tuned
+from vllm_metal.device import child, identity, steadiness, tuned
 from vllm_metal.device.tuned import Choices
 
 FACTS = {"copy_bytes_per_second": 4e11, "matmul_flops_per_second": 1.4e13, "dispatch_seconds": 2e-6}
@@ -52,6 +52,7 @@ say(windows=[1e-3 * (1.5 if value == 50 else 1.0 if value == 200 else 1.2)] * 5)
 @pytest.fixture(autouse=True)
 def calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(steadiness, "disturbance", lambda: None)
+    monkeypatch.setattr(identity, "chip", lambda: None)  # of no family that has choices
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path / "cache"))
 
 

@@ -120,6 +120,12 @@ def _failed(error: int) -> int:
     return -1
 
 
+#: Of notify.h: all succeed, and every state is 0, which of heat is nominal.
+_NOTIFY = dict.fromkeys(
+    ("notify_register_check", "notify_get_state", "notify_cancel"), lambda *arguments: 0
+)
+
+
 def install() -> None:
     psutil.virtual_memory = virtual_memory
     sysctlbyname = _SysctlByName()
@@ -130,6 +136,8 @@ def install() -> None:
         load(self, None if system else name, *args, **options)
 
     def __getattr__(self: ctypes.CDLL, name: str) -> Any:
+        if name in _NOTIFY:
+            return _NOTIFY[name]
         return sysctlbyname if name == "sysctlbyname" else find(self, name)
 
     ctypes.CDLL.__init__ = __init__  # type: ignore[method-assign]
