@@ -16,7 +16,7 @@ from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention.splits import ALWAYS, DEFAULT, WHOLE, Contexts, Splits
 
 _NO_WINDOW = 2**31 - 1
-_STRIP = 4  # decode.metal walks the context in such steps; a tile starts at a multiple
+_STRIP = 4  # the context of a tile starts at a multiple
 
 #: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a
 #: rank of 512 and 64 rotated.

@@ -7,6 +7,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from kv_cache.layouts import layout_of
 
 from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import Pace
@@ -15,7 +16,6 @@ from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache import kernels
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
-from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches.seam import Scoring
 
@@ -36,22 +36,7 @@ def make(kv_cache_type, dtype=mx.float32):
 
 def layout(requests):
     """Of (blocks, tokens computed before, rows of this step) for each request."""
-    counts = np.array([rows for _, _, rows in requests])
-    seq_lens = counts + np.array([before for _, before, _ in requests])
-    tables = np.zeros((len(requests), max(len(blocks) for blocks, _, _ in requests)), np.int32)
-    slots = []
-    for row, (blocks, before, rows) in enumerate(requests):
-        tables[row, : len(blocks)] = blocks
-        positions = np.arange(before, before + rows)
-        slots.append(tables[row, positions // 16] * 16 + positions % 16)
-    return StepLayout(
-        np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        seq_lens.astype(np.int32),
-        tables,
-        np.concatenate(slots).astype(np.int32),
-        16,
-        pace=Pace(),
-    )
+    return layout_of(requests, pace=Pace())
 
 
 def step(kv_cache, requests, seed, window=None):

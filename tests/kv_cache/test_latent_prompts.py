@@ -7,6 +7,7 @@ import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
+from kv_cache.layouts import layout_of
 
 from metal_kernels import kernel
 from metal_kernels.layout import PositionLag
@@ -16,7 +17,6 @@ from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.latent_prompts import LatentHeads, planned
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
-from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.mlx_patches.seam import Scoring
 
@@ -53,56 +53,42 @@ def _absorbed_work(heads, num_rows, context):
     return 2 * num_rows * context * heads.num_heads * (2 * heads.rank + heads.rotated)
 
 
-def layout(requests, **options):
-    counts = np.array([rows for _, _, rows in requests])
-    lens = counts + np.array([before for _, before, _ in requests])
-    tables = np.zeros((len(requests), max(len(blocks) for blocks, _, _ in requests)), np.int32)
-    slots = []
-    for row, (blocks, before, rows) in enumerate(requests):
-        tables[row, : len(blocks)] = blocks
-        positions = np.arange(before, before + rows)
-        slots.append(tables[row, positions // 16] * 16 + positions % 16)
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    slots = np.concatenate(slots).astype(np.int32)
-    return StepLayout(starts, lens.astype(np.int32), tables, slots, 16, **options)
-
-
 def plan_of(kv_cache_type, step):
     return planned(step, HEADS, partial(kv_cache_type.plan, kind=KIND))
 
 
 @pytest.mark.parametrize("kv_cache_type", [KernelKVCache, ScatterKVCache])
 def test_prompts_are_picked_and_the_others_keep_their_order(kv_cache_type):
-    plan = plan_of(kv_cache_type, layout(STEPS[1])).prompts
+    plan = plan_of(kv_cache_type, layout_of(STEPS[1])).prompts
     (prompt,) = plan.prompts
     assert (prompt.first, prompt.num_rows, prompt.context) == (3, 21, 41)
     assert plan.others.tolist() == [0, 1, 2, 24]
     behind_others = [*plan.others.tolist(), *range(3, 24)]
     assert [behind_others[place] for place in plan.order.tolist()] == list(range(25))
-    assert plan_of(kv_cache_type, layout(STEPS[3])).prompts is None
-    alone = plan_of(kv_cache_type, layout([([3, 1], 0, 20)])).prompts
+    assert plan_of(kv_cache_type, layout_of(STEPS[3])).prompts is None
+    alone = plan_of(kv_cache_type, layout_of([([3, 1], 0, 20)])).prompts
     assert (alone.others, alone.order) == (None, None)
 
 
 def test_what_only_the_device_knows_attends_to_latents():
     behind = PositionLag(mx.array([0, 2]), np.array([0, 3], np.int32))
     requests = [([3, 1], 0, 20), ([5, 8], 4, 20)]
-    slots = mx.array(layout(requests).slot_mapping_np)
-    plan = plan_of(KernelKVCache, layout(requests, behind=behind, slot_mapping=slots))
+    slots = mx.array(layout_of(requests).slot_mapping_np)
+    plan = plan_of(KernelKVCache, layout_of(requests, behind=behind, slot_mapping=slots))
     assert [prompt.first for prompt in plan.prompts.prompts] == [0]
 
 
 def test_a_layer_without_such_heads_has_no_prompts():
-    step, plan = layout(STEPS[0]), partial(ScatterKVCache.plan, kind=KIND)
+    step, plan = layout_of(STEPS[0]), partial(ScatterKVCache.plan, kind=KIND)
     assert planned(step, None, plan).prompts is None
     assert planned(step, HEADS._replace(key=512, value=512), plan).prompts is None
 
 
 def test_long_prompts_end_command_buffers():
     pace = Pace()
-    long = plan_of(ScatterKVCache, layout([(list(range(1, 65)), 0, 1024)], pace=pace))
+    long = plan_of(ScatterKVCache, layout_of([(list(range(1, 65)), 0, 1024)], pace=pace))
     assert long.pace is long.prompts.pace is pace
-    short = plan_of(ScatterKVCache, layout(STEPS[0], pace=pace))
+    short = plan_of(ScatterKVCache, layout_of(STEPS[0], pace=pace))
     assert short.pace is None
     assert short.prompts.pace is None
 
@@ -118,7 +104,7 @@ def test_contexts_are_what_the_steps_have_written(kv_cache_type, elements):
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
         for requests in STEPS:
-            step = layout(requests)
+            step = layout_of(requests)
             rows = rng.normal(size=(len(step.slot_mapping_np), 1, 576)).astype(np.float16)
             kept |= dict(zip(step.slot_mapping_np.tolist(), rows[:, 0], strict=True))
             queries = mx.array(rng.normal(size=(len(rows), 2, 576)).astype(np.float32), dtype)
