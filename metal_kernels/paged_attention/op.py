@@ -23,12 +23,9 @@ from metal_kernels.op_common import (
     padded,
 )
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention.plan import (
-    LATENT_SIZES,
-    AttentionPlan,
-    AttentionShape,
-    Dispatch,
-)
+from metal_kernels.paged_attention.dispatch import Dispatch
+from metal_kernels.paged_attention.plan import AttentionPlan
+from metal_kernels.paged_attention.shape import LATENT_SIZES, AttentionShape
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
 #: Of keys and values that differ: MLA before its latents, MiMo; MiniCPM3.
