@@ -14,6 +14,7 @@ from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention.dispatch import Dispatch, dispatch_of
 from metal_kernels.paged_attention.pieces import Batch, output_order
 from metal_kernels.paged_attention.shape import AttentionShape
+from metal_kernels.paged_attention.shared import beginnings
 from metal_kernels.paged_attention.splits import DEFAULT, Splits
 from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles, power_of_two
 
@@ -31,12 +32,13 @@ class AttentionPlan:
     @property
     def work(self) -> int:
         """FLOPs of a layer."""
-        return sum(dispatch.work for dispatch in self.dispatches)
+        return sum(launch.work for dispatch in self.dispatches for launch in dispatch.launches)
 
     @property
     def pipelines(self) -> tuple[tuple[bool, int, bool], ...]:
-        """What each dispatch launches: kernel, rows, whether in parts."""
-        return tuple((x.decode, x.rows, x.part_rows > 0) for x in self.dispatches)
+        """What dispatches launch: kernel, rows, whether in parts."""
+        launches = (launch for dispatch in self.dispatches for launch in dispatch.launches)
+        return tuple((x.decode, x.rows, x.part_rows > 0) for x in launches)
 
 
 def plan(
@@ -49,6 +51,7 @@ def plan(
     most_work: int = MOST_WORK,
     behind: PositionLag | None = None,
     splits: Splits = DEFAULT,
+    block_size: int | None = None,
 ) -> AttentionPlan:
     """Cuts R requests' rows into tiles.
 
@@ -63,6 +66,8 @@ def plan(
         behind: by how much `seq_lens` is too large; the requests' rows lie that far before.
             None: by nothing.
         splits: how contexts are cut, where `tiles` may be split.
+        block_size: tokens of a block. Where it is told, and parts are not of a fixed length, blocks
+            that requests begin with in common are read once for the decoded rows of all.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
@@ -89,7 +94,10 @@ def plan(
         sizes, most = tiles.decode if decode else tiles.prefill, packed[members].max()
         rows = next((size for size in sizes if size >= most), sizes[-1])
         for piece in batch.pieces(members, rows, most_work):
-            dispatches.append(dispatch_of(decode, rows, batch, piece, may_split))
+            common = None
+            if decode and block_size is not None and splits.fixed is None:
+                common = beginnings(batch, piece, rows, tiles, block_tables, block_size)
+            dispatches.append(dispatch_of(decode, rows, batch, piece, may_split, common))
             pieces.append(piece)
     width = power_of_two(max(block_tables.shape[1], MIN_ELEMENTS))
     table = np.zeros((len(seq_lens), width), np.int32)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from metal_kernels.paged_attention.common_prefix import LEAST_SAVED
 from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.splits import WHOLE
 
@@ -23,7 +24,10 @@ class Tiles:
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
-    split: bool  # whether contexts may be split
+    split: bool  # whether contexts may be split, and their beginnings shared
+    #: Keys that sharing a beginning has to save, at least: its length times the tiles that need not
+    #: read it. None: none is shared.
+    shared: int | None = LEAST_SAVED
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -42,7 +46,7 @@ class Tiles:
 
     def only(self, decode: bool, rows: int) -> Tiles:
         """This size alone, which then serves all rows."""
-        return Tiles((rows,) if decode else (), () if decode else (rows,), self.split)
+        return replace(self, decode=(rows,) if decode else (), prefill=() if decode else (rows,))
 
 
 def power_of_two(count: int) -> int:
