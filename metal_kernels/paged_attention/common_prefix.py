@@ -8,6 +8,16 @@ import numpy as np
 LEAST_SAVED = 4096
 
 
+def any_alike(tables: np.ndarray) -> bool:
+    """Whether any requests share their first block, in the time that most steps have for it.
+
+    Args:
+        tables: [R, W] int32, blocks of each request in order.
+    """
+    firsts = tables[:, 0].tolist()
+    return len(set(firsts)) < len(firsts)
+
+
 def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Groups of two requests or more that begin alike; a request is in one group at most.
 
@@ -23,24 +33,29 @@ def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
     """
     group = np.full(len(tables), -1)
     lengths: list[np.ndarray] = []
-    _, place, counts = np.unique(tables[:, 0], return_inverse=True, return_counts=True)
-    members = np.flatnonzero((counts[place] > 1) & (usable > 0))
-    alike = np.zeros(0, np.int64)
-    if len(members) > 1:
-        members, alike = _in_order(tables[members], usable[members], members)
+    alike = nothing = np.zeros(0, np.int64)
+    if any_alike(tables) and usable.max() > 0:
+        members, alike = _in_order(tables, usable)
     num_groups = 0
     while alike.any():
+        if (alike == alike[0]).all():  # as where all have one system prompt
+            group[members] = num_groups
+            lengths.append(alike[:1])
+            break
         first, last = _widest(alike)
         # The best of each run of requests that begin alike at all.
-        run = np.cumsum(alike == 0)
-        saved = alike * (last - first)
+        run, saved = (alike == 0).cumsum(), alike * (last - first)
         order = np.lexsort((-saved, run))
-        best = order[np.diff(run[order], prepend=-1) > 0]
+        runs = run[order]
+        starts = np.ones(len(runs), bool)
+        starts[1:] = runs[1:] != runs[:-1]
+        best = order[starts]
         best = best[saved[best] > 0]
         # Past the first member of each group, and back behind its last.
+        numbers = np.arange(1, len(best) + 1)
         into = np.zeros(len(members) + 1, np.int64)
-        into[first[best]] = np.arange(1, len(best) + 1)
-        into[last[best] + 1] -= np.arange(1, len(best) + 1)
+        into[first[best]] = numbers
+        into[last[best] + 1] -= numbers
         number = into[:-1].cumsum()
         grouped = number > 0
         group[members[grouped]] = number[grouped] + num_groups - 1
@@ -48,24 +63,23 @@ def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
         lengths.append(alike[best])
         left = np.flatnonzero(~grouped)
         # In common with the next that is left.
-        alike = np.minimum.reduceat(alike[: left[-1]], left[:-1]) if len(left) > 1 else alike[:0]
+        alike = np.minimum.reduceat(alike[: left[-1]], left[:-1]) if len(left) > 1 else nothing
         members = members[left]
-    return group, np.concatenate(lengths) if lengths else alike
+    return group, np.concatenate(lengths) if lengths else nothing
 
 
-def _in_order(
-    tables: np.ndarray, usable: np.ndarray, members: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Members so that those which begin alike follow each other, and [n - 1] blocks that each has
-    in common with the next."""
+def _in_order(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[R] requests so that those which begin alike follow each other, and [R - 1] blocks that each
+    has in common with the next."""
     width = int(usable.max())
     # What may not be used is like nobody's.
     own = -1 - np.arange(len(tables), dtype=np.int32)[:, None]
     blocks = np.where(np.arange(width) < usable[:, None], tables[:, :width], own)
-    order = np.ascontiguousarray(blocks, np.int32).view(f"V{4 * width}").ravel().argsort()
+    order = blocks.view(f"V{blocks.itemsize * width}").ravel().argsort()
     blocks = blocks[order]
-    differ = blocks[1:] != blocks[:-1]
-    return members[order], np.where(differ.any(axis=1), differ.argmax(axis=1), width)
+    differ = np.ones((len(blocks) - 1, width + 1), bool)
+    np.not_equal(blocks[1:], blocks[:-1], out=differ[:, :width])
+    return order, differ.argmax(axis=1)
 
 
 def _widest(alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -203,8 +203,7 @@ const int window = limits.window;
 const float scale = factors.scale * unit<C>();
 const float cap = factors.cap;
 // Rows of several requests, which share what they read, leave parts; each has a Request of its own.
-const int listed = PARTIAL ? limits.listed : 0;
-const device Request* row_requests = &request;
+const bool listed = PARTIAL && limits.listed != 0;
 const int part = simdgroup % SPLIT;
 const int walker = simdgroup / SPLIT % WALKERS;
 const int row_group = simdgroup / (SPLIT * WALKERS);
@@ -231,7 +230,7 @@ UNROLLED for (int e = 0; e < 2; e++) {
     num_seen[e] = uint(metal::max(metal::min(end, position + 1) - oldest_seen, 0));
     sink[e] = tile.split == 0 && !listed ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
     const int row = packed / group;
-    const int query_row = listed ? row_requests[row].first_row : request.first_row + row;
+    const int query_row = listed ? (&request)[row].first_row : request.first_row + row;
     const device T* query = queries + (ulong(query_row) * num_heads + head) * D;
     UNROLLED for (int m = 0; m < Keys::CHUNKS * Of::COUNT; m++) {
         const int d = Keys::element(part, m / Of::COUNT, place.row & 6) + m % Of::COUNT * 2 + place.row % 2;
@@ -243,7 +242,7 @@ UNROLLED for (int e = 0; e < 2; e++) {
 }
 
 const Context context(
-    key_pool_shape, kv_head, block_tables + ulong(tile.table) * uint(block_tables_shape[1]));
+    key_pool_shape, kv_head, block_tables + ulong(listed ? tile.table : tile.request) * uint(block_tables_shape[1]));
 const int first_strip = first / KEYS / WALKS * WALKS;
 const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
 Sums acc[VM];
@@ -394,9 +393,10 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
 if (walker == WALKERS - 1 && row_group * 8 + place.row < tile.packed_count) {
     const int packed = tile.packed_begin + row_group * 8 + place.row;
     const int in_request = packed / group;
-    const int first_part = listed ? row_requests[in_request].first_out_row
-                                  : request.first_out_row + in_request * tile.parts;
-    const int row = first_part + tile.split;
+    int row = request.first_out_row + in_request * tile.parts + tile.split;
+    if (PARTIAL && limits.listed != 0) {
+        row = (&request)[in_request].first_out_row + tile.split;
+    }
     const ulong at = ulong(row) * num_heads + int(kv_head) * group + packed % group;
     const float share = PARTIAL ? unit<C>() : unit<C>() / row_total;
     UNROLLED for (int m = 0; m < VM; m++) {

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -74,7 +76,7 @@ def dispatch_of(
     begin = np.maximum(oldest, 0) // STRIP * STRIP
     if common is not None:
         begin = np.maximum(begin, common.of_pieces[owner])
-    end = first + (begin_packed + cut.count - 1) // shape.group + 1
+    end = first + (begin_packed + cut.rows - 1) // shape.group + 1
 
     seen = end - begin
     contexts = Contexts(
@@ -93,14 +95,16 @@ def dispatch_of(
     parts = contexts.whole() if splits is None else splits.cut(contexts)
     rows_of = pieces.num_rows * parts.counts  # of each piece, in the output or its parts
     first_rows = starts(rows_of)
-    tiles = _tiles(parts, owner, pieces.request, pieces.request, begin_packed, cut.count)
+    tiles = _tiles(parts, owner, pieces.request, None, begin_packed, cut.rows)
 
-    requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
-    requests[pieces.request, 0] = batch.query_start_loc[pieces.request]
+    described = np.empty((len(first_rows), 4), np.int32)
+    described[:, 0] = batch.query_start_loc[pieces.request]
     # The output row of the request's first row; negative where a dispatch before this one has it.
-    requests[pieces.request, 1] = first_rows - pieces.first_row * parts.counts
-    requests[pieces.request, 2] = first_position
-    requests[pieces.request, 3] = batch.seq_lens[pieces.request]
+    described[:, 1] = first_rows - pieces.first_row * parts.counts
+    described[:, 2] = first_position
+    described[:, 3] = batch.seq_lens[pieces.request]
+    requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
+    requests[pieces.request] = described
     num_rows, part_rows = int(pieces.num_rows.sum()), int(first_rows[-1] + rows_of[-1])
     shared, joined = None, None
     if common is not None or part_rows > num_rows:
@@ -167,7 +171,7 @@ def _shared(
     tables = pieces.request[members[starts(np.bincount(common.group[members]))]]
     # One part of all tiles after another, so that tiles which read the same keys are under way
     # together.
-    tiles = _tiles(parts, cut.piece, starts(num_rows), tables, cut.begin, cut.count, parts.number)
+    tiles = _tiles(parts, cut.piece, starts(num_rows), tables, cut.begin, cut.rows, parts.number)
     return Dispatch(
         decode=True,
         rows=rows,
@@ -182,13 +186,12 @@ def _shared(
     )
 
 
-@dataclass(frozen=True)
-class _InTiles:
+class _InTiles(NamedTuple):
     """N tiles of I pieces, piece by piece."""
 
     piece: np.ndarray  # [N]
     begin: np.ndarray  # [N] packed row of the piece
-    count: np.ndarray  # [N] packed rows
+    rows: np.ndarray  # [N] packed rows
     first: np.ndarray  # [I] first tile of each piece
 
 
@@ -205,7 +208,7 @@ def _tiles(
     parts: Parts,
     piece: np.ndarray,
     request: np.ndarray,
-    table: np.ndarray,
+    table: np.ndarray | None,
     begin_packed: np.ndarray,
     count: np.ndarray,
     before: np.ndarray | None = None,
@@ -216,7 +219,7 @@ def _tiles(
         parts: of the tiles' contexts.
         piece: [N] of each tile.
         request: [I] of each piece, in the array of the dispatch.
-        table: [I] of each piece, block table.
+        table: [I] of each piece, block table; None: as `request`.
         begin_packed: [N] of each tile.
         count: likewise.
         before: [P] which parts come first among those of one length; None: as they are.
@@ -231,7 +234,8 @@ def _tiles(
     made[:, 4] = parts.end
     made[:, 5] = parts.number
     made[:, 6] = parts.counts[of_part]
-    made[:, 7] = table[of_part]
+    if table is not None:
+        made[:, 7] = table[of_part]
     # The longest first, so that no long one is left for the end.
     longest = parts.begin - parts.end
     order = longest.argsort(kind="stable") if before is None else np.lexsort((before, longest))
@@ -239,6 +243,7 @@ def _tiles(
     return tiles
 
 
+@functools.lru_cache(maxsize=64)
 def _bounds(window: int, listed: bool = False) -> mx.array:
     bounds = np.zeros(MIN_ELEMENTS, np.int32)
     bounds[:2] = window, listed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_kernels.paged_attention.common_prefix import common_prefixes
+from metal_kernels.paged_attention.common_prefix import any_alike, common_prefixes
 from metal_kernels.paged_attention.pieces import Batch, Pieces
 from metal_kernels.paged_attention.splits import MOST_RESULTS
 from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles
@@ -51,16 +51,16 @@ def beginnings(
     """
     if tiles.shared is None or not tiles.split or batch.window < NO_WINDOW:
         return None
-    members = pieces.request
-    firsts = block_tables[members, 0].tolist()
-    if len(set(firsts)) == len(firsts):
+    members, shape = pieces.request, batch.shape
+    if len(members) < 2 or not any_alike(block_tables):
         return None  # as in most steps
-    shape = batch.shape
+    if len(members) < len(block_tables):
+        block_tables = block_tables[members]
     usable = batch.first_positions[members] - batch.most_behind[members]
-    group, lengths = common_prefixes(block_tables[members], usable // block_size)
-    shares = np.flatnonzero(group >= 0)
-    if not len(shares):
+    group, lengths = common_prefixes(block_tables, usable // block_size)
+    if not len(lengths):
         return None
+    shares = np.flatnonzero(group >= 0)
     packed = pieces.num_rows * shape.group
     together = np.bincount(group[shares], packed[shares]).astype(np.int64)
     size = next((size for size in tiles.decode if size >= together.max()), tiles.decode[-1])

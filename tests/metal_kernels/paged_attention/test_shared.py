@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from metal_interpreter import Checker
+from metal_interpreter import Checker, metal_kernel
+from pairs import pairwise
 
 from metal_kernels import kernel, paged_attention
-from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan
+from metal_kernels.layout import PositionLag
+from metal_kernels.pace import MOST_WORK
+from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan, trials
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APART
+from metal_kernels.paged_attention.splits import MOST_RESULTS
+from metal_kernels.plan_arrays import all_else
 from tests.metal_kernels.paged_attention.batches import expected, make_batch, overstated
 
 SCALE = 0.09
@@ -84,5 +89,239 @@ def check_features(rng, shape, dtype, cache_dtype):
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_every_cache(cache):
-    rng = np.random.default_rng(2)
-    check_features(rng, AttentionShape(4, 2, 64, 64), mx.float16, CACHES[cache])
+    shape = AttentionShape(4, 2, 64, 64)
+    check_features(np.random.default_rng(2), shape, mx.float16, CACHES[cache])
+
+
+@pytest.mark.more
+@pairwise(
+    sizes=[*((size, size) for size in HEAD_SIZES), *SIZES_APART, *LATENT_SIZES],
+    dtype=list(DTYPES),
+    cache=list(CACHES),
+    group=[1, 3],
+)
+def test_every_combination(sizes, dtype, cache, group):
+    heads = 1 if sizes in LATENT_SIZES else 2
+    shape = AttentionShape(group * heads, heads, *sizes)
+    check_features(np.random.default_rng(sizes[0]), shape, DTYPES[dtype], CACHES[cache])
+
+
+@st.composite
+def batches(draw, most_before=300):
+    """Requests, and groups of them that begin alike: (computed, rows), (members, blocks)."""
+    request = st.tuples(st.integers(0, most_before), st.integers(1, 4))
+    requests = draw(st.lists(request, min_size=2, max_size=7))
+    owners = draw(st.lists(st.integers(0, 2), min_size=len(requests), max_size=len(requests)))
+    alike = []
+    for group in range(2):
+        members = tuple(i for i, owner in enumerate(owners) if owner == group)
+        if len(members) > 1:
+            fewest = min(sum(requests[member]) - 1 for member in members) // 16
+            alike.append((members, draw(st.integers(0, fewest))))
+    return requests, [(members, count) for members, count in alike if count]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=batches(),
+    heads=st.sampled_from([(1, 1), (2, 1), (9, 3), (8, 1)]),
+    splits=st.sampled_from([Splits(), Splits(slots=2**30)]),
+    most_behind=st.integers(0, 3),
+    share=st.sampled_from([1.0, 0.5]),
+    schedule=st.sampled_from(["forward", "reverse"]) | st.integers(0, 99).map("random:{}".format),
+    seed=st.integers(0, 2**16),
+)
+def test_ragged_batches(batch, heads, splits, most_behind, share, schedule, seed):
+    requests, alike = batch
+    made_of = make_batch(
+        np.random.default_rng(seed),
+        requests,
+        AttentionShape(*heads, 64, 64),
+        mx.float16,
+        alike=alike,
+    )
+    work = int(plan_of(made_of).work * share) if share < 1 else MOST_WORK
+    made = plan_of(made_of, most_behind=most_behind, splits=splits, most_work=max(work, 1))
+    check(made_of, made, schedule)
+
+
+def seen_by_rows(made, tables, block_size):
+    """For each batch row and head of its group, the slots that it sees, as often as it does."""
+    seen = {}
+    for dispatch in made.dispatches:
+        joined = None if dispatch.splits is None else np.array(dispatch.splits).tolist()
+        for launch in dispatch.launches:
+            listed = int(np.array(launch.bounds)[1])
+            described = np.array(launch.requests)
+            written = set()
+            for owner, begin, count, first, end, split, parts, table in np.array(launch.tiles):
+                for packed in range(begin, begin + count):
+                    row, head = divmod(int(packed), made.shape.group)
+                    of_row, row = (described[owner + row], 0) if listed else (described[owner], row)
+                    out = int(of_row[1]) + row * parts + split
+                    assert out >= 0 and (out, head) not in written
+                    written.add((out, head))
+                    last = min(end, of_row[2] + row + 1, of_row[3])
+                    positions = np.arange(first, max(last, first))
+                    slots = tables[table if listed else owner, positions // block_size] * block_size
+                    slots = (slots + positions % block_size).tolist()
+                    seen.setdefault((int(of_row[0]) + row, head), []).extend(slots)
+            if joined is not None:  # each part that is joined was written, and nothing else
+                at = 2 if listed else 0
+                parts = [
+                    row[at] + part
+                    for row in joined[: dispatch.num_rows]
+                    for part in range(row[at + 1])
+                ]
+                assert sorted(parts) == sorted({out for out, _ in written})
+                assert max(parts, default=0) < launch.part_rows
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=batches(2000),
+    shape=st.sampled_from(
+        [
+            AttentionShape(8, 2, 64, 64),
+            AttentionShape(11, 1, 128, 128),
+            AttentionShape(2, 1, 512, 512),
+            AttentionShape(20, 1, 576, 512),
+        ]
+    ),
+    block_size=st.sampled_from([16, 32]),
+    share=st.sampled_from([1.0, 0.7, 0.2]),
+)
+def test_every_row_sees_its_context_once(batch, shape, block_size, share):
+    requests, alike = batch
+    counts = np.array([rows for _, rows in requests], np.int32)
+    seq_lens = counts + np.array([before for before, _ in requests], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    tables = np.arange(len(requests) * 200, dtype=np.int32).reshape(-1, 200)
+    for members, count in alike:
+        shared = count * 16 // block_size
+        tables[list(members), :shared] = tables[members[0], :shared]
+    tiles = replace(Tiles.for_layer(shape), shared=0)
+    options = {"tiles": tiles, "block_size": block_size}
+    apart = plan(starts, seq_lens, tables, shape)
+    bound = MOST_WORK if share == 1 else int(share * apart.work)
+    made = plan(starts, seq_lens, tables, shape, most_work=bound, **options)
+    seen = seen_by_rows(made, tables, block_size)
+    assert len(seen) == starts[-1] * shape.group
+    for (row, _), slots in seen.items():
+        owner = int(np.searchsorted(starts, row, side="right")) - 1
+        positions = np.arange(seq_lens[owner] - (starts[owner + 1] - row) + 1)
+        wanted = tables[owner, positions // block_size] * block_size + positions % block_size
+        assert sorted(slots) == sorted(wanted.tolist())
+    # What is shared is no more work than what it replaces, so that no dispatch exceeds its bound.
+    assert made.work <= plan(starts, seq_lens, tables, shape, most_work=bound).work
+    # And nothing is launched that the start has not compiled.
+    tried = {pipeline for trial in trials(shape, None, tiles) for pipeline in trial.pipelines}
+    assert set(made.pipelines) <= tried
+
+
+SHAPE = AttentionShape(8, 2, 128, 128)
+
+
+def decoding(lens, common, shape=SHAPE, tables=None, **options):
+    """The dispatch of requests of one row, which all begin with `common` positions in common."""
+    lens = np.array(lens, np.int32)
+    width = -(-int(lens.max()) // 16)
+    tables = np.arange(len(lens) * width, dtype=np.int32).reshape(-1, width)
+    tables[:, : common // 16] = tables[0, : common // 16]
+    starts = np.arange(len(lens) + 1, dtype=np.int32)
+    (made,) = plan(starts, lens, tables, shape, block_size=16, **options).dispatches
+    return made
+
+
+def test_a_beginning_is_shared_from_the_threshold_on():
+    """Eight tiles of a query row read it apart, one reads it shared."""
+    least = Tiles.for_layer(SHAPE).shared
+    common = -(-least // 7 // 16) * 16
+    assert decoding([2000] * 8, common).shared is not None
+    assert decoding([2000] * 8, common - 16).shared is None
+    tiles = replace(Tiles.for_layer(SHAPE), shared=least * 2)
+    assert decoding([2000] * 8, common, tiles=tiles).shared is None
+    assert decoding([2000] * 8, 2 * common, tiles=tiles).shared is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tiles": replace(Tiles.for_layer(SHAPE), shared=None)},
+        {"tiles": replace(Tiles.for_layer(SHAPE), split=False)},
+        {"window": 100_000},
+        {"splits": Splits(fixed=512)},
+        {"shape": AttentionShape(64, 2, 128, 128)},  # its rows fill a tile without others
+        {"shape": AttentionShape(128, 1, 576, 512)},
+    ],
+    ids=str,
+)
+def test_nothing_is_shared_where_it_is_not_wanted_or_saves_nothing(options):
+    assert decoding([9000] * 8, 8000).shared is not None
+    assert decoding([9000] * 8, 8000, **options).shared is None
+
+
+def test_a_row_is_part_of_what_a_request_shares_only_where_all_its_rows_see_it():
+    """Blocks that a request's own row, or one that may lie further before, does not see whole."""
+    batch = make_batch(
+        np.random.default_rng(0), [(600, 1)] * 8, SHAPE, mx.float16, alike=[(range(8), 37)]
+    )
+    (made,) = plan_of(batch).dispatches
+    assert np.array(made.shared.tiles)[:, 4].max() == 37 * 16
+    batch = replace(batch, seq_lens=batch.seq_lens - 9)  # the last row's position is 591
+    assert np.array(plan_of(batch).dispatches[0].shared.tiles)[:, 4].max() == 36 * 16
+    behind = PositionLag(mx.zeros(8, mx.int32), np.full(8, 16, np.int32))
+    made = plan(
+        batch.starts,
+        batch.seq_lens,
+        batch.tables,
+        SHAPE,
+        behind=behind,
+        block_size=16,
+        tiles=replace(Tiles.for_layer(SHAPE), shared=0),
+    )
+    assert np.array(made.dispatches[0].shared.tiles)[:, 4].max() == 35 * 16
+
+
+@pytest.mark.parametrize("length", [2000, 60000])
+@pytest.mark.parametrize("num_requests", [8, 256, 1000])
+def test_the_results_of_parts_stay_within_their_memory(num_requests, length):
+    shape = AttentionShape(64, 8, 128, 128)
+    made = decoding([length] * num_requests, length // 2, shape, most_work=2**62)
+    results = sum(launch.part_rows for launch in made.launches) * 64 * 128 * 4
+    assert results <= 1.15 * MOST_RESULTS  # room for parts of steps to come: a seventh
+    assert (made.shared is None) == (num_requests == 1000)
+
+
+def test_a_step_without_beginnings_in_common_is_planned_as_ever():
+    found, wanted = [], []
+    starts, lens = np.arange(9, dtype=np.int32), np.full(8, 3000, np.int32)
+    tables = np.arange(8 * 188, dtype=np.int32).reshape(8, 188)
+    made = plan(starts, lens, tables, SHAPE, block_size=16)
+    assert all_else(made, found) == all_else(plan(starts, lens, tables, SHAPE), wanted)
+    assert all(mx.array_equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_with_fixed_splits_a_row_has_the_same_bits_in_any_company(rows):
+    rng = np.random.default_rng(8)
+    batch = make_batch(
+        rng, [(600, rows)] * 4, AttentionShape(4, 2, 64, 64), mx.float16, alike=[(range(4), 30)]
+    )
+    alone = replace(
+        batch,
+        starts=batch.starts[:2],
+        seq_lens=batch.seq_lens[:1],
+        tables=batch.tables[:1],
+        queries=batch.queries[:rows],
+    )
+    found = []
+    for one in (batch, alone):
+        made = plan_of(one, splits=Splits(fixed=256))
+        with kernel.using(metal_kernel):
+            out, _ = paged_attention.run(
+                made, one.queries, one.key_pool, one.value_pool, FENCE, SCALE
+            )
+        found.append(out[:rows])
+    assert mx.array_equal(*found)
