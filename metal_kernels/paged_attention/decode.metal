@@ -202,7 +202,8 @@ const int group = num_heads / key_pool_shape[0];
 const int window = limits.window;
 const float scale = factors.scale * unit<C>();
 const float cap = factors.cap;
-// Rows of several requests, which share what they read, leave parts; each has a Request of its own.
+// Rows of several requests, which share what they read: each has a Request of its own, and all leave
+// parts. Sinks are counted where each reads the rest.
 const bool listed = PARTIAL && limits.listed != 0;
 const int part = simdgroup % SPLIT;
 const int walker = simdgroup / SPLIT % WALKERS;
@@ -242,7 +243,9 @@ UNROLLED for (int e = 0; e < 2; e++) {
 }
 
 const Context context(
-    key_pool_shape, kv_head, block_tables + ulong(listed ? tile.table : tile.request) * uint(block_tables_shape[1]));
+    key_pool_shape,
+    kv_head,
+    block_tables + ulong(listed ? tile.table : tile.request) * uint(block_tables_shape[1]));
 const int first_strip = first / KEYS / WALKS * WALKS;
 const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
 Sums acc[VM];
@@ -392,11 +395,7 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
 // The last walk has what all have found.
 if (walker == WALKERS - 1 && row_group * 8 + place.row < tile.packed_count) {
     const int packed = tile.packed_begin + row_group * 8 + place.row;
-    const int in_request = packed / group;
-    int row = request.first_out_row + in_request * tile.parts + tile.split;
-    if (PARTIAL && limits.listed != 0) {
-        row = (&request)[in_request].first_out_row + tile.split;
-    }
+    const int row = request.first_out_row + packed / group * tile.parts + tile.split;
     const ulong at = ulong(row) * num_heads + int(kv_head) * group + packed % group;
     const float share = PARTIAL ? unit<C>() : unit<C>() / row_total;
     UNROLLED for (int m = 0; m < VM; m++) {
