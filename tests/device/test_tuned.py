@@ -21,6 +21,7 @@ CHOSEN = Choices(
     part_cost=48,
     slots=120,
     decode_rows={KIND: 32},
+    shared={KIND: 9000, "another": None},
     long_prompt={KIND: 256, "another": None},
 )
 BY_FAMILY = Choices(dispatches=96)

@@ -96,8 +96,8 @@ _FAULTS: _Faults = {
         ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
         (
             "rows and heads of a group exchanged",
-            "ulong(request.first_row + packed / group)",
-            "ulong(request.first_row + packed % group)",
+            "request.first_row + row;",
+            "request.first_row + packed % group;",
         ),
     ],
     (DECODE, "decode", WRONG): [
@@ -160,7 +160,7 @@ _FAULTS: _Faults = {
             "+ m % Of::COUNT + place.row % 2 * Of::COUNT",
         ),
         ("scores without their factor", ": scale;", ": 1.0f;"),
-        ("block table row of another request", "ulong(tile.request) * uint(b", "ulong(0) * uint(b"),
+        ("block table row of another request", "listed ? tile.table : tile.request", "0"),
         (
             "block table rows of the wrong width",
             "uint(block_tables_shape[1])",
@@ -258,11 +258,9 @@ _FAULTS: _Faults = {
         ("sink counted with a shared beginning", "tile.split == 0 && !listed", "tile.split == 0"),
         ("listed rows taken for one request's", "listed ? (&request)[row].first_row : ", ""),
         ("the first row for all that are listed", "(&request)[row].first", "request.first"),
+        ("rows of a request listed", "PARTIAL && limits.listed != 0", "PARTIAL"),
         ("blocks of another request", "(listed ? tile.table : tile.request)", "(tile.request)"),
         ("blocks of the first request", "(listed ? tile.table : tile.request)", "(tile.table)"),
-    ],
-    (DECODE, "decode, shared", BOUNDS): [
-        ("rows of a request listed", "PARTIAL && limits.listed != 0", "PARTIAL"),
     ],
     (DECODE, "decode, shared", RACE): [
         ("a shared part of another row", "packed / group * tile.parts + tile", "tile"),
@@ -354,7 +352,7 @@ _FAULTS: _Faults = {
         ("shared parts left out", "own + row.num_shared;", "own;"),
         ("their sums left out", "shared_stats[at + 1] *", "0.0f *"),
         (
-            "parts of the first head",
+            "shared parts of the first head",
             "ulong(row.first_shared) * num_heads + head",
             "ulong(row.first_shared)",
         ),
