@@ -14,8 +14,9 @@ def any_alike(tables: np.ndarray) -> bool:
     Args:
         tables: [R, W] int32, blocks of each request in order.
     """
-    firsts = tables[:, 0].tolist()
-    return len(set(firsts)) < len(firsts)
+    firsts = tables[:, 0].copy()
+    firsts.sort()
+    return bool((firsts[1:] == firsts[:-1]).any())
 
 
 def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -97,14 +97,15 @@ def dispatch_of(
     first_rows = starts(rows_of)
     tiles = _tiles(parts, owner, pieces.request, None, begin_packed, cut.rows)
 
-    described = np.empty((len(first_rows), 4), np.int32)
-    described[:, 0] = batch.query_start_loc[pieces.request]
+    num_requests = len(batch.seq_lens)
+    requests = np.zeros((max(num_requests, MIN_ELEMENTS // 4), 4), np.int32)
+    whole = len(pieces.request) == num_requests  # the step: all requests, in order
+    members = slice(num_requests) if whole else pieces.request
+    requests[members, 0] = batch.query_start_loc[pieces.request]
     # The output row of the request's first row; negative where a dispatch before this one has it.
-    described[:, 1] = first_rows - pieces.first_row * parts.counts
-    described[:, 2] = first_position
-    described[:, 3] = batch.seq_lens[pieces.request]
-    requests = np.zeros((max(len(batch.seq_lens), MIN_ELEMENTS // 4), 4), np.int32)
-    requests[pieces.request] = described
+    requests[members, 1] = first_rows - pieces.first_row * parts.counts
+    requests[members, 2] = first_position
+    requests[members, 3] = batch.seq_lens[pieces.request]
     num_rows, part_rows = int(pieces.num_rows.sum()), int(first_rows[-1] + rows_of[-1])
     shared, joined = None, None
     if common is not None or part_rows > num_rows:

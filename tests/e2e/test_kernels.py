@@ -102,13 +102,13 @@ def test_beginnings_in_common_under_load(short, interpreted, shared, speculative
     cold, warm = serve_and_check(
         short,
         [[*common, *prompt[:25]] for prompt in others],
-        max_tokens=12,
+        max_tokens=24,
         passes=2,
         calls=interpreted,
         max_model_len=128,
         max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=18,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=15,
         speculative_config=speculative,
     )
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0
