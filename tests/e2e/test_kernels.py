@@ -94,7 +94,8 @@ def shared(monkeypatch):
     return keys
 
 
-@pytest.mark.parametrize("speculative", [None, pytest.param(NGRAM, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("speculative", [None, NGRAM])
 def test_beginnings_in_common_under_load(short, interpreted, shared, speculative):
     """Prefix hits, preemption and drafts to verify, over blocks that requests have in common."""
     tokens = text_tokens(short)
