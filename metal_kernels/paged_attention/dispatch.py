@@ -42,7 +42,7 @@ class Dispatch:
 
     @property
     def launches(self) -> tuple[Dispatch, ...]:
-        """Of the attention kernels, in order."""
+        """Launches of the attention kernels, in order."""
         return (self,) if self.shared is None else (self, self.shared)
 
     @property
@@ -67,35 +67,12 @@ def dispatch_of(
     """
     shape = batch.shape
     cut = _in_tiles(pieces.num_rows * shape.group, batch.packed_step(rows))
-    owner = cut.piece
-    begin_packed = pieces.first_row[owner] * shape.group + cut.begin
-    first_position = batch.first_positions[pieces.request]
-    first = first_position[owner]
-    most_behind = batch.most_behind[pieces.request][owner]
-    oldest = first - most_behind + begin_packed // shape.group - batch.window + 1
-    begin = np.maximum(oldest, 0) // STRIP * STRIP
-    if common is not None:
-        begin = np.maximum(begin, common.of_pieces[owner])
-    end = first + (begin_packed + cut.rows - 1) // shape.group + 1
-
-    seen = end - begin
-    contexts = Contexts(
-        begin=begin,
-        end=end,
-        seen=seen,
-        certain=seen - most_behind,  # or less, where the context begins sooner
-        piece=owner,
-        first_tile=cut.first,
-        query_rows=batch.query_lens[pieces.request],
-        tile_rows=rows,
-        result_bytes=rows * shape.value_size * 4,
-        num_heads=shape.num_kv_heads,
-        most_results=MOST_RESULTS if common is None else MOST_RESULTS // 2,
-    )
+    begin_packed = pieces.first_row[cut.piece] * shape.group + cut.begin
+    contexts = _contexts(rows, batch, pieces, cut, begin_packed, common)
     parts = contexts.whole() if splits is None else splits.cut(contexts)
     rows_of = pieces.num_rows * parts.counts  # of each piece, in the output or its parts
     first_rows = starts(rows_of)
-    tiles = _tiles(parts, owner, pieces.request, None, begin_packed, cut.rows)
+    tiles = _tiles(parts, cut.piece, pieces.request, None, begin_packed, cut.rows)
 
     num_requests = len(batch.seq_lens)
     requests = np.zeros((max(num_requests, MIN_ELEMENTS // 4), 4), np.int32)
@@ -104,7 +81,7 @@ def dispatch_of(
     requests[members, 0] = batch.query_start_loc[pieces.request]
     # The output row of the request's first row; negative where a dispatch before this one has it.
     requests[members, 1] = first_rows - pieces.first_row * parts.counts
-    requests[members, 2] = first_position
+    requests[members, 2] = batch.first_positions[pieces.request]
     requests[members, 3] = batch.seq_lens[pieces.request]
     num_rows, part_rows = int(pieces.num_rows.sum()), int(first_rows[-1] + rows_of[-1])
     shared, joined = None, None
@@ -123,8 +100,41 @@ def dispatch_of(
         tiles=mx.array(tiles),
         bounds=_bounds(batch.window),
         splits=None if joined is None else mx.array(joined),
-        work=shape.work(rows, int(seen.sum())),
+        work=shape.work(rows, int(contexts.seen.sum())),
         shared=shared,
+    )
+
+
+def _contexts(
+    rows: int,
+    batch: Batch,
+    pieces: Pieces,
+    cut: _InTiles,
+    begin_packed: np.ndarray,
+    common: Beginnings | None,
+) -> Contexts:
+    """What the tiles of a dispatch see, but for what is read beside it."""
+    shape, owner = batch.shape, cut.piece
+    first = batch.first_positions[pieces.request][owner]
+    most_behind = batch.most_behind[pieces.request][owner]
+    oldest = first - most_behind + begin_packed // shape.group - batch.window + 1
+    begin = np.maximum(oldest, 0) // STRIP * STRIP
+    if common is not None:
+        begin = np.maximum(begin, common.of_pieces[owner])
+    end = first + (begin_packed + cut.rows - 1) // shape.group + 1
+    seen = end - begin
+    return Contexts(
+        begin=begin,
+        end=end,
+        seen=seen,
+        certain=seen - most_behind,  # or less, where the context begins sooner
+        piece=owner,
+        first_tile=cut.first,
+        query_rows=batch.query_lens[pieces.request],
+        tile_rows=rows,
+        result_bytes=rows * shape.value_size * 4,
+        num_heads=shape.num_kv_heads,
+        most_results=MOST_RESULTS if common is None else MOST_RESULTS // 2,
     )
 
 
