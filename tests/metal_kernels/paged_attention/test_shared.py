@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beginnings that requests have in common are read once in decode, and results stay right."""
 
+import itertools
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan, trials
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APART
 from metal_kernels.paged_attention.splits import MOST_RESULTS
-from metal_kernels.plan_arrays import all_else
+from metal_kernels.plan_arrays import all_else, with_arrays
 from tests.metal_kernels.paged_attention.batches import expected, make_batch, overstated
 
 SCALE = 0.09
@@ -301,6 +302,24 @@ def test_a_step_without_beginnings_in_common_is_planned_as_ever():
     made = plan(starts, lens, tables, SHAPE, block_size=16)
     assert all_else(made, found) == all_else(plan(starts, lens, tables, SHAPE), wanted)
     assert all(mx.array_equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def test_shapes_stay_while_the_requests_that_share_grow():
+    """So that the graph of one step serves for the next, with its arrays."""
+    lens = np.array([900, 1350, 1200, 800, 1700, 2000, 1000, 1010])
+
+    def arrays(step):
+        found = []
+        made = decoding(lens + step, 784, tiles=replace(Tiles.for_layer(SHAPE), shared=0))
+        return made, all_else(made, found), found
+
+    steps = [arrays(step) for step in range(200)]
+    assert all(made.shared is not None for made, _, _ in steps)
+    assert sum(before[1] != after[1] for before, after in itertools.pairwise(steps)) <= 4
+    _, kind, found = steps[0]
+    other = with_arrays(steps[1][0], iter(found))
+    assert all_else(other, again := []) == kind
+    assert all(mx.array_equal(*pair) for pair in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
