@@ -16,7 +16,7 @@ def any_alike(tables: np.ndarray) -> bool:
     """
     firsts = tables[:, 0].copy()
     firsts.sort()
-    return bool((firsts[1:] == firsts[:-1]).any())
+    return bool(np.count_nonzero(firsts[1:] == firsts[:-1]))
 
 
 def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

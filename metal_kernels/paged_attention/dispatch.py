@@ -114,13 +114,12 @@ def _contexts(
     common: Beginnings | None,
 ) -> Contexts:
     """What the tiles of a dispatch see, but for what is read beside it."""
-    shape, owner = batch.shape, cut.piece
-    first = batch.first_positions[pieces.request][owner]
-    most_behind = batch.most_behind[pieces.request][owner]
+    shape, request = batch.shape, pieces.request[cut.piece]
+    first, most_behind = batch.first_positions[request], batch.most_behind[request]
     oldest = first - most_behind + begin_packed // shape.group - batch.window + 1
     begin = np.maximum(oldest, 0) // STRIP * STRIP
     if common is not None:
-        begin = np.maximum(begin, common.of_pieces[owner])
+        begin = np.maximum(begin, common.of_pieces[cut.piece])
     end = first + (begin_packed + cut.rows - 1) // shape.group + 1
     seen = end - begin
     return Contexts(
@@ -128,7 +127,7 @@ def _contexts(
         end=end,
         seen=seen,
         certain=seen - most_behind,  # or less, where the context begins sooner
-        piece=owner,
+        piece=cut.piece,
         first_tile=cut.first,
         query_rows=batch.query_lens[pieces.request],
         tile_rows=rows,
@@ -208,6 +207,9 @@ class _InTiles(NamedTuple):
 
 def _in_tiles(packed: np.ndarray, step: int) -> _InTiles:
     """Cuts pieces of [I] packed rows."""
+    if packed.max() <= step:  # as in most steps
+        piece = np.arange(len(packed))
+        return _InTiles(piece, np.zeros_like(piece), packed, piece)
     per_piece = -(-packed // step)
     piece = np.arange(len(packed)).repeat(per_piece)
     first = starts(per_piece)
