@@ -751,8 +751,8 @@ _OVERFLOWS: _Faults = {
     (GATHER, "gather", BOUNDS): [
         (
             "offset in 31 bits",
-            "first_slot * HEAD_SIZE + first;",
-            "int(first_slot * HEAD_SIZE) + first;",
+            "first_slot * HEAD_SIZE + first)",
+            "int(first_slot * HEAD_SIZE) + first)",
         ),
         ("slot in 31 bits", "const ulong first_slot", "const int first_slot"),
     ],

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ from mlx_lm.models import mla
 
 from metal_kernels.pace import MOST_WORK, Pace
 from metal_kernels.paged_attention import buckets
+from metal_kernels.paged_attention.fused import is_fused
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_state import joined
 from vllm_metal.mlx_patches import multi_linear
@@ -97,7 +97,7 @@ class Turn:
             dtype: of the rows.
         """
         key_size, value_size, scores = heads.key + heads.rotated, heads.value, 0
-        fused = is_fused(key_size, dtype, mx.default_device().type)
+        fused = is_fused(key_size, key_size, dtype, mx.default_device().type)
         if fused:
             value_size = max(key_size, value_size)
             most = MOST_WORK // (2 * context * (key_size + value_size))
@@ -144,19 +144,6 @@ def _built(
     unembed = multi_linear.matrices(projections.unembed, heads, context.dtype)
     values = latents @ unembed.swapaxes(-1, -2)
     return mx.concatenate([keys, rotated], axis=-1)[None], values[None]
-
-
-@cache
-def is_fused(key_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
-    """Whether MLX has a fused kernel for heads of the size, on the default device, one of those."""
-    rows = mx.zeros((1, 1, buckets.MIN_ROWS, key_size), dtype)
-    try:
-        mx.fast.scaled_dot_product_attention(
-            rows, rows, rows, scale=1.0, mask="causal", force_fused=True
-        )
-    except ValueError:
-        return False
-    return True
 
 
 def _by_pieces(

@@ -61,7 +61,7 @@ def decoded(pool, scales):
 
 def check(pool, scales, table, dtype, bounds=None, heads=None):
     """Tables may name blocks that the pool lacks."""
-    num_heads, num_blocks, block_size, head_size = pool.shape
+    num_heads, num_blocks, _, head_size = pool.shape
     lacking = (table < 0) | (table >= num_blocks)
     wanted = decoded(pool, scales)[:, np.where(lacking, 0, table)]
     wanted[:, lacking] = 0
