@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says for which heads MLX has a fused attention kernel for prompts, on this device."""
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import mlx.core as mx
 
 from metal_kernels.paged_attention.plan import AttentionShape
 
-_ROWS = 64  # more than MLX's kernels for few rows take
+#: Rows that MLX takes other kernels for, which have some heads at once and not every size: to force
+#: one for so few is an error where there is none.
+FEW_ROWS = 8
+_ROWS = 64
+
+
+def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of as few calls as have so many rows at most, all alike.
+
+    None has FEW_ROWS rows or fewer, unless `most` or `num_rows` is little more.
+    """
+    count = -(-num_rows // most)
+    ends = [num_rows * call // count for call in range(count + 1)]
+    for first, end in pairwise(ends):
+        yield first, end - first
 
 
 @cache

@@ -18,7 +18,7 @@ from metal_kernels import kv_gather
 from metal_kernels.op_common import merged
 from metal_kernels.pace import IN_FLIGHT, MOST_WORK, Pace
 from metal_kernels.paged_attention.buckets import MAX_SCORES, MIN_ROWS
-from metal_kernels.paged_attention.fused import fused_value_size
+from metal_kernels.paged_attention.fused import FEW_ROWS, even_cuts, fused_value_size
 from metal_kernels.paged_attention.plan import AttentionShape
 
 #: The most bytes of K and V that a command buffer gathers; K/V heads have theirs in turns, and one
@@ -107,8 +107,8 @@ def plan(
         most = most_work // (seen * _work_of(shape)) if force_fused else MAX_SCORES // seen
         most = min(max(most, MIN_ROWS), window or num_rows)
         pieces = tuple(
-            _piece(before, first, min(most, num_rows - first), base * block_size, window, masks)
-            for first in range(0, num_rows, most)
+            _piece(before, first, count, base * block_size, window, masks)
+            for first, count in even_cuts(num_rows, most)
         )
         table = block_tables[index : index + 1, base : -(-length // block_size)]
         bounds = np.array([[begin, length]], np.int32) - np.int32(base * block_size)
@@ -253,7 +253,7 @@ class _Layer:
                 scale=self.scale,
                 mask="causal" if piece.mask is None else piece.mask,
                 sinks=None if sinks is None else sinks[here],
-                force_fused=force_fused,
+                force_fused=force_fused and piece.num_rows > FEW_ROWS,
             )
             outputs.append(out[..., : shape.value_size])
         return _joined(outputs, 2)

@@ -11,7 +11,7 @@ from mlx_lm.models import mla
 
 from metal_kernels.pace import MOST_WORK, Pace
 from metal_kernels.paged_attention import buckets
-from metal_kernels.paged_attention.fused import is_fused
+from metal_kernels.paged_attention.fused import even_cuts, is_fused
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_state import joined
 from vllm_metal.mlx_patches import multi_linear
@@ -167,8 +167,8 @@ def _by_pieces(
     if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
         values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
     num_rows, outputs = queries.shape[2], list[mx.array]()
-    for first in range(0, num_rows, turn.num_rows):
-        last = min(first + turn.num_rows, num_rows)
+    for first, count in even_cuts(num_rows, turn.num_rows):
+        last = first + count
         rows, seen = queries[:, :, first:last], length - num_rows + last
         if pace is not None:
             pace.before(heads.work(last - first, seen), *(outputs[-1:] or before))

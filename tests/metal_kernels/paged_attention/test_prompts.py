@@ -15,8 +15,7 @@ from tests.metal_kernels.paged_attention.whole_tiles import TILE, WholeTiles
 
 SHAPE = AttentionShape(4, 2, 64, 64)
 UNEVEN = AttentionShape(4, 2, 96, 64)
-#: With windows of 24 the last call has two rows, and one of its keys is behind the second's.
-REQUESTS = [(0, 70), (37, 64), (150, 26)]
+REQUESTS = [(0, 70), (37, 64), (150, 26), (9, 16)]  # the last sees a key beyond windows of 24
 FENCE = mx.zeros(FENCE_SHAPE, FENCE_DTYPE)
 
 
@@ -109,14 +108,27 @@ def test_calls_have_no_more_rows_than_a_window_or_their_work_allows(window, most
         most_work=1,
     )
     (prompt,) = plan.prompts
-    assert [piece.num_rows for piece in prompt.pieces[:-1]] == [most] * (200 // most)
-    assert sum(piece.num_rows for piece in prompt.pieces) == 200
+    counts = [piece.num_rows for piece in prompt.pieces]
+    assert sum(counts) == 200 and len(counts) == -(-200 // most)
+    assert max(counts) - min(counts) <= 1
+    assert [piece.first for piece in prompt.pieces] == [0, *np.cumsum(counts)[:-1].tolist()]
     found = batch_of([(300, 200)])
     out, _ = attend(found, window, force_fused=False, most_work=1)
     np.testing.assert_allclose(out, expected(found, 0.1, window), atol=1e-5)
     if window is not None:  # keys in reach alone, under one mask
-        assert max(piece.end - piece.begin for piece in prompt.pieces) == window + most - 1
-        assert len({id(piece.mask) for piece in prompt.pieces[:-1]}) == 1
+        most_keys = max(piece.end - piece.begin for piece in prompt.pieces)
+        assert most_keys == window + max(counts) - 1
+        assert len({id(piece.mask) for piece in prompt.pieces}) == len(set(counts))
+
+
+@pytest.mark.parametrize("window", [None, 17, 128])
+def test_no_kernel_is_forced_for_rows_so_few_that_mlx_may_have_none(window):
+    """It then raises: it judges its kernel for up to eight rows, of 32 query rows at most."""
+    for num_rows in range(17, 400, 5):
+        starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows + 300], np.int32)
+        table = np.zeros((1, 50), np.int32)
+        plan = prompts.plan(starts, lens, table, 16, SHAPE, window, True, most_work=1)
+        assert min(piece.num_rows for piece in plan.prompts[0].pieces) > 8
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -131,8 +143,8 @@ def test_heads_have_their_contexts_in_turns_past_a_bound(monkeypatch, window):
     found, plan = attend(batch, window, compiler=checker.metal_kernel)
     np.testing.assert_array_equal(found, wanted)
     gathered = [dispatch.buffers["context"].written_bytes for dispatch in checker.dispatches]
-    if window is None:  # 80 slots: two heads and one; 112 and 176: each by itself
-        assert len(gathered) == 2 * (2 + 3 + 3) and len(ends) == 7
+    if window is None:  # 80 slots: two heads and one; 112 and 176: each by itself; 32: all
+        assert len(gathered) == 2 * (2 + 3 + 3 + 1) and len(ends) == 8
     bound = max(prompts.GATHERED_AT_ONCE, *(keys + values for keys, values in _pairs(gathered)))
     most = max(
         prompts.head_bytes(plan.shape, prompt.block_table.shape[1] * 16, mx.float32)
