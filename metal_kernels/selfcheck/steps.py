@@ -61,6 +61,9 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
         query = queries[turn % len(queries)]
         requests = [(query, _LONG + query + 7 * (step % 8)), (1, block + 3)]
         return [*requests, (1, _LONG // 2)] if _common(case, kernel, step) else requests
+    if kernel == "gathered":
+        rows, before = 64 + 5 * (step % 7), (block + 3) * (step % 4)
+        return [(rows, before + rows), (rows + 1, 2 * block + rows)]
     if kernel == "prefill":
         if step % 4 == 3:  # a long chunk among decodes
             long = case.shape.tile_rows // group + 3
