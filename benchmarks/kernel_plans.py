@@ -7,6 +7,7 @@ Needs no GPU. `--before ../before` measures another checkout in turn, each run a
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 _HERE = Path(__file__).resolve().parents[1]
-_CALLS, _ROUNDS = 100, 7
+_CALLS, _ROUNDS, _BLOCK = 100, 7, 16
 
 
 def batches() -> dict[str, list[tuple[int, int]]]:
@@ -36,20 +37,33 @@ def batches() -> dict[str, list[tuple[int, int]]]:
     }
 
 
+def shared() -> dict[str, tuple[list[tuple[int, int]], int]]:
+    """The same of requests, and positions that all of them begin with in common."""
+    return {
+        "8 × 1000, 800 in common": ([(1000, 1)] * 8, 800),
+        "32 × 4000, 3200 in common": ([(4000, 1)] * 32, 3200),
+        "256 × 1000, 800 in common": ([(1000, 1)] * 256, 800),
+    }
+
+
 def measure() -> dict[str, float]:
     """Microseconds of a plan for Llama 8B's heads; medians of CPU time."""
     from metal_kernels.paged_attention import AttentionShape, plan
 
     shape, found = AttentionShape(32, 8, 128, 128), {}
-    for name, requests in batches().items():
+    told = {"block_size": _BLOCK} if "block_size" in inspect.signature(plan).parameters else {}
+    apart = {name: (requests, 0) for name, requests in batches().items()}
+    for name, (requests, common) in (apart | shared()).items():
         lens, rows = (np.array(part, np.int32) for part in zip(*requests, strict=True))
         starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
-        tables = np.zeros((len(lens), -(-int(lens.max()) // 16)), np.int32)
+        width = -(-int(lens.max()) // _BLOCK)
+        tables = np.arange(len(lens) * width, dtype=np.int32).reshape(len(lens), width)
+        tables[:, : common // _BLOCK] = tables[0, : common // _BLOCK]
         rounds = []
         for _ in range(_ROUNDS + 1):  # the first one warms caches
             started = time.thread_time()
             for _ in range(_CALLS):
-                plan(starts, lens, tables, shape)
+                plan(starts, lens, tables, shape, **told)
             rounds.append((time.thread_time() - started) / _CALLS * 1e6)
         found[name] = float(np.median(rounds[1:]))
     return found
@@ -80,7 +94,7 @@ def main() -> None:
             runs[name].append(_measure_in(checkout.resolve()))
     print(f"| µs of a plan | {' | '.join(checkouts)} |")
     print("| --- |" + " ---: |" * len(checkouts))
-    for batch in batches():
+    for batch in (*batches(), *shared()):
         cells = [f"{np.median([run[batch] for run in runs[name]]):.0f}" for name in checkouts]
         print(f"| {batch} | {' | '.join(cells)} |")
 

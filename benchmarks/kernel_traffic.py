@@ -30,6 +30,7 @@ class Workload:
     rows: int  # of each request in this step
     context: int  # of each request, this step's rows included
     dtype: mx.Dtype = mx.float16
+    common: int = 0  # positions that all requests begin with, whole blocks
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def measure(work: Workload) -> Figures:
     per_request = -(-work.context // BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(work.batch * per_request).astype(np.int32)
     tables = tables.reshape(work.batch, per_request)
+    tables[:, : work.common // BLOCK_SIZE] = tables[0, : work.common // BLOCK_SIZE]
     positions = np.arange(work.context - work.rows, work.context)
     slots = (tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).ravel()
     pool_shape = (shape.num_kv_heads, tables.size, BLOCK_SIZE, shape.head_size)
@@ -58,7 +60,8 @@ def measure(work: Workload) -> Figures:
     fresh = mx.zeros((num_tokens, shape.num_kv_heads, shape.head_size), work.dtype)
     queries = mx.zeros((num_tokens, shape.num_heads, shape.head_size), work.dtype)
     starts = np.arange(work.batch + 1, dtype=np.int32) * work.rows
-    plan = paged_attention.plan(starts, np.full(work.batch, work.context, np.int32), tables, shape)
+    lens = np.full(work.batch, work.context, np.int32)
+    plan = paged_attention.plan(starts, lens, tables, shape, block_size=BLOCK_SIZE)
     checker = Checker()
     with kernel.using(checker.metal_kernel):
         values = None if shape.latent else fresh
@@ -72,8 +75,9 @@ def measure(work: Workload) -> Figures:
         if dispatch.kernel in ("decode", "prefill")
         for name in ("key_pool", "value_pool")
     )
-    per_head = -(-work.context * shape.head_size * work.dtype.size // LINE)
-    least = work.batch * shape.num_kv_heads * per_head * len(pools)
+    positions = work.common + work.batch * (work.context - work.common)
+    per_head = -(-positions * shape.head_size * work.dtype.size // LINE)
+    least = shape.num_kv_heads * per_head * len(pools)
     return Figures(loaded, least, tuple(checker.dispatches))
 
 
@@ -87,6 +91,8 @@ WORKLOADS: Sequence[Workload] = (
     Workload("decode, 4 heads", _gqa(4), 32, 1, 300),
     *(Workload(f"verify 5 rows, {g} heads", _gqa(g), 2, 5, 1000) for g in (1, 4, 8)),
     Workload("decode, latent, 16 heads", AttentionShape(16, 1, 576, 512), 2, 1, 500),
+    Workload("decode, 4 heads, 960 in common", _gqa(4), 8, 1, 1000, common=960),
+    Workload("decode, 8 heads, 1920 in common", _gqa(8), 4, 1, 2000, common=1920),
     Workload("prefill 64 rows, 4 heads", _gqa(4), 1, 64, 64),
     Workload("prefill 256 rows, 4 heads", _gqa(4), 1, 256, 256),
     Workload("prefill 64 rows behind 448, 4 heads", _gqa(4), 1, 64, 512),

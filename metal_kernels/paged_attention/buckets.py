@@ -149,7 +149,9 @@ def plan(
     elif share and len(query_lens) > 1:
         whole = (seq_lens - query_lens) // block_size  # blocks that all rows of a request see
         requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
-        for members, length in common_prefixes(block_tables, whole):
+        group, lengths = common_prefixes(block_tables, whole)
+        for number, length in enumerate(lengths.tolist()):
+            members = np.flatnonzero(group == number)
             rows = np.flatnonzero(np.isin(requests, members)).astype(np.int32)
             for of_call in _shared_rows(rows, len(members), length * block_size):
                 table = _Table.padded(block_tables[members[:1]], np.zeros(1, int), [length], length)

@@ -202,6 +202,9 @@ const int group = num_heads / key_pool_shape[0];
 const int window = limits.window;
 const float scale = factors.scale * unit<C>();
 const float cap = factors.cap;
+// Rows of several requests, which share what they read: each has a Request of its own, and all leave
+// parts. Sinks are counted where each reads the rest.
+const bool listed = PARTIAL && limits.listed != 0;
 const int part = simdgroup % SPLIT;
 const int walker = simdgroup / SPLIT % WALKERS;
 const int row_group = simdgroup / (SPLIT * WALKERS);
@@ -226,9 +229,10 @@ UNROLLED for (int e = 0; e < 2; e++) {
     const int oldest_seen = metal::max(tile.begin, position - window + 1);
     first_seen[e] = oldest_seen - place.row;
     num_seen[e] = uint(metal::max(metal::min(end, position + 1) - oldest_seen, 0));
-    sink[e] = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
-    const device T* query =
-        queries + (ulong(request.first_row + packed / group) * num_heads + head) * D;
+    sink[e] = tile.split == 0 && !listed ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
+    const int row = packed / group;
+    const int query_row = listed ? (&request)[row].first_row : request.first_row + row;
+    const device T* query = queries + (ulong(query_row) * num_heads + head) * D;
     UNROLLED for (int m = 0; m < Keys::CHUNKS * Of::COUNT; m++) {
         const int d = Keys::element(part, m / Of::COUNT, place.row & 6) + m % Of::COUNT * 2 + place.row % 2;
         q[m].thread_elements()[e] = LATENT || d < D ? Q(query[d]) : Q(0.0f);
@@ -239,7 +243,9 @@ UNROLLED for (int e = 0; e < 2; e++) {
 }
 
 const Context context(
-    key_pool_shape, kv_head, block_tables + ulong(tile.request) * uint(block_tables_shape[1]));
+    key_pool_shape,
+    kv_head,
+    block_tables + ulong(listed ? tile.table : tile.request) * uint(block_tables_shape[1]));
 const int first_strip = first / KEYS / WALKS * WALKS;
 const int rounds = end > first ? ((end - 1) / KEYS - first_strip) / WALKS + 1 : 0;
 Sums acc[VM];

@@ -23,12 +23,9 @@ from metal_kernels.op_common import (
     padded,
 )
 from metal_kernels.pace import Pace
-from metal_kernels.paged_attention.plan import (
-    LATENT_SIZES,
-    AttentionPlan,
-    AttentionShape,
-    Dispatch,
-)
+from metal_kernels.paged_attention.dispatch import Dispatch
+from metal_kernels.paged_attention.plan import AttentionPlan
+from metal_kernels.paged_attention.shape import LATENT_SIZES, AttentionShape
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256, 512)
 #: Of keys and values that differ: MLA before its latents, MiMo; MiniCPM3.
@@ -55,7 +52,8 @@ _FOLDER = Path(__file__).parent
 _SHARED = ("numeric.metal", "attention.metal")
 _decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
 _prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
-_reduce = load(_FOLDER / "reduce.metal", ("parts", "stats", "rows"), ("out",), _SHARED)
+_PARTS = ("parts", "stats", "shared_parts", "shared_stats", "rows")
+_reduce = load(_FOLDER / "reduce.metal", _PARTS, ("out",), _SHARED)
 
 
 def run(
@@ -106,32 +104,38 @@ def run(
     for dispatch in plan.dispatches:
         if pace is not None:
             # All outputs so far: dispatches of a layer do not depend on each other.
-            pace.before(dispatch.work, *fences[::-1], *outputs[::-1])
-        buffers = [
-            queries,
-            *pools,
-            plan.block_tables,
-            dispatch.requests,
-            dispatch.tiles,
-            dispatch.bounds,
-            scoring,
-            sinks,
-            after,
-        ]
-        out, fence = _launch(plan, dispatch, buffers, softcap is not None)
-        outputs.append(out)
-        fences.append(fence)
+            work = sum(launch.work for launch in dispatch.launches)
+            pace.before(work, *fences[::-1], *outputs[::-1])
+        parts = []
+        for launch in dispatch.launches:
+            buffers = [
+                queries,
+                *pools,
+                plan.block_tables,
+                launch.requests,
+                launch.tiles,
+                launch.bounds,
+                scoring,
+                sinks,
+                after,
+            ]
+            out, stats, fence = _launch(plan, launch, buffers, softcap is not None)
+            parts.append((out, stats))
+            fences.append(fence)
+        joined = parts[0][0]
+        if dispatch.splits is not None:
+            joined = _join(plan.shape, dispatch.splits, dispatch.num_rows, parts, queries.dtype)
+        outputs.append(joined)
     merged = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return merged if plan.order is None else merged[plan.order], fences
 
 
 def _launch(
     plan: AttentionPlan, dispatch: Dispatch, buffers: list[mx.array], capped: bool
-) -> tuple[mx.array, mx.array]:
-    """Launches one dispatch, and the reduction after it where contexts are split."""
+) -> list[mx.array]:
+    """Output rows, or those of parts and their maxima and sums; and a fence."""
     queries, key_pool = buffers[:2]
-    shape, split = plan.shape, dispatch.splits is not None
-    out_shape = (dispatch.num_rows, shape.num_heads, shape.value_size)
+    shape, split = plan.shape, dispatch.part_rows > 0
     kernel, tiling, simdgroups = (_of_decode if dispatch.decode else _of_prefill)(
         shape, dispatch.rows, queries.dtype, key_pool.dtype
     )
@@ -147,30 +151,39 @@ def _launch(
         ("PARTIAL", split),
         *tiling.items(),
     ]
-    parts_shape = (dispatch.part_rows, *out_shape[1:])
-    out, stats, fence = kernel(
+    num_rows = dispatch.part_rows if split else dispatch.num_rows
+    return kernel(
         inputs=buffers,
         template=template,
         grid=(dispatch.num_tiles * simdgroups * 32, shape.num_kv_heads, 1),
         threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[
-            parts_shape if split else out_shape,
-            (*parts_shape[:2], 2) if split else (MIN_ELEMENTS,),
+            (num_rows, shape.num_heads, shape.value_size),
+            (num_rows, shape.num_heads, 2) if split else (MIN_ELEMENTS,),
             FENCE_SHAPE,
         ],
         output_dtypes=[mx.float32 if split else queries.dtype, mx.float32, FENCE_DTYPE],
     )
-    if dispatch.splits is not None:
-        heads = min(shape.num_heads, 8)  # a few simdgroups a threadgroup: they share nothing
-        (out,) = _reduce(
-            inputs=[out, stats, dispatch.splits],
-            template=[("T", queries.dtype), ("DV", shape.value_size)],
-            grid=(32, shape.num_heads, dispatch.num_rows),
-            threadgroup=(32, heads, 1),
-            output_shapes=[out_shape],
-            output_dtypes=[queries.dtype],
-        )
-    return out, fence
+
+
+def _join(
+    shape: AttentionShape,
+    rows: mx.array,
+    num_rows: int,
+    parts: list[tuple[mx.array, mx.array]],
+    dtype: mx.Dtype,
+) -> mx.array:
+    """[n, H, DV]: joins the parts of each row's own context and, behind them, of a shared one."""
+    heads = min(shape.num_heads, 8)  # a few simdgroups a threadgroup: they share nothing
+    (out,) = _reduce(
+        inputs=[*parts[0], *parts[-1], rows],
+        template=[("T", dtype), ("DV", shape.value_size)],
+        grid=(32, shape.num_heads, num_rows),
+        threadgroup=(32, heads, 1),
+        output_shapes=[(num_rows, shape.num_heads, shape.value_size)],
+        output_dtypes=[dtype],
+    )
+    return out
 
 
 _Tiling = tuple[Callable[..., list[mx.array]], dict[str, int], int]

@@ -23,9 +23,9 @@ _JOIN = 20
 #: Keys that cost what it takes to read a row of a part's result, in float32. From so many rows on,
 #: a key's time is arithmetic and grows with the rows as well.
 _ROW, _LOADING_ROWS = 1, 16
-#: Bytes of the results of all parts, about. No budget counts them, and three layers may be under
-#: way. So many rows of a prompt as would exceed it have tiles enough.
-_MOST_RESULTS = 2**25
+#: Bytes of the results of all parts of a dispatch, about; no budget counts them, and three layers
+#: may be under way. So many rows of a prompt as would exceed it have tiles enough.
+MOST_RESULTS = 2**25
 #: The most rows of a request in fixed parts: more are a prompt's, which has tiles enough.
 _MOST_FIXED_ROWS = 16
 
@@ -75,7 +75,7 @@ class Splits:
         if longest <= WHOLE:
             return None
         total, tiles = int(keys.sum()) * heads, len(keys) * heads
-        further = _MOST_RESULTS // contexts.result_bytes - tiles  # parts
+        further = contexts.most_results // contexts.result_bytes - tiles  # parts
         if further <= 0:
             return None
         share = total / self.slots
@@ -120,6 +120,7 @@ class Contexts:
     tile_rows: int  # packed rows of the largest tile
     result_bytes: int  # of a part's result, of one of the heads
     num_heads: int  # Hkv, each of which has these tiles
+    most_results: int = MOST_RESULTS  # bytes of the results of all parts
 
     def whole(self) -> Parts:
         """One part a tile."""
@@ -162,9 +163,12 @@ class Parts:
     counts: np.ndarray  # [I] int, parts of each tile, and row, of a piece
 
     def of_rows(self, num_rows: np.ndarray) -> np.ndarray:
-        """[max(n, 4), 2] int32: struct Row of reduce.metal, of pieces of [I] output rows."""
+        """[max(n, 2), 4] int32: struct Row of reduce.metal, of pieces of [I] output rows.
+
+        None of them shares a beginning yet.
+        """
         counts = self.counts.repeat(num_rows)
-        rows = np.zeros((max(len(counts), MIN_ELEMENTS // 2), 2), np.int32)
+        rows = np.zeros((max(len(counts), MIN_ELEMENTS // 4), 4), np.int32)
         made = rows[: len(counts)]
         made[:, 0] = counts.cumsum() - counts
         made[:, 1] = counts

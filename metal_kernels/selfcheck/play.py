@@ -47,6 +47,7 @@ class _Pool:
             self.case.window,
             next(self.tiles),
             splits=ALWAYS,  # on every machine the same
+            block_size=layout.block_size,
         )
 
     def write(self, step: Step, slots: mx.array | None = None) -> mx.array:
@@ -210,8 +211,9 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
 def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
     """For each attention, tiles of one size: the one checked, or for `reduce` each size in turn.
 
-    Contexts are split for `reduce`, and for `graph` where `reduce` passed: where it fails, no other
-    check does. `graph` has all sizes to choose from, as the layers of a model have.
+    Contexts are split for `reduce`, and their beginnings shared wherever they are alike, and for
+    `graph` where `reduce` passed: where it fails, no other check does. `graph` has all sizes to
+    choose from, as the layers of a model have.
     """
     if check.kernel == "graph":
         yield from itertools.repeat(tiles)
@@ -221,7 +223,7 @@ def _tiles(check: Check, tiles: Tiles) -> Iterator[Tiles]:
         sizes = [(check.kernel == "decode", check.rows or 0)]
     split = check.kernel == "reduce"
     for decode, rows in itertools.cycle(sizes):
-        yield replace(tiles.only(decode, rows), split=split)
+        yield replace(tiles.only(decode, rows), split=split, shared=0)
 
 
 def play(

@@ -40,10 +40,12 @@ def layouts(case: Case, kernel: str, count: int) -> list[tuple[RaggedLayout, np.
     """
     rng = np.random.default_rng(KERNELS.index(kernel))
     batches = [_requests(case, kernel, index) for index in range(count)]
+    common = [_common(case, kernel, index) for index in range(count)]
     most = max(sum(-(-length // case.block_size) for _, length in batch) for batch in batches)
     dealt = [rng.permutation(most + _SPARE_BLOCKS).astype(np.int32) for _ in batches]
     return [
-        (_layout(case, batch, blocks), blocks) for batch, blocks in zip(batches, dealt, strict=True)
+        (_layout(case, batch, blocks, alike), blocks)
+        for batch, blocks, alike in zip(batches, dealt, common, strict=True)
     ]
 
 
@@ -54,12 +56,11 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
     chunks = [max(1, rows // group) for rows in (64, 8, 16, 32) if rows <= case.shape.tile_rows]
     verify, chunk = verified[(step + 1) % len(verified)], chunks[step % len(chunks)]
     if kernel == "reduce":
-        # Each step plays one size of tiles (play.py): a query length stays for as many steps.
-        sizes = Tiles.for_layer(case.shape, case.window)
         queries = [*verified[:1], *chunks, *verified[1:]]
-        turn = step // (len(sizes.decode) + len(sizes.prefill))
+        turn = _turn(case, step)
         query = queries[turn % len(queries)]
-        return [(query, _LONG + query + 7 * (step % 8)), (1, block + 3)]
+        requests = [(query, _LONG + query + 7 * (step % 8)), (1, block + 3)]
+        return [*requests, (1, _LONG // 2)] if _common(case, kernel, step) else requests
     if kernel == "gathered":
         rows, before = 64 + 5 * (step % 7), (block + 3) * (step % 4)
         return [(rows, before + rows), (rows + 1, 2 * block + rows)]
@@ -71,7 +72,21 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
     return [(verify, 2 * block + 2 + 3 * step % block), (1, 3 * block), (verify, block + verify)]
 
 
-def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> RaggedLayout:
+def _turn(case: Case, step: int) -> int:
+    """Each step of `reduce` plays one size of tiles (play.py): a turn has all of them."""
+    sizes = Tiles.for_layer(case.shape, case.window)
+    return step // (len(sizes.decode) + len(sizes.prefill))
+
+
+def _common(case: Case, kernel: str, step: int) -> int:
+    """Blocks that the first request and the last begin with in common."""
+    shares = kernel == "reduce" and _turn(case, step) % 2 == 0
+    return (1 + step % 2) * (_LONG // 4 // case.block_size) if shares else 0
+
+
+def _layout(
+    case: Case, requests: list[tuple[int, int]], blocks: np.ndarray, common: int = 0
+) -> RaggedLayout:
     query_lens, seq_lens = (np.array(part, np.int32) for part in zip(*requests, strict=True))
     counts = -(-seq_lens // case.block_size)
     tables = np.zeros((len(requests), counts.max()), np.int32)
@@ -79,6 +94,8 @@ def _layout(case: Case, requests: list[tuple[int, int]], blocks: np.ndarray) -> 
     for row, (query, length) in enumerate(requests):
         first = int(counts[:row].sum())
         tables[row, : counts[row]] = blocks[first : first + counts[row]]
+        if row == len(requests) - 1:
+            tables[row, :common] = tables[0, :common]
         positions = np.arange(length - query, length)
         block = tables[row, positions // case.block_size]
         slots.append(block * case.block_size + positions % case.block_size)

@@ -226,13 +226,24 @@ class Layer:
         context: int,
         tiles: Tiles | None = None,
         splits: Splits = DEFAULT,
+        common: int = 0,
     ) -> Call:
-        """By our kernels."""
-        case = self._case
+        """By our kernels; `common` positions are those that all requests begin with."""
+        case, blocks_alike = self._case, common // self._case.block_size
 
         def call_of(blocks: np.ndarray) -> Call:
-            layout = self._layout(requests, query, context, blocks)
-            plan = paged_attention.plan(*layout, case.shape, case.window, tiles, splits=splits)
+            starts, lens, tables = self._layout(requests, query, context, blocks)
+            tables = np.where(np.arange(tables.shape[1]) < blocks_alike, tables[0], tables)
+            plan = paged_attention.plan(
+                starts,
+                lens,
+                tables,
+                case.shape,
+                case.window,
+                tiles,
+                splits=splits,
+                block_size=case.block_size,
+            )
             return self._attending(plan, paged_attention.run, requests * query)
 
         return self._in_turn(requests * self._width_of(context), call_of)

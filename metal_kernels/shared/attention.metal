@@ -7,7 +7,7 @@
 
 constant constexpr float LOG2_E = 1.4426950408889634f;
 
-// A request's rows in the step; fields as plan.py lays them out.
+// A request's rows in the step, or one row of those that are listed; fields as dispatch.py lays them out.
 struct Request {
     int first_row;       // of the queries
     int first_out_row;   // of the output, where all parts of a row follow each other
@@ -18,20 +18,21 @@ struct Request {
 // What one threadgroup works on: query rows against a range of the context. Rows are packed: packed
 // row p is query row p / group, head p % group of the query heads that share a K/V head.
 struct Tile {
-    int request;
+    int request;  // of its rows; where they are listed, that of packed row 0
     int packed_begin;
     int packed_count;
     int begin;  // first context position
     int end;    // past the last; the request may end before
     int split;  // which part of the context this is
     int parts;  // how many there are; 1: it is whole
-    int unused;
+    int table;  // block table, where rows are listed; else that of the request
 };
 
 // What holds for all tiles of a dispatch.
 struct Bounds {
     int window;  // positions a query sees, itself included
-    int unused[7];
+    int listed;  // whether each query row has a Request of its own, and sees the tile's whole range
+    int unused[6];
 };
 
 // How dot products become scores.

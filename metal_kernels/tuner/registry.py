@@ -12,6 +12,7 @@ from metal_kernels.tuner import (
     force_fused,
     long_prompt,
     prompt_rows,
+    shared,
     splits,
 )
 from metal_kernels.tuner.choice import Choice, ProcessChoice
@@ -19,6 +20,7 @@ from metal_kernels.tuner.choice import Choice, ProcessChoice
 CHOICES: tuple[Choice, ...] = (
     splits.CHOICE,
     decode_rows.CHOICE,
+    shared.CHOICE,
     long_prompt.CHOICE,
     force_fused.CHOICE,
     prompt_rows.CHOICE,  # the longest; the self-check has an answer to begin with

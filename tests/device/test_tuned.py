@@ -21,6 +21,7 @@ CHOSEN = Choices(
     part_cost=48,
     slots=120,
     decode_rows={KIND: 32},
+    shared={KIND: 9000, "another": None},
     long_prompt={KIND: 256, "another": None},
     prompt_rows={KIND: {"1024": 64, "8192": None}},
     force_fused={KIND: False},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole engine on the Metal kernels, interpreted: a Mac's dispatches, grids and plans."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from e2e.harness import Dense, counters, engine, generate, greedy, make_prompts,
 from e2e.test_hybrids import NGRAM
 from models import recurrent
 
+from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.hazards import Logger, prove, prove_always
 
 
@@ -73,6 +75,46 @@ def test_cold_and_warm_under_load(short, interpreted):
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0
     assert cold["vllm:num_preemptions"] > 0
     assert all(interpreted[name] > 0 for name in ("kv_write", "decode", "prefill"))
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Of each beginning that decoded rows share, the keys; whatever they save."""
+    keys, module = [], sys.modules["metal_kernels.paged_attention.plan"]
+    of_layer, beginnings = Tiles.for_layer, module.beginnings
+
+    def noting(*arguments):
+        found = beginnings(*arguments)
+        keys.extend(() if found is None else found.keys.tolist())
+        return found
+
+    monkeypatch.setattr(module, "beginnings", noting)
+    every = staticmethod(lambda *kind: replace(of_layer(*kind), shared=0))
+    monkeypatch.setattr(Tiles, "for_layer", every)
+    return keys
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("speculative", [None, NGRAM])
+def test_beginnings_in_common_under_load(short, interpreted, shared, speculative):
+    """Prefix hits, preemption and drafts to verify, over blocks that requests have in common."""
+    tokens = text_tokens(short)
+    common, others = tokens[:50], make_prompts(tokens, 10, 40)
+    cold, warm = serve_and_check(
+        short,
+        [[*common, *prompt[:25]] for prompt in others],
+        max_tokens=24,
+        passes=2,
+        calls=interpreted,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=15,
+        speculative_config=speculative,
+    )
+    assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0
+    assert cold["vllm:num_preemptions"] > 0
+    assert len(shared) > 10 and interpreted["reduce"] > 0
 
 
 @pytest.mark.heavy

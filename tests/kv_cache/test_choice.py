@@ -137,9 +137,14 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
 
 
 def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
-    """As a start reads it: tiles of one kind of layer, and how all contexts are cut."""
+    """As a start reads it: of one kind of layer tiles and what is shared, how all is cut."""
     case, windowed = choice.needed_cases(LAYERS, BF16, BF16, 16)
-    kept = tuned.Choices(part_cost=500, slots=2000, decode_rows={str(case): 8, str(windowed): 4})
+    kept = tuned.Choices(
+        part_cost=500,
+        slots=2000,
+        decode_rows={str(case): 8, str(windowed): 4},
+        shared={str(case): 50_000, "another": 1},
+    )
     tuned.save(kept, folder=tmp_path)
     read = tuned.load(tmp_path)
     found_where(monkeypatch, lambda case, one: False)
@@ -153,6 +158,15 @@ def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
     for serves, decode, rows in ((chosen, False, 64), (by_default, True, 16)):
         (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
         assert (dispatch.decode, dispatch.rows) == (decode, rows)
+    assert (chosen.tiles[SHAPE, None].shared, chosen.tiles[SHAPE, 512].shared) == (
+        50_000,
+        WHOLE.shared,
+    )
+    starts, lens = np.arange(9, dtype=np.int32), np.full(8, 4000, np.int32)
+    where = StepLayout(starts, lens, np.zeros((8, 250), np.int32), np.zeros(8, np.int32), 16)
+    for serves in (chosen, by_default):  # seven of eight need not read some 4000 keys
+        (dispatch,) = serves.plan(where, AttentionKind(SHAPE, None)).attention.dispatches
+        assert (dispatch.shared is None) == (serves is chosen)
     fixed = Splits(fixed=512)
     chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, fixed, read)
     assert chosen.splits.fixed == 512

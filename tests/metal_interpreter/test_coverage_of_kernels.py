@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every line of every .metal file is executed by what the operations can be asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from metal_kernels import (
     paged_attention,
     recurrence,
 )
-from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.sequences import RecurrenceInputs, StatePart
 from tests.metal_kernels.elf import reads_elf
 from tests.metal_kernels.paged_attention.batches import make_batch
@@ -29,7 +30,7 @@ pytestmark = reads_elf
 METAL = [path.name for path in Path(metal_kernels.__file__).parent.rglob("*.metal")]
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 
-# Head size, dtype, cache, (computed, rows) of each request, group.
+# Head size, dtype, cache, (computed, rows) of each request, group, blocks that all begin with.
 ATTENTION = [
     (64, F32, None, [(0, 1), (37, 2)], 1),
     (80, BF16, INT8, [(5, 1)], 1),  # lanes past the end of a head
@@ -40,13 +41,18 @@ ATTENTION = [
     (64, F32, None, [(3, 1)] * 17, 1),  # room for one tile more
     (64, F32, None, [(0, 33)] * 17, 1),
     (576, BF16, None, [(5, 1)], 2),  # latents
+    (64, F16, None, [(40, 1), (50, 1)], 1, 2),
 ]
 
 
-def attend(head_size, dtype, cache, requests, group):
+def attend(head_size, dtype, cache, requests, group, common=0):
     shape = AttentionShape(group, 1, head_size, min(head_size, 512))
-    batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache)
-    plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)
+    alike = [(range(len(requests)), common)]
+    batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache, alike=alike)
+    tiles = replace(Tiles.for_layer(shape), shared=0)
+    plan = paged_attention.plan(
+        batch.starts, batch.seq_lens, batch.tables, shape, tiles=tiles, block_size=16
+    )
     out, _ = paged_attention.run(
         plan,
         batch.queries,

@@ -96,8 +96,8 @@ _FAULTS: _Faults = {
         ("packed rows past the last", "metal::min(in_tile, tile.packed_count - 1)", "in_tile"),
         (
             "rows and heads of a group exchanged",
-            "ulong(request.first_row + packed / group)",
-            "ulong(request.first_row + packed % group)",
+            "request.first_row + row;",
+            "request.first_row + packed % group;",
         ),
     ],
     (DECODE, "decode", WRONG): [
@@ -160,7 +160,7 @@ _FAULTS: _Faults = {
             "+ m % Of::COUNT + place.row % 2 * Of::COUNT",
         ),
         ("scores without their factor", ": scale;", ": 1.0f;"),
-        ("block table row of another request", "ulong(tile.request) * uint(b", "ulong(0) * uint(b"),
+        ("block table row of another request", "listed ? tile.table : tile.request", "0"),
         (
             "block table rows of the wrong width",
             "uint(block_tables_shape[1])",
@@ -242,7 +242,7 @@ _FAULTS: _Faults = {
         ("queries past a row's end", "LATENT || d < D ?", "true ?"),
     ],
     (DECODE, "decode, split", WRONG): [
-        ("sink counted in every split", "tile.split == 0 ? metal::max", "true ? metal::max"),
+        ("sink counted in every split", "tile.split == 0 && !listed", "!listed"),
         ("partial output divided too", "PARTIAL ? unit<C>() : ", ""),
         (
             "partial statistics swapped",
@@ -253,6 +253,17 @@ _FAULTS: _Faults = {
     (DECODE, "decode, split", RACE): [
         ("output row of another split", " + tile.split;", ";"),
         ("partial statistics from every column", "part == 0 && place.column == 0", "part == 0"),
+    ],
+    (DECODE, "decode, shared", WRONG): [
+        ("sink counted with a shared beginning", "tile.split == 0 && !listed", "tile.split == 0"),
+        ("listed rows taken for one request's", "listed ? (&request)[row].first_row : ", ""),
+        ("the first row for all that are listed", "(&request)[row].first", "request.first"),
+        ("rows of a request listed", "PARTIAL && limits.listed != 0", "PARTIAL"),
+        ("blocks of another request", "(listed ? tile.table : tile.request)", "(tile.request)"),
+        ("blocks of the first request", "(listed ? tile.table : tile.request)", "(tile.table)"),
+    ],
+    (DECODE, "decode, shared", RACE): [
+        ("a shared part of another row", "packed / group * tile.parts + tile", "tile"),
     ],
     (PREFILL, "prefill", RACE): [
         ("no barrier before K is staged over V", f"{_BARRIER}  // all have read the last V", "//"),
@@ -336,6 +347,27 @@ _FAULTS: _Faults = {
         ("parts past the last weigh", "s + k < count ?", "true ?"),
         ("top of one lane's parts", "top = metal::simd_max(top);", ""),
         ("total of one lane's parts", "total = metal::simd_sum(total);", ""),
+    ],
+    (REDUCE, "decode, shared", WRONG): [
+        ("shared parts left out", "own + row.num_shared;", "own;"),
+        ("their sums left out", "shared_stats[at + 1] *", "0.0f *"),
+        (
+            "shared parts of the first head",
+            "ulong(row.first_shared) * num_heads + head",
+            "ulong(row.first_shared)",
+        ),
+        ("one shared part for all", "ulong(p - own)", "ulong(0)"),
+        (
+            "sums of the first part",
+            "(first_shared + ulong(s) * num_heads) * 2;",
+            "first_shared * 2;",
+        ),
+    ],
+    (REDUCE, "decode, shared", BOUNDS): [
+        ("maxima of others", "(mine ? stats : shared_stats)[at * 2]", "stats[at * 2]"),
+        ("parts of others", "(mine ? parts : shared_parts)", "parts"),
+        ("its own last part taken for a shared one", "mine = p < own", "mine = p < own - 1"),
+        ("one shared part too many", "= own + row.num_shared;", "= own + row.num_shared + 9;"),
     ],
     (REDUCE, "decode, split", BOUNDS): [
         ("one split too many", "= row.count;", "= row.count + 1;"),

@@ -31,6 +31,7 @@ from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.paged_attention.splits import ALWAYS, DEFAULT
 from metal_kernels.sequences import StatePart
 from tests.metal_kernels import states_probes
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
@@ -62,12 +63,21 @@ def check_attention(
     sinks: np.ndarray | None = None,
     most_behind: int = 0,
     tiles: Tiles | None = None,
+    block_size: int | None = None,
 ) -> None:
     seq_lens, tables, behind = batch.seq_lens, batch.tables, None
     if most_behind:
         seq_lens, tables, behind = overstated(batch, most_behind)
     plan = paged_attention.plan(
-        batch.starts, seq_lens, tables, batch.shape, window, tiles, behind=behind
+        batch.starts,
+        seq_lens,
+        tables,
+        batch.shape,
+        window,
+        tiles,
+        behind=behind,
+        splits=DEFAULT if block_size is None else ALWAYS,
+        block_size=block_size,
     )
     out, fences = paged_attention.run(
         plan,
@@ -100,6 +110,8 @@ class Attention:
     has_sinks: bool = False
     most_behind: int = 0  # by how much the host overstates contexts
     tiles: Tiles | None = None  # to choose from
+    #: (indices of requests, blocks that they begin with in common) of each group, read once.
+    alike: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     @cached_property
     def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None]:
@@ -107,14 +119,16 @@ class Attention:
         rng = np.random.default_rng(0)
         num_kv_heads = 1 if self.head_size == 576 else 2
         shape = AttentionShape(4, num_kv_heads, self.head_size, min(self.head_size, 512))
-        batch = make_batch(rng, self.requests, shape, mx.float32, self.cache, self.block_size)
+        batch = make_batch(
+            rng, self.requests, shape, mx.float32, self.cache, self.block_size, self.alike
+        )
         sinks = rng.normal(size=4).astype(np.float32) if self.has_sinks else None
         return batch, expected(batch, SCALE, self.window, self.softcap, sinks), sinks
 
     def __call__(self) -> None:
         batch, wanted, sinks = self.case
         options = self.window, self.softcap, sinks, self.most_behind, self.tiles
-        check_attention(batch, wanted, *options)
+        check_attention(batch, wanted, *options, self.block_size if self.alike else None)
 
 
 @dataclass(frozen=True)
@@ -245,6 +259,10 @@ def write_states() -> None:
 DECODES = ((37, 1), (30, 2), (127, 1))
 PREFILLS = ((31, 5), (0, 7), (4, 1))  # two groups of eight packed rows, two tiles of keys
 OF_PREFILL = Tiles((), (16,), True)
+# Two groups, whose members do not follow each other; one request has no beginning in common.
+SHARED = ((40, 1), (300, 2), (50, 1), (9, 1), (290, 1))
+ALIKE = (((0, 2), 2), ((1, 4), 18))
+SHARING = Tiles((8, 16), (), True, shared=0)
 PROBES: dict[str, Probe] = {
     "decode": Attention(DECODES),
     "decode, window": Attention(DECODES, window=7, has_sinks=True),
@@ -257,6 +275,7 @@ PROBES: dict[str, Probe] = {
     "verify": Attention(((37, 16), (100, 9))),  # of 32 packed rows and 18, in four groups
     "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
     "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),
+    "decode, shared": Attention(SHARED, has_sinks=True, tiles=SHARING, alike=ALIKE),
     "decode, many": Attention(((3, 1),) * 17),  # and room for one tile more
     "prefill, many": Attention(((0, 5),) * 17, tiles=OF_PREFILL),
     "decode, behind": Attention(DECODES, most_behind=3),

@@ -150,6 +150,23 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
         assert "head 1, element 63" in failed[0].detail
 
 
+def test_a_beginning_that_is_shared_wrongly_is_found():
+    """By the check of what joins it; then contexts are not split, and beginnings not shared."""
+
+    def exchanged(requests):  # the queries of the listed rows
+        return mx.concatenate([requests[::-1, :1], requests[:, 1:]], axis=1)
+
+    def around(name, run, call):
+        listed = name == "decode" and int(call["inputs"][8][1]) == 1
+        return run(**(change_inputs(call, _6=exchanged) if listed else call))
+
+    case = replace(PLAIN, kernels=("kv_write", "decode", "reduce"))
+    with kernel.using(wrapped(around)):
+        outcomes = check(case, STEPS)
+    assert [outcome.kernel for outcome in outcomes if not outcome.ok] == ["reduce"]
+    assert not usable(case, outcomes).split
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -77,6 +77,9 @@ class Choices:
     #: Packed rows of the decode kernel's largest tile, by kind of layer; all sizes where one is
     #: missing.
     decode_rows: Mapping[str, int] = _choices(_number)
+    #: Keys that sharing a beginning must save, by kind of layer; None: none is shared. The kernels'
+    #: own number where one is missing.
+    shared: Mapping[str, int | None] = _choices(_number_or_none)
     #: Rows from which on MLX's chunked delta rule takes a prompt, by kind of layer; None: never.
     #: Where one is missing, the self-check's times decide.
     long_prompt: Mapping[str, int | None] = _choices(_number_or_none)

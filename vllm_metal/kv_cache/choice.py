@@ -210,10 +210,15 @@ def _of_what_works(
 
 
 def _tuned_tiles(case: Case, tiles: Tiles, tuned: Choices) -> Tiles:
-    """Decode's tiles up to the largest that the tuner chose; all, where none of them is right."""
-    most = tuned.decode_rows.get(str(case))
+    """Decode's tiles up to the largest that the tuner chose; all, where none of them is right.
+
+    And what sharing a beginning must save.
+    """
+    kind = str(case)
+    most = tuned.decode_rows.get(kind)
     sizes = tuple(rows for rows in tiles.decode if most is None or rows <= most)
-    return replace(tiles, decode=sizes) if sizes else tiles
+    least = tuned.shared.get(kind, tiles.shared)
+    return replace(tiles, decode=sizes or tiles.decode, shared=least)
 
 
 def _long_prompt(found: Sequence[Outcome], tuned: Choices) -> int | None:

@@ -129,7 +129,14 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             behind = behind and behind.of(np.flatnonzero(~requests))
         if len(parts[1]):
             tiles = cls._tiles_of(kind)
-            attention = paged_attention.plan(*parts, *kind, tiles, behind=behind, splits=cls.splits)
+            attention = paged_attention.plan(
+                *parts,
+                *kind,
+                tiles,
+                behind=behind,
+                splits=cls.splits,
+                block_size=layout.block_size,
+            )
             work += attention.work
         pace = layout.pace
         # Layers that share a command buffer would have all of their contexts gathered at once.

@@ -41,11 +41,12 @@ def decoded(codes, scales):
     )
 
 
-def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16):
+def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16, alike=()):
     """
     Args:
         requests: (tokens computed before, rows of this step) of each.
         cache_dtype: None for that of the queries.
+        alike: (indices of requests, blocks that they begin with in common) of each group.
     """
     counts = np.array([rows for _, rows in requests], np.int32)
     seq_lens = counts + np.array([before for before, _ in requests], np.int32)
@@ -56,6 +57,8 @@ def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16):
     tables = np.full((len(requests), int(widths.max())), num_blocks - 1, np.int32)
     for index, width in enumerate(widths):
         tables[index, :width], free = free[:width], free[width:]
+    for members, count in alike:
+        tables[list(members), :count] = tables[members[0], :count]
     pool_shape = (shape.num_kv_heads, num_blocks, block_size, shape.head_size)
     value_shape = (*pool_shape[:3], shape.value_size)
     key_pool, key_scales = _pool(rng, pool_shape, cache_dtype or dtype, tables, seq_lens)

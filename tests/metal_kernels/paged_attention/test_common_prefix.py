@@ -11,8 +11,12 @@ row = st.lists(st.integers(0, 2), min_size=5, max_size=5)
 
 
 def groups(tables, usable):
-    found = common_prefixes(np.array(tables, np.int32), np.array(usable, np.int32))
-    return [(members.tolist(), length) for members, length in found]
+    of_request, lengths = common_prefixes(np.array(tables, np.int32), np.array(usable, np.int32))
+    assert set(of_request) - {-1} == set(range(len(lengths)))
+    return [
+        (np.flatnonzero(of_request == group).tolist(), length)
+        for group, length in enumerate(lengths.tolist())
+    ]
 
 
 @given(tables=st.lists(row, min_size=1, max_size=8), data=st.data())

@@ -43,7 +43,7 @@ def rows_of_parts(dispatch):
     """For each row that tiles write, the output row that takes it, and as which part."""
     if dispatch.splits is None:
         return {row: (row, 0) for row in range(dispatch.num_rows)}
-    joined = np.array(dispatch.splits)[: dispatch.num_rows].tolist()
+    joined = np.array(dispatch.splits)[: dispatch.num_rows, :2].tolist()
     found = {first + s: (row, s) for row, (first, count) in enumerate(joined) for s in range(count)}
     assert len(found) == sum(count for _, count in joined)  # no two share a row
     assert max(found) < dispatch.part_rows

@@ -30,6 +30,24 @@ def test_verify_windows(group, rows):
     assert 1.0 <= ratio(group, 3, rows, 700) <= 1.10
 
 
+@pytest.mark.parametrize(
+    ("group", "batch", "rows", "context", "common", "dtype"),
+    [
+        (4, 4, 2, 1700, 1600, mx.bfloat16),  # drafts; tails that are whole
+        pytest.param(4, 8, 1, 900, 800, mx.float16, marks=pytest.mark.more),
+        pytest.param(8, 4, 1, 2100, 1600, mx.float16, marks=pytest.mark.more),  # tails in parts
+        pytest.param(1, 32, 1, 430, 400, mx.float16, marks=pytest.mark.more),
+    ],
+)
+def test_beginnings_in_common_are_read_once(group, batch, rows, context, common, dtype):
+    """The rows of as many requests as the largest tile takes."""
+    shape = AttentionShape(2 * group, 2, 64, 64)
+    work = Workload("", shape, batch, rows, context, dtype, common)
+    figures = measure(work)
+    assert 1.0 <= figures.ratio <= 1.10
+    assert [dispatch.kernel for dispatch in figures.dispatches].count("decode") == 2
+
+
 @pytest.mark.parametrize("heads", [8, 16])
 def test_latents_are_loaded_once_for_each_eight_heads(heads):
     shape = AttentionShape(heads, 1, 576, 512)

@@ -10,8 +10,16 @@ import pytest
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
+from metal_kernels.paged_attention.common_prefix import LEAST_SAVED
 from metal_kernels.selfcheck import Case, StateKind
-from metal_kernels.tuner import decode_rows, dispatches, force_fused, long_prompt, prompt_rows
+from metal_kernels.tuner import (
+    decode_rows,
+    dispatches,
+    force_fused,
+    long_prompt,
+    prompt_rows,
+    shared,
+)
 from metal_kernels.tuner.choice import Layer
 from metal_kernels.tuner.long_prompt import Arm
 from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
@@ -67,6 +75,38 @@ def test_a_prompt_by_mlx_must_be_faster_by_5_per_cent():
             PROMPTS,
         )
         assert found.values == {"long_prompt": None}
+
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+
+
+@pytest.mark.parametrize("first", [*LENGTHS, None])
+def test_the_planted_length_of_beginnings_is_found(first):
+    """By default seven tiles need not read 1024 positions, which is the first to save 4096 keys."""
+
+    def seconds(arm: shared.Arm) -> float:
+        wins = first is not None and arm.common >= first
+        return arm.common * 1e-6 * ((0.7 if wins else 1.3) if arm.shares else 1.0)
+
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = shared.search(lambda arm: machine.time(arm, seconds(arm)), LENGTHS, 7)  # noqa: B023
+        wanted = {1024: LEAST_SAVED, None: None}.get(first, 7 * (first or 0))
+        assert found.values == {"shared": wanted}
+        assert (found.gain > 1.1) == (first != 1024)
+        assert len(machine.stopwatch.timings) <= 24
+
+
+@pytest.mark.parametrize("shared_takes", [0.96e-3, 1.04e-3])
+def test_beginnings_are_shared_as_by_default_unless_5_per_cent_are_lost(shared_takes):
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = shared.search(
+            lambda arm: machine.time(arm, shared_takes if arm.shares else 1e-3),  # noqa: B023
+            LENGTHS,
+            7,
+        )
+        assert found.values == {"shared": LEAST_SAVED} and found.gain == 1
 
 
 CONTEXTS = (1024, 8192, 32768)
@@ -155,7 +195,12 @@ def test_every_choice_runs_on_a_layer(choice, monkeypatch):
 
 def test_choices_are_left_where_there_is_nothing_to_choose():
     wanted = {choice.name for choice in CHOICES if choice.wanted(layer_of(CASE))}
-    assert wanted == {"parts of contexts", "tiles of drafts", "prompts by MLX's attention"}
+    assert wanted == {
+        "parts of contexts",
+        "tiles of drafts",
+        "beginnings in common",
+        "prompts by MLX's attention",
+    }
     one_tile = replace(layer_of(CASE), tiles=Tiles((8,), (64,), False), gathered=False)
     assert not any(choice.wanted(one_tile) for choice in CHOICES)
     assert force_fused.CHOICE.wanted(layer_of(LARGE))

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes one launch of an attention kernel: which threadgroup computes which rows."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.layout import stable
+from metal_kernels.paged_attention.pieces import Batch, Pieces, starts
+from metal_kernels.paged_attention.shared import Beginnings
+from metal_kernels.paged_attention.splits import MOST_RESULTS, Contexts, Parts, Splits
+from metal_kernels.paged_attention.tiles import STRIP
+
+#: A position past every beginning, so that a row sees all of it, and no sum with it overflows.
+_BEHIND_ALL = 2**30
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One launch of the decode or the prefill kernel; the structs of shared/attention.metal."""
+
+    decode: bool
+    rows: int  # packed rows of a tile, a power of two
+    num_rows: int  # output rows, n; of shared beginnings, rows that read them
+    num_tiles: int  # N; the last few may have no rows, so that N stays for many steps
+    part_rows: int  # of all parts of split contexts; as `num_tiles`, and 0: none is split
+    requests: mx.array  # [max(R or n, 2), 4] int32, Request
+    tiles: mx.array  # [N, 8] int32, Tile
+    bounds: mx.array  # [8] int32, Bounds
+    splits: mx.array | None  # [max(n, 2), 4] int32, struct Row of reduce.metal; None: none is split
+    #: FLOPs; MOST_WORK at most, with those of `shared`, unless a tile or query row takes more.
+    work: int = field(compare=False)
+    #: What reads beginnings that these rows have in common, and leaves parts of their results;
+    #: `splits` of the dispatch itself names them.
+    shared: Dispatch | None = None
+
+    @property
+    def launches(self) -> tuple[Dispatch, ...]:
+        """Launches of the attention kernels, in order."""
+        return (self,) if self.shared is None else (self, self.shared)
+
+    @property
+    def num_splits(self) -> int:
+        """The most parts that a context is split into, but for a shared beginning."""
+        return 1 if self.splits is None else int(self.splits[:, 1].max())
+
+
+def dispatch_of(
+    decode: bool,
+    rows: int,
+    batch: Batch,
+    pieces: Pieces,
+    splits: Splits | None,
+    common: Beginnings | None = None,
+) -> Dispatch:
+    """The dispatch that serves `pieces`, in tiles of `rows`.
+
+    Args beyond the plan's:
+        splits: None: no context is split.
+        common: what is read by the dispatch beside it.
+    """
+    shape = batch.shape
+    cut = _in_tiles(pieces.num_rows * shape.group, batch.packed_step(rows))
+    begin_packed = pieces.first_row[cut.piece] * shape.group + cut.begin
+    contexts = _contexts(rows, batch, pieces, cut, begin_packed, common)
+    parts = contexts.whole() if splits is None else splits.cut(contexts)
+    rows_of = pieces.num_rows * parts.counts  # of each piece, in the output or its parts
+    first_rows = starts(rows_of)
+    tiles = _tiles(parts, cut.piece, pieces.request, None, begin_packed, cut.rows)
+
+    num_requests = len(batch.seq_lens)
+    requests = np.zeros((max(num_requests, MIN_ELEMENTS // 4), 4), np.int32)
+    whole = len(pieces.request) == num_requests  # the step: all requests, in order
+    members = slice(num_requests) if whole else pieces.request
+    requests[members, 0] = batch.query_start_loc[pieces.request]
+    # The output row of the request's first row; negative where a dispatch before this one has it.
+    requests[members, 1] = first_rows - pieces.first_row * parts.counts
+    requests[members, 2] = batch.first_positions[pieces.request]
+    requests[members, 3] = batch.seq_lens[pieces.request]
+    num_rows, part_rows = int(pieces.num_rows.sum()), int(first_rows[-1] + rows_of[-1])
+    shared, joined = None, None
+    if common is not None or part_rows > num_rows:
+        joined = parts.of_rows(pieces.num_rows)
+        if common is not None:
+            assert splits is not None
+            shared = _shared(batch, pieces, common, splits, joined)
+    return Dispatch(
+        decode=decode,
+        rows=rows,
+        num_rows=num_rows,
+        num_tiles=len(tiles),
+        part_rows=0 if joined is None else max(stable(part_rows), MIN_ELEMENTS // 2),
+        requests=mx.array(requests) if batch.shift is None else mx.array(requests) - batch.shift,
+        tiles=mx.array(tiles),
+        bounds=_bounds(batch.window),
+        splits=None if joined is None else mx.array(joined),
+        work=shape.work(rows, int(contexts.seen.sum())),
+        shared=shared,
+    )
+
+
+def _contexts(
+    rows: int,
+    batch: Batch,
+    pieces: Pieces,
+    cut: _InTiles,
+    begin_packed: np.ndarray,
+    common: Beginnings | None,
+) -> Contexts:
+    """What the tiles of a dispatch see, but for what is read beside it."""
+    shape, request = batch.shape, pieces.request[cut.piece]
+    first, most_behind = batch.first_positions[request], batch.most_behind[request]
+    oldest = first - most_behind + begin_packed // shape.group - batch.window + 1
+    begin = np.maximum(oldest, 0) // STRIP * STRIP
+    if common is not None:
+        begin = np.maximum(begin, common.of_pieces[cut.piece])
+    end = first + (begin_packed + cut.rows - 1) // shape.group + 1
+    seen = end - begin
+    return Contexts(
+        begin=begin,
+        end=end,
+        seen=seen,
+        certain=seen - most_behind,  # or less, where the context begins sooner
+        piece=cut.piece,
+        first_tile=cut.first,
+        query_rows=batch.query_lens[pieces.request],
+        tile_rows=rows,
+        result_bytes=rows * shape.value_size * 4,
+        num_heads=shape.num_kv_heads,
+        most_results=MOST_RESULTS if common is None else MOST_RESULTS // 2,
+    )
+
+
+def _shared(
+    batch: Batch, pieces: Pieces, common: Beginnings, splits: Splits, joined: np.ndarray
+) -> Dispatch:
+    """The dispatch that reads beginnings in common, a Request for each row of a group's members.
+
+    Args beyond those of `dispatch_of`:
+        joined: [max(n, 2), 4] int32, struct Row of reduce.metal, which gets the parts.
+    """
+    shape, rows = batch.shape, common.rows
+    members = np.argsort(common.group, kind="stable")
+    members = members[common.group[members] >= 0]  # pieces, group by group
+    counts = pieces.num_rows[members]
+    group = common.group[members].repeat(counts)  # of each listed row
+    within = np.arange(len(group)) - starts(counts).repeat(counts)
+    num_rows = np.bincount(group)
+    cut = _in_tiles(num_rows * shape.group, batch.packed_step(rows))
+    keys = common.keys[cut.piece]
+    contexts = Contexts(
+        begin=np.zeros_like(keys),
+        end=keys,
+        seen=keys,
+        certain=keys,
+        piece=cut.piece,
+        first_tile=cut.first,
+        query_rows=num_rows,
+        tile_rows=rows,
+        result_bytes=rows * shape.value_size * 4,
+        num_heads=shape.num_kv_heads,
+        most_results=MOST_RESULTS // 2,
+    )
+    parts = splits.cut(contexts)
+    of_row = parts.counts[group]
+    in_output = starts(pieces.num_rows)[members].repeat(counts) + within
+    joined[in_output, 2] = starts(of_row)
+    joined[in_output, 3] = of_row
+
+    requests = np.full((max(len(group), MIN_ELEMENTS // 4), 4), _BEHIND_ALL, np.int32)
+    first_rows = batch.query_start_loc[pieces.request] + pieces.first_row
+    requests[: len(group), 0] = first_rows[members].repeat(counts) + within
+    requests[: len(group), 1] = starts(of_row)
+    # Any member's table begins with what all have in common.
+    tables = pieces.request[members[starts(np.bincount(common.group[members]))]]
+    # One part of all tiles after another, so that tiles which read the same keys are under way
+    # together.
+    tiles = _tiles(parts, cut.piece, starts(num_rows), tables, cut.begin, cut.rows, parts.number)
+    return Dispatch(
+        decode=True,
+        rows=rows,
+        num_rows=len(group),
+        num_tiles=len(tiles),
+        part_rows=max(stable(int(of_row.sum())), MIN_ELEMENTS // 2),
+        requests=mx.array(requests),
+        tiles=mx.array(tiles),
+        bounds=_bounds(batch.window, listed=True),
+        splits=None,
+        work=shape.work(rows, int(keys.sum())),
+    )
+
+
+class _InTiles(NamedTuple):
+    """N tiles of I pieces, piece by piece."""
+
+    piece: np.ndarray  # [N]
+    begin: np.ndarray  # [N] packed row of the piece
+    rows: np.ndarray  # [N] packed rows
+    first: np.ndarray  # [I] first tile of each piece
+
+
+def _in_tiles(packed: np.ndarray, step: int) -> _InTiles:
+    """Cuts pieces of [I] packed rows."""
+    if packed.max() <= step:  # as in most steps
+        piece = np.arange(len(packed))
+        return _InTiles(piece, np.zeros_like(piece), packed, piece)
+    per_piece = -(-packed // step)
+    piece = np.arange(len(packed)).repeat(per_piece)
+    first = starts(per_piece)
+    begin = (np.arange(len(piece)) - first[piece]) * step
+    return _InTiles(piece, begin, np.minimum(step, packed[piece] - begin), first)
+
+
+def _tiles(
+    parts: Parts,
+    piece: np.ndarray,
+    request: np.ndarray,
+    table: np.ndarray | None,
+    begin_packed: np.ndarray,
+    count: np.ndarray,
+    before: np.ndarray | None = None,
+) -> np.ndarray:
+    """[N', 8] int32, Tile of all parts.
+
+    Args:
+        parts: of the tiles' contexts.
+        piece: [N] of each tile.
+        request: [I] of each piece, in the array of the dispatch.
+        table: [I] of each piece, block table; None: as `request`.
+        begin_packed: [N] of each tile.
+        count: likewise.
+        before: [P] which parts come first among those of one length; None: as they are.
+    """
+    of_part = piece[parts.tile]
+    tiles = np.zeros((stable(len(of_part)), 8), np.int32)
+    made = tiles[: len(of_part)]
+    made[:, 0] = request[of_part]
+    made[:, 1] = begin_packed[parts.tile]
+    made[:, 2] = count[parts.tile]
+    made[:, 3] = parts.begin
+    made[:, 4] = parts.end
+    made[:, 5] = parts.number
+    made[:, 6] = parts.counts[of_part]
+    if table is not None:
+        made[:, 7] = table[of_part]
+    # The longest first, so that no long one is left for the end.
+    longest = parts.begin - parts.end
+    order = longest.argsort(kind="stable") if before is None else np.lexsort((before, longest))
+    made[:] = made[order]
+    return tiles
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(window: int, listed: bool = False) -> mx.array:
+    bounds = np.zeros(MIN_ELEMENTS, np.int32)
+    bounds[:2] = window, listed
+    return mx.array(bounds)

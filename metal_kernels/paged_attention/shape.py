@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AttentionShape: heads and head sizes of a layer, and what tiles of its rows may have and cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Sizes of keys and values where values are the first elements of keys: DeepSeek-V2 and later, a
+#: rank of 512 and 64 rotated.
+LATENT_SIZES = ((576, 512),)
+
+#: A tile of fewer rows counts as one of so many, for its time goes into loading K and V. MOST_WORK
+#: is then 17 GB of float16 K and V: 0.4 s at 40 of the 68 GB/s of an M1.
+_LEAST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads and head sizes of one layer's attention."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # Hkv
+    head_size: int  # D, of queries and keys
+    value_size: int  # DV
+
+    @property
+    def latent(self) -> bool:
+        return (self.head_size, self.value_size) in LATENT_SIZES
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def decode_rows(self) -> int:
+        """Most packed rows of a request that the decode kernel serves.
+
+        They are one tile, so that K and V are loaded once; but what takes arithmetic longer than
+        loads, the latents of many heads, is read again for each tile of up to eight query rows.
+        """
+        return 8 * self.group if self.latent else self.decode_tile_rows
+
+    @property
+    def decode_tile_rows(self) -> int:
+        """Packed rows of the decode kernel's largest tile, whose threadgroup has 256 threads."""
+        size = self.value_size if self.latent else self.head_size
+        return 32 if size <= 128 else 16 if size <= 256 else 8
+
+    @property
+    def tile_rows(self) -> int:
+        """Packed rows of the prefill kernel's largest tile.
+
+        Its threadgroup then has 256 threads, for any head size (op.py): a pipeline takes 384 at
+        least, however many registers a thread needs (Mesa, agx_performance.c), and 512 not always.
+        """
+        return 64 if self.head_size <= 128 else 32 if self.head_size <= 256 else 16
+
+    def work(self, rows: int, keys: int) -> int:
+        """FLOPs of tiles of `rows` packed rows over `keys` positions in all, of all K/V heads."""
+        products = 2 * (self.head_size + self.value_size)  # with a key, and with its value
+        return max(rows, _LEAST_ROWS) * keys * self.num_kv_heads * products

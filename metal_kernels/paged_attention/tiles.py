@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles: the sizes of tiles that rows of a layer may need, each of which is a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from metal_kernels.paged_attention.common_prefix import LEAST_SAVED
+from metal_kernels.paged_attention.shape import AttentionShape
+from metal_kernels.paged_attention.splits import WHOLE
+
+NO_WINDOW = 2**31 - 1
+STRIP = 4  # the context of a tile starts at a multiple
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of tiles that a plan may choose from, in packed rows, ascending.
+
+    Plans choose from it and from nothing else. The self-check tries each, and each is compiled
+    before a model serves.
+    """
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    split: bool  # whether contexts may be split, and their beginnings shared
+    #: Keys that sharing a beginning has to save, at least: its length times the tiles that need not
+    #: read it. None: none is shared.
+    shared: int | None = LEAST_SAVED
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def for_layer(shape: AttentionShape, window: int | None = None) -> Tiles:
+        """All sizes that rows of such layers may need."""
+        decode, prefill = set(), set()
+        most = shape.decode_rows + shape.tile_rows + shape.group
+        for packed in range(shape.group, most, shape.group):
+            rows = max(8, power_of_two(packed))
+            if packed <= shape.decode_rows:
+                decode.add(min(shape.decode_tile_rows, rows))
+            else:
+                prefill.add(min(shape.tile_rows, rows))
+        longest = (window or NO_WINDOW) + shape.tile_rows + STRIP  # keys that a tile may see
+        return Tiles(tuple(sorted(decode)), tuple(sorted(prefill)), longest > WHOLE)
+
+    def only(self, decode: bool, rows: int) -> Tiles:
+        """This size alone, which then serves all rows."""
+        return replace(self, decode=(rows,) if decode else (), prefill=() if decode else (rows,))
+
+
+def power_of_two(count: int) -> int:
+    """The smallest that is not less."""
+    return 1 << (count - 1).bit_length()

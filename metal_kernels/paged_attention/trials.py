@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes small plans that launch every pipeline a layer may need, to compile them at a start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from metal_kernels.paged_attention.plan import AttentionPlan, plan
+from metal_kernels.paged_attention.shape import AttentionShape
+from metal_kernels.paged_attention.splits import ALWAYS, WHOLE
+from metal_kernels.paged_attention.tiles import STRIP, Tiles
+
+
+def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[AttentionPlan]:
+    """Small plans that launch, between them, every pipeline a plan over `tiles` may launch.
+
+    All are of one request, of up to tiles.prefill[-1] rows, over block 0 alone.
+    """
+    kinds = [(True, rows) for rows in tiles.decode] + [(False, rows) for rows in tiles.prefill]
+    for decode, rows in kinds:
+        # Query rows that fill a tile. A tile of less than one query row may reach into the next,
+        # and so see one key more.
+        queries = [rows // shape.group] if rows >= shape.group else [1, 2]
+        # The shortest context that is split, and one that is split in a window: its first key is
+        # rounded down to a strip, so one of four contexts is longest.
+        lengths = [queries[0]] + (
+            [WHOLE + 1, *(2 * WHOLE + k for k in range(STRIP))] if tiles.split else []
+        )
+        made = {
+            trial.pipelines: trial
+            for trial in (
+                plan(
+                    np.array([0, query], np.int32),
+                    np.array([query + length], np.int32),
+                    np.zeros((1, -(-(query + length) // 16)), np.int32),
+                    shape,
+                    window,
+                    tiles.only(decode, rows),
+                    splits=ALWAYS,
+                )
+                for query in queries
+                for length in lengths
+            )
+        }
+        yield from made.values()

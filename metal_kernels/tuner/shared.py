@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds how much reading must be saved before requests share the beginning of their contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from metal_kernels.paged_attention.common_prefix import LEAST_SAVED
+from metal_kernels.selfcheck import timing
+from metal_kernels.tuner.choice import Choice, Chosen, Layer
+from metal_kernels.tuner.search import Measure, duel, fewest
+from metal_kernels.tuner.stopwatch import Stopwatch, Timing
+
+_MOST_REQUESTS = 16
+#: Positions in common, as shares of what a request may have of the context.
+_SHARES = (16, 8, 4, 2, 1)
+_TAIL = 256  # positions of a request alone
+
+
+class Arm(NamedTuple):
+    """Requests that begin with so many positions in common, which they share or read apart."""
+
+    shares: bool
+    common: int
+
+
+def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
+    """Compares both ways at some lengths; the way that is left must lose clearly.
+
+    Args:
+        measure: times an arm.
+        lengths: positions in common, ascending.
+        saved: tiles that need not read them.
+    """
+    gains = {}
+
+    def shares(common: int) -> bool:
+        return common * saved >= LEAST_SAVED
+
+    def wins(common: int) -> bool:
+        by_default = shares(common)
+        fought = duel(measure, Arm(by_default, common), Arm(not by_default, common))
+        gains[common] = fought.gain
+        return by_default != fought.clear
+
+    found = fewest(wins, lengths)
+    if found is None:
+        gain = gains[lengths[-1]] if shares(lengths[-1]) else 1.0
+        return Chosen({"shared": None}, gain)
+    below = [length for length in lengths if length < found]
+    if shares(found) and not (below and shares(below[-1])):
+        return Chosen({"shared": LEAST_SAVED})
+    gain = gains.get(found if not shares(found) else below[-1], 1.0)
+    return Chosen({"shared": found * saved}, gain)
+
+
+def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
+    requests = _requests(layer)
+    longest, block = layer.context // requests, layer.case.block_size
+    lengths = sorted({max(longest // share // block, 1) * block for share in _SHARES})
+    over = timing.Layer(layer.case, requests * (lengths[-1] + _TAIL))
+    calls: dict[Arm, timing.Call] = {}
+
+    def measure(arm: Arm) -> Timing:
+        if arm not in calls:
+            tiles = replace(layer.tiles, shared=0 if arm.shares else None)
+            context = arm.common + _TAIL
+            calls[arm] = over.attend(requests, 1, context, tiles, common=arm.common)
+        way = "shared" if arm.shares else "read apart"
+        what = f"{requests} x {arm.common + _TAIL}, {arm.common} in common {way}"
+        return stopwatch.time_call(what, calls[arm])
+
+    return search(measure, lengths, requests - 1)
+
+
+def _requests(layer: Layer) -> int:
+    """As many as the largest tile takes the rows of."""
+    return min(layer.tiles.decode[-1] // layer.case.shape.group, _MOST_REQUESTS)
+
+
+def _wanted(layer: Layer) -> bool:
+    attends = layer.tiles.split and "decode" in layer.case.kernels and bool(layer.tiles.decode)
+    return attends and layer.case.window is None and _requests(layer) > 1
+
+
+CHOICE = Choice("beginnings in common", _wanted, _search)
