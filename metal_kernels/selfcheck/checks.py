@@ -24,6 +24,7 @@ def checks(case: Case) -> list[Check]:
         "convolution": bool(kind.channels),
         "recurrence": kind.heads is not None,
         "recurrence_way": kind.has_chunks,
+        "rotation": case.rotation is not None,
     }
     wanted = {name for name in case.kernels if of_states.get(name, True)}
     found = []
