@@ -23,7 +23,7 @@ CHOSEN = Choices(
     decode_rows={KIND: 32},
     long_prompt={KIND: 256, "another": None},
 )
-BY_FAMILY = Choices(dispatches=96)
+BY_FAMILY = Choices(dispatches=84)
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +55,9 @@ def test_choices_do_not_change_once_they_are_read():
 @pytest.mark.parametrize(
     ("chip", "dispatches"),
     [
-        ("Apple M1", 96),
-        ("Apple M1 Ultra", 96),
-        ("Apple M4 Pro", 96),
+        ("Apple M1", 84),
+        ("Apple M1 Ultra", 84),
+        ("Apple M4 Pro", 84),
         ("Apple M5", None),
         ("Apple M12", None),
         ("Intel(R) Core(TM) i9", None),

@@ -177,7 +177,8 @@ class AttentionLayer(StatefulLayer):
             first = kv_cache is None
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
-            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline)
+            written = self.rotation if first else None  # all others write alike
+            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
         if kv_cache is not None and (heads := self._built_over(kv_cache_type)):
             yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
