@@ -103,7 +103,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "sliding_window": 128,
         "rope_scaling": _YARN,
     },
     "deepseek_v3": _MLA,

@@ -75,7 +75,7 @@ class Rotation:
         return Rotation(kind, 1.0, None if kind.listed else 10000.0, listed)
 
     def from_element(self, first: int) -> Rotation:
-        """The same, of the elements that begin at `first`."""
+        """This rotation, of the elements that begin at `first`."""
         return replace(self, kind=self.kind._replace(first=first))
 
     def same_as(self, other: Rotation) -> bool:

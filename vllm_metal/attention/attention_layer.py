@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +35,7 @@ from vllm_metal.kv_cache.layer_cache import (
     parts_of,
     row_bytes,
 )
-from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers, and where MLX's operations may be faster.
@@ -199,7 +198,7 @@ class AttentionLayer(StatefulLayer):
         return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap))
 
     def _write_once(
-        self, kv_cache: LayerKVCache, plan: Any, num_tokens: int, dtype: mx.Dtype
+        self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
     ) -> None:
         """Writes zeros, as steps write rows."""
         keys, values = self._rows_of(num_tokens, dtype)

@@ -22,6 +22,7 @@ from metal_kernels.kv_write import Rotation
 from vllm_metal.mlx_patches.replacing import replaced
 
 RELEASES = ("mlx 0.32",)
+_HOW = ("traditional", "base", "scale")
 #: A layer rotates queries and keys. What nobody asked for goes: it holds arrays.
 _KEPT = 4
 
@@ -60,8 +61,9 @@ def noted() -> Iterator[None]:
         result = rope(x, dims, **options)
         offset = options["offset"]
         if isinstance(offset, mx.array) and x.ndim == 4 and x.shape[2] == 1:
-            how = (options[name] for name in ("traditional", "base", "scale"))
-            rotation = Rotation.of(dims, *how, options.get("freqs"), x.dtype)
+            traditional, base, scale = (options[name] for name in _HOW)
+            by = traditional, base, scale, options.get("freqs")
+            rotation = Rotation.of(dims, *by, x.dtype)
             if rotation is not None:
                 _newest.append(Rotated(x, result, offset, rotation))
         return result

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_write
-from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_write import Rotation, RotationKind
 from metal_kernels.op_common import CODE_DTYPES
 
@@ -98,7 +97,11 @@ class Rotating:
         return queries
 
     def _held(self, part: int) -> mx.array:
-        flat = decode(self._pools[part], self._scales[part]).flatten(1, 2)
+        pool, scales = self._pools[part], self._scales[part]
+        values = mx.from_fp8(pool, mx.float32) if pool.dtype == mx.uint8 else pool
+        if scales is not None:
+            values = values * scales[..., None].astype(mx.float32)
+        flat = values.astype(mx.float32).flatten(1, 2)
         return flat[:, mx.array([slot for slot in self.slots if slot >= 0])].swapaxes(0, 1)
 
     def held_keys(self) -> mx.array:

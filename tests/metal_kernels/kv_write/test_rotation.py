@@ -115,6 +115,8 @@ def test_every_frequency_of_mlx_lms_ropes():
     ]
     rng = np.random.default_rng(0)
     for scaling, traditional in itertools.product(scalings, (False, True)):
+        if traditional and scaling and scaling["type"] == "longrope":
+            continue  # mlx-lm has none
         rope = rope_utils.initialize_rope(32, 1e4, traditional, scaling, 4096)
         original = mx.fast.rope
         rows = mx.array(rng.normal(size=(5, 2, 1, 64)).astype(np.float32))
