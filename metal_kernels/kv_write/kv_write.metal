@@ -27,25 +27,28 @@ struct Row {
     return position * metal::exp2(-share * base);
   }
 
-  // An element as it shall be, a number that T holds.
-  float at(int index) const {
-    const int place = index - FIRST;
-    if (DIMS == 0 || place < 0) {
+  // An element as it shall be, a number that T holds; `least` is the first of those that the lanes take
+  // together. Both of a pair are loaded without a condition, so that no load waits for another.
+  float at(int index, int least) const {
+    if (DIMS == 0 || least + 32 * RUN <= FIRST) {
       return decode_element(elements[index]);
     }
-    const float own = decode_element(turned[place]);
-    if (place >= DIMS) {
-      return own;
+    if (least >= FIRST + DIMS) {
+      return decode_element(turned[index - FIRST]);
     }
     constexpr int HALF = DIMS / 2;
+    const bool turns = index >= FIRST && index < FIRST + DIMS;
+    const int place = turns ? index - FIRST : 0;
     const bool second = TRADITIONAL ? place % 2 != 0 : place >= HALF;
     const int apart = TRADITIONAL ? 1 : HALF;
-    const float other = decode_element(turned[second ? place - apart : place + apart]);
+    const device T* here = index < FIRST ? elements + index : turned + (index - FIRST);
+    const float own = decode_element(*here);
+    const float other = decode_element(*(turns ? here + (second ? -apart : apart) : here));
     const float turn = angle(TRADITIONAL ? place / 2 : place - (second ? HALF : 0));
     const float cosine = metal::fast::cos(turn);
     const float sine = metal::fast::sin(turn);
     const float now = second ? other * sine + own * cosine : own * cosine - other * sine;
-    return decode_element(static_cast<T>(now));
+    return turns ? decode_element(static_cast<T>(now)) : own;
   }
 };
 
@@ -107,7 +110,7 @@ inline void write_row(
 #pragma clang loop unroll(full)
     for (int j = 0; j < RUN; j++) {
       const bool inside = first + (SIZE % RUN ? j : 0) < SIZE;
-      row[i][j] = inside ? source.at(first + j) : 0.0f;
+      row[i][j] = inside ? source.at(first + j, i * 32 * RUN) : 0.0f;
       largest = max(largest, as_type<uint>(row[i][j]) & 0x7fffffffu);
     }
   }

@@ -397,7 +397,11 @@ _FAULTS: _Faults = {
         ("frequencies that grow", "exp2(-share * base)", "exp2(share * base)"),
         ("all rows at the position of the first", "(positions[row])", "(positions[0])"),
         ("positions not scaled", "= angles[0] * static_cast", "= static_cast"),
-        ("what is behind the rotated turned too", "place >= DIMS)", "place > 2 * DIMS)"),
+        (
+            "what is behind the rotated turned too",
+            "index < FIRST + DIMS;",
+            "index < FIRST + 2 * DIMS;",
+        ),
         ("not rounded before it is coded", "static_cast<T>(now)", "now"),
         ("values turned too", "using AsItIs = Row<T, 0, 0, false, false>", "using AsItIs = Turned"),
         ("queries not turned", "Turned{query,", "AsItIs{query,"),
@@ -413,7 +417,11 @@ _FAULTS: _Faults = {
     (WRITE, "write, rotated by a list", WRONG): [
         ("frequencies taken for their inverse", "(1.0f / frequencies[pair])", "frequencies[pair]"),
         ("neighbours taken for halves", "TRADITIONAL ? place % 2 != 0 :", "false ? false :"),
-        ("first elements from the tail", "return decode_element(elements[index])", "return 0.0f"),
+        (
+            "first elements from the tail",
+            "index < FIRST ? elements + index :",
+            "index < 0 ? elements :",
+        ),
     ],
     (WRITE, "write, rotated by a list", BOUNDS): [
         ("partner far away", "TRADITIONAL ? 1 : HALF", "TRADITIONAL ? 8 * HALF : HALF"),
