@@ -417,13 +417,13 @@ _FAULTS: _Faults = {
     (WRITE, "write, rotated by a list", WRONG): [
         ("frequencies taken for their inverse", "(1.0f / frequencies[pair])", "frequencies[pair]"),
         ("neighbours taken for halves", "TRADITIONAL ? place % 2 != 0 :", "false ? false :"),
+    ],
+    (WRITE, "write, rotated by a list", BOUNDS): [
         (
             "first elements from the tail",
             "index < FIRST ? elements + index :",
             "index < 0 ? elements :",
         ),
-    ],
-    (WRITE, "write, rotated by a list", BOUNDS): [
         ("partner far away", "TRADITIONAL ? 1 : HALF", "TRADITIONAL ? 8 * HALF : HALF"),
         (
             "an element's frequency, not a pair's",
