@@ -15,9 +15,9 @@ import sys
 
 #: Dispatches, unless the variable says otherwise: 40 on base and Pro chips, 50 on Max and Ultra.
 MOST_DISPATCHES = 50
-#: Dispatches of a layer of Llama: seven products, two norms, two rotations, one write of K and V,
+#: Dispatches of a layer of Llama: seven products, two norms, one write of K and V, which rotates,
 #: attention, the gate, two sums.
-DISPATCHES_OF_A_LAYER = 16
+DISPATCHES_OF_A_LAYER = 14
 _DISPATCHES = "MLX_MAX_OPS_PER_BUFFER"
 _ELEMENTS = "MLX_MAX_MB_PER_BUFFER"
 _RAISED = str(2**20)  # Mi elements: more than any memory holds

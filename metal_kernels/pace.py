@@ -28,7 +28,7 @@ _MOST_PRODUCTS = 0.69e12
 #: FLOPs of the products of a layer and row, by an 8B model: 2 for each of 218 M weights.
 _PRODUCTS = 0.44e9
 #: From so many rows on, each layer of a step gets a command buffer of its own. Decode steps of
-#: vLLM's default --max-num-seqs, 256, stay below with up to 98 dispatches.
+#: vLLM's default --max-num-seqs, 256, stay below with up to 85 dispatches.
 _ROWS = int(_MOST_PRODUCTS * DISPATCHES_OF_A_LAYER / (_DISPATCHES * _PRODUCTS))
 #: Command buffers that may wait for the device. MLX waits only for those that its own limits ended;
 #: without this bound it would hold the arrays of a whole step at once.

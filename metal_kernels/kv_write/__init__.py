@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes K/V into the pool, in place."""
+"""Writes K/V into the pool, in place; rotates keys and queries on the way where that is asked."""
 
-from metal_kernels.kv_write.op import write
+from metal_kernels.kv_write.op import rotate_and_write, write
+from metal_kernels.kv_write.rotation import Rotation, RotationKind
 
-__all__ = ["write"]
+__all__ = ["Rotation", "RotationKind", "rotate_and_write", "write"]

@@ -1,10 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes keys and values through the pools given as inputs; one simdgroup per batch row and K/V head.
-// A slot counts across blocks, so that to a write the pool is [Hkv, slots, head size].
+// A slot counts across blocks, so that to a write the pool is [Hkv, slots, head size]. Where keys come
+// before their rotation (Su et al. 2021, arXiv:2104.09864) they get it here, and so do queries: one
+// simdgroup per batch row and query head besides.
 
 // Neighbouring elements of a lane, which the compiler may move together. Nothing is assumed of their
 // alignment: keys are often a slice of a larger array.
 constant constexpr int RUN = 4;
+
+// A row of T, of which DIMS elements from FIRST on are turned in pairs: neighbours where TRADITIONAL,
+// else DIMS / 2 apart. DIMS of 0: none are. Operation by operation as MLX's own rotation (0.32.4), whose
+// place this takes, so that a row comes out the same by either.
+template <typename T, int DIMS, int FIRST, bool TRADITIONAL, bool LISTED>
+struct Row {
+  const device T* elements;
+  const device T* turned;  // those from FIRST on
+  const device float* frequencies;  // of each pair, what an angle is divided by, where LISTED
+  float position;  // of the row, scaled
+  float base;  // log2, where frequencies are its powers
+
+  float angle(int pair) const {
+    if (LISTED) {
+      return position * (1.0f / frequencies[pair]);
+    }
+    const float share = static_cast<float>(pair) / static_cast<float>(DIMS / 2);
+    return position * metal::exp2(-share * base);
+  }
+
+  // An element as it shall be, a number that T holds; `least` is the first of those that the lanes take
+  // together. Both of a pair are loaded without a condition, so that no load waits for another.
+  float at(int index, int least) const {
+    if (DIMS == 0 || least + 32 * RUN <= FIRST) {
+      return decode_element(elements[index]);
+    }
+    if (least >= FIRST + DIMS) {
+      return decode_element(turned[index - FIRST]);
+    }
+    constexpr int HALF = DIMS / 2;
+    const bool turns = index >= FIRST && index < FIRST + DIMS;
+    const int place = turns ? index - FIRST : 0;
+    const bool second = TRADITIONAL ? place % 2 != 0 : place >= HALF;
+    const int apart = TRADITIONAL ? 1 : HALF;
+    const device T* here = index < FIRST ? elements + index : turned + (index - FIRST);
+    const float own = decode_element(*here);
+    const float other = decode_element(*(turns ? here + (second ? -apart : apart) : here));
+    const float turn = angle(TRADITIONAL ? place / 2 : place - (second ? HALF : 0));
+    const float cosine = metal::fast::cos(turn);
+    const float sine = metal::fast::sin(turn);
+    const float now = second ? other * sine + own * cosine : own * cosine - other * sine;
+    return turns ? decode_element(static_cast<T>(now)) : own;
+  }
+};
 
 // Of a row whose largest magnitude is `largest`, coded as `top`. What readers multiply by.
 inline bfloat16_t scale_for(float largest, float top) {
@@ -52,9 +98,9 @@ inline bfloat16_t best_scale(const thread float (&row)[RUNS][RUN], float largest
 }
 
 // A lane's share of writing one row of SIZE elements.
-template <typename T, typename C, int SIZE>
+template <int SIZE, typename R, typename C>
 inline void write_row(
-    const device T* source, device C* target, device bfloat16_t* scale, uint lane) {
+    const thread R& source, device C* target, device bfloat16_t* scale, uint lane) {
   constexpr int RUNS = (SIZE + 32 * RUN - 1) / (32 * RUN);
   float row[RUNS][RUN];
   uint largest = 0;  // magnitude, as its bits: they order as the numbers do, NaN above all
@@ -64,7 +110,7 @@ inline void write_row(
 #pragma clang loop unroll(full)
     for (int j = 0; j < RUN; j++) {
       const bool inside = first + (SIZE % RUN ? j : 0) < SIZE;
-      row[i][j] = inside ? decode_element(source[first + j]) : 0.0f;
+      row[i][j] = inside ? source.at(first + j, i * 32 * RUN) : 0.0f;
       largest = max(largest, as_type<uint>(row[i][j]) & 0x7fffffffu);
     }
   }
@@ -91,8 +137,10 @@ inline void write_row(
 }
 
 // ---- kernel body
-// Template: T, dtype of keys and values; C, dtype of the pools; KEY_SIZE, VALUE_SIZE, HAS_VALUES.
-// Grid: (32, Hkv, rows).
+// Template: T, dtype of keys, values and queries; C, dtype of the pools; KEY_SIZE, VALUE_SIZE,
+// HAS_VALUES; DIMS, FIRST, TRADITIONAL, LISTED of the rotation of keys and queries. Where FIRST is not 0,
+// keys end there, and tails have the rest.
+// Grid: (32, Hkv + H where there are queries, rows).
 const uint lane = thread_position_in_grid.x;
 const uint head = thread_position_in_grid.y;
 const uint row = thread_position_in_grid.z;
@@ -100,19 +148,37 @@ if (head == 0 && row == 0 && lane < 8) {
   fence[lane] = 0;
 }
 
+using Turned = Row<T, DIMS, FIRST, TRADITIONAL, LISTED>;
+using AsItIs = Row<T, 0, 0, false, false>;
+const float position = angles[0] * static_cast<float>(positions[row]);
+if (head >= static_cast<uint>(key_pool_shape[0])) {
+  const ulong query_head = head - key_pool_shape[0];
+  const ulong place = (static_cast<ulong>(row) * queries_shape[1] + query_head) * KEY_SIZE;
+  const device T* query = queries + place;
+  write_row<KEY_SIZE>(
+      Turned{query, query + FIRST, frequencies, position, angles[1]},
+      rotated + place,
+      static_cast<device bfloat16_t*>(nullptr),
+      lane);
+  return;
+}
+
 const ulong num_slots = static_cast<ulong>(key_pool_shape[1]) * key_pool_shape[2];
 const ulong slot = static_cast<ulong>(static_cast<long>(slot_mapping[row]));
 if (slot < num_slots) {  // negative ones are huge here
   const ulong source = static_cast<ulong>(row) * key_pool_shape[0] + head;
   const ulong target = head * num_slots + slot;
-  write_row<T, C, KEY_SIZE>(
-      keys + source * KEY_SIZE,
+  const device T* key = keys + source * (FIRST > 0 ? FIRST : KEY_SIZE);
+  const device T* turned = FIRST > 0 ? tails + source * (KEY_SIZE - FIRST) : key;
+  write_row<KEY_SIZE>(
+      Turned{key, turned, frequencies, position, angles[1]},
       const_cast<device C*>(key_pool) + target * KEY_SIZE,
       const_cast<device bfloat16_t*>(key_scales) + target,
       lane);
   if (HAS_VALUES) {
-    write_row<T, C, VALUE_SIZE>(
-        values + source * VALUE_SIZE,
+    const device T* value = values + source * VALUE_SIZE;
+    write_row<VALUE_SIZE>(
+        AsItIs{value, value, frequencies, position, angles[1]},
         const_cast<device C*>(value_pool) + target * VALUE_SIZE,
         const_cast<device bfloat16_t*>(value_scales) + target,
         lane);

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""write() puts a step's keys and values into the pool: grid and checks, one dispatch."""
+"""Puts a step's keys and values into the pool: grid and checks, one dispatch.
+
+`write` takes keys as they shall be kept; `rotate_and_write` rotates them, and queries, first.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from metal_kernels import kernel, op_common
+from metal_kernels.kv_write.rotation import Rotation, RotationKind
 
 _LANES = 32
 _SIMDGROUPS = 8  # of a threadgroup
@@ -15,11 +19,14 @@ _KERNEL = kernel.load(
     input_names=(
         *("keys", "values", "slot_mapping"),
         *("key_pool", "value_pool", "key_scales", "value_scales"),
+        *("tails", "queries", "positions", "frequencies", "angles"),
         *("after_0", "after_1"),
     ),
-    output_names=("fence",),
+    output_names=("rotated", "fence"),
     shared=("numeric.metal",),
 )
+_NO_ANGLES = mx.array([0.0] * kernel.MIN_ELEMENTS)
+_NO_ROTATION = Rotation(RotationKind(0))
 
 
 def write(
@@ -57,20 +64,82 @@ def write(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check_rows("keys", keys, key_pool)
-    if (values is None) != (value_pool is None):
-        raise ValueError("values and value_pool: expected both or neither")
-    if values is not None and value_pool is not None:
-        _check_rows("values", values, value_pool)
-        _check_alike(keys, values, key_pool, value_pool)
-        op_common.check_scales("value_scales", value_scales, value_pool)
-    op_common.check_scales("key_scales", key_scales, key_pool)
-    num_tokens, num_heads, key_size = keys.shape
-    _check_slot_mapping(slot_mapping, num_tokens)
-    if num_tokens == 0:
+    _check(keys, values, slot_mapping, key_pool, value_pool, key_scales, value_scales)
+    if keys.shape[0] == 0:
         return op_common.merged(after)
-    heads = min(num_heads, _SIMDGROUPS)
-    (fence,) = _KERNEL(
+    rows = keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales
+    return _launch(*rows, queries=None, positions=slot_mapping, rotation=_NO_ROTATION)[1]
+
+
+def rotate_and_write(
+    keys: mx.array,
+    values: mx.array | None,
+    slot_mapping: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array | None,
+    after: Sequence[mx.array] = (),
+    key_scales: mx.array | None = None,
+    value_scales: mx.array | None = None,
+    *,
+    queries: mx.array | None,
+    positions: mx.array,
+    rotation: Rotation,
+    tails: mx.array | None = None,
+) -> tuple[mx.array | None, mx.array]:
+    """As `write`, of keys that are rotated first, as queries are.
+
+    Each is rotated in float32 and rounded to its dtype, as `mx.fast.rope` does on a GPU; then it is
+    encoded.
+
+    Args:
+        keys: [T, Hkv, D], not rotated yet; with tails, the elements before those.
+        values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales: see `write`.
+        queries: [T, H, D] of the dtype of keys, not rotated yet; None: none shall be.
+        positions: [T or more] int32 of the rows. With 8 or more entries nothing is padded.
+        rotation: of keys and queries.
+        tails: [T, Hkv, n] of the dtype of keys, the last elements of their rows: those from the
+            first on that is rotated. None: keys have all.
+
+    Returns:
+        Rotated queries, [T, H, D]; None without queries. Then the fence, [8] uint32.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    _check_tails(keys, tails, key_pool, rotation)
+    _check(keys, values, slot_mapping, key_pool, value_pool, key_scales, value_scales, tails)
+    _check_rotation(keys, queries, positions, rotation, key_pool.shape[3])
+    if keys.shape[0] == 0:
+        return queries, op_common.merged(after)
+    rows = keys, values, slot_mapping, key_pool, value_pool, after, key_scales, value_scales
+    turned, fence = _launch(
+        *rows, queries=queries, positions=positions, rotation=rotation, tails=tails
+    )
+    return (None if queries is None else turned), fence
+
+
+def _launch(
+    keys: mx.array,
+    values: mx.array | None,
+    slot_mapping: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array | None,
+    after: Sequence[mx.array],
+    key_scales: mx.array | None,
+    value_scales: mx.array | None,
+    *,
+    queries: mx.array | None,
+    positions: mx.array,
+    rotation: Rotation,
+    tails: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Rotated queries, or an array of no meaning, and the fence."""
+    num_tokens, num_heads, _ = keys.shape
+    key_size = key_pool.shape[3]
+    kind, frequencies = rotation.kind, rotation.frequencies
+    rows = num_heads + (0 if queries is None else queries.shape[1])
+    heads = min(rows, _SIMDGROUPS)
+    turned, fence = _KERNEL(
         inputs=[
             keys,
             keys if values is None else values,
@@ -79,6 +148,11 @@ def write(
             key_pool if value_pool is None else value_pool,
             op_common.NO_SCALES if key_scales is None else key_scales,
             op_common.NO_SCALES if value_scales is None else value_scales,
+            keys if tails is None else tails,
+            keys if queries is None else queries,
+            op_common.padded(positions.astype(mx.int32), fill=0),
+            _NO_ANGLES if frequencies is None else frequencies,
+            rotation.angles if kind.dims else _NO_ANGLES,
             *op_common.fences(after),
         ],
         template=[
@@ -87,17 +161,46 @@ def write(
             ("KEY_SIZE", key_size),
             ("VALUE_SIZE", key_size if values is None else values.shape[2]),
             ("HAS_VALUES", values is not None),
+            ("DIMS", kind.dims),
+            ("FIRST", kind.first),
+            ("TRADITIONAL", kind.traditional),
+            ("LISTED", kind.listed),
         ],
-        grid=(_LANES, num_heads, num_tokens),
+        grid=(_LANES, rows, num_tokens),
         threadgroup=(_LANES, heads, _SIMDGROUPS // heads),
-        output_shapes=[op_common.FENCE_SHAPE],
-        output_dtypes=[op_common.FENCE_DTYPE],
+        output_shapes=[
+            op_common.FENCE_SHAPE if queries is None else queries.shape,
+            op_common.FENCE_SHAPE,
+        ],
+        output_dtypes=[keys.dtype, op_common.FENCE_DTYPE],
     )
-    return fence
+    return turned, fence
 
 
-def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
-    """`name` is keys or values."""
+def _check(
+    keys: mx.array,
+    values: mx.array | None,
+    slot_mapping: mx.array,
+    key_pool: mx.array,
+    value_pool: mx.array | None,
+    key_scales: mx.array | None,
+    value_scales: mx.array | None,
+    tails: mx.array | None = None,
+) -> None:
+    """Raises ValueError unless all are as `write` wants them."""
+    _check_rows("keys", keys, key_pool, 0 if tails is None else tails.shape[-1])
+    if (values is None) != (value_pool is None):
+        raise ValueError("values and value_pool: expected both or neither")
+    if values is not None and value_pool is not None:
+        _check_rows("values", values, value_pool)
+        _check_alike(keys, values, key_pool, value_pool)
+        op_common.check_scales("value_scales", value_scales, value_pool)
+    op_common.check_scales("key_scales", key_scales, key_pool)
+    _check_numbers("slot_mapping", slot_mapping, keys.shape[0])
+
+
+def _check_rows(name: str, rows: mx.array, pool: mx.array, more: int = 0) -> None:
+    """`name` is keys or values; `more` elements of each row are elsewhere."""
     part = name.removesuffix("s")
     if rows.ndim != 3 or rows.dtype not in op_common.VALUE_DTYPES:
         raise ValueError(f"{name}: expected [T, Hkv, D] floats, found {rows.shape} {rows.dtype}")
@@ -105,9 +208,10 @@ def _check_rows(name: str, rows: mx.array, pool: mx.array) -> None:
         raise ValueError(
             f"{name}: expected {kernel.MIN_ELEMENTS} elements or more, found {rows.size}"
         )
-    if pool.ndim != 4 or (pool.shape[0], pool.shape[3]) != rows.shape[1:]:
+    size = rows.shape[2] + more
+    if pool.ndim != 4 or (pool.shape[0], pool.shape[3]) != (rows.shape[1], size):
         raise ValueError(
-            f"{part}_pool: expected [{rows.shape[1]}, B, block_size, {rows.shape[2]}] as {name} "
+            f"{part}_pool: expected [{rows.shape[1]}, B, block_size, {size}] as {name} "
             f"have it, found {pool.shape}"
         )
     if pool.dtype not in op_common.POOL_DTYPES:
@@ -129,14 +233,59 @@ def _check_alike(
         )
 
 
-def _check_slot_mapping(slot_mapping: mx.array, num_tokens: int) -> None:
-    if slot_mapping.ndim != 1 or slot_mapping.dtype not in (mx.int32, mx.int64):
+def _check_numbers(name: str, numbers: mx.array, num_tokens: int) -> None:
+    if numbers.ndim != 1 or numbers.dtype not in (mx.int32, mx.int64):
         raise ValueError(
-            "slot_mapping: expected a flat int32 or int64 array, "
-            f"found {slot_mapping.shape} {slot_mapping.dtype}"
+            f"{name}: expected a flat int32 or int64 array, found {numbers.shape} {numbers.dtype}"
         )
-    if slot_mapping.size < num_tokens:
+    if numbers.size < num_tokens:
         raise ValueError(
-            f"slot_mapping: expected a slot for each of {num_tokens} rows, "
-            f"found {slot_mapping.size}"
+            f"{name}: expected a number for each of {num_tokens} rows, found {numbers.size}"
+        )
+
+
+def _check_tails(
+    keys: mx.array, tails: mx.array | None, key_pool: mx.array, rotation: Rotation
+) -> None:
+    first = rotation.kind.first
+    if tails is None:
+        if first:
+            raise ValueError(f"tails: expected those of rows that are rotated from {first} on")
+        return
+    size = key_pool.shape[-1] - first
+    if tails.shape != (*keys.shape[:2], size) or tails.dtype != keys.dtype:
+        raise ValueError(
+            f"tails: expected {(*keys.shape[:2], size)} of {keys.dtype} as keys are, "
+            f"found {tails.shape} of {tails.dtype}"
+        )
+
+
+def _check_rotation(
+    keys: mx.array,
+    queries: mx.array | None,
+    positions: mx.array,
+    rotation: Rotation,
+    size: int,
+) -> None:
+    num_tokens = keys.shape[0]
+    _check_numbers("positions", positions, num_tokens)
+    kind, frequencies = rotation.kind, rotation.frequencies
+    if not 0 < kind.dims <= size - kind.first or kind.dims % 2 or kind.first % 2 or kind.first < 0:
+        raise ValueError(
+            f"rotation: expected an even number of a row's {size} elements, "
+            f"found {kind.dims} from {kind.first} on"
+        )
+    if (frequencies is None) == (rotation.base is None) or kind.listed != (frequencies is not None):
+        raise ValueError("rotation: expected frequencies or a base, as its kind has it")
+    if frequencies is not None and frequencies.shape != (kind.dims // 2,):
+        raise ValueError(
+            f"rotation: expected {kind.dims // 2} frequencies, found {frequencies.shape}"
+        )
+    if queries is None:
+        return
+    alike = queries.ndim == 3 and (queries.shape[0], queries.shape[2]) == (num_tokens, size)
+    if not alike or queries.dtype != keys.dtype:
+        raise ValueError(
+            f"queries: expected [{num_tokens}, H, {size}] {keys.dtype} as keys are, "
+            f"found {queries.shape} {queries.dtype}"
         )

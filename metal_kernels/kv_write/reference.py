@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from metal_kernels.kv_write.rotation import Rotation
 from metal_kernels.op_common import SCALE_DTYPE
 
 # The codes that the largest element of a row may become; each gives the row another scale. Codes of
@@ -39,6 +40,22 @@ def write(
         return Pools(new_keys, None, new_key_scales, None)
     new_values, new_value_scales = _write_one(values, slot_mapping, value_pool, value_scales)
     return Pools(new_keys, new_values, new_key_scales, new_value_scales)
+
+
+def rotate(rows: mx.array, positions: mx.array, rotation: Rotation) -> mx.array:
+    """[T, H, D] rows rotated by [T] positions, in float32; of the rows' dtype."""
+    kind = rotation.kind
+    before, rest = mx.split(rows.astype(mx.float32), [kind.first], axis=-1)
+    turned = mx.fast.rope(
+        rest[:, :, None],
+        kind.dims,
+        traditional=kind.traditional,
+        base=rotation.base,
+        scale=rotation.scale,
+        offset=positions[: len(rows)],
+        freqs=rotation.frequencies,
+    )
+    return mx.concatenate([before, turned[:, :, 0]], axis=-1).astype(rows.dtype)
 
 
 def encode(rows: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape
 
 #: In the order they are checked. All others read what kv_write wrote. `graph` is no kernel: writes
 #: and attention of a step's layers, in a graph that MLX traced and builds again by itself. Neither
-#: is `gathered`: MLX's attention of prompts, over contexts that `kv_gather` reads.
+#: is `gathered`: MLX's attention of prompts, over contexts that `kv_gather` reads. `rotation` is
+#: kv_write where it rotates keys and queries on the way.
 KERNELS = (
     "kv_write",
     "kv_gather",
@@ -28,6 +30,7 @@ KERNELS = (
     "gathered",
     "convolution",
     "recurrence",
+    "rotation",
 )
 #: Checked after the kernels: by which way rows attend faster, and long prompts go through states by
 #: the delta rule. An outcome has the times of each way.
@@ -92,6 +95,7 @@ class Case:
     softcap: float | None = None
     kernels: tuple[str, ...] = KERNELS  # which of them, and of CHOICES, to check
     states: StateKind | None = None  # of recurrent layers that share the pool
+    rotation: RotationKind | None = None  # that a write may do
 
     def to_json(self) -> dict[str, Any]:
         dtypes = {name: dtype_name(getattr(self, name)) for name in _DTYPES}
@@ -103,9 +107,11 @@ class Case:
     def from_json(fields: dict[str, Any]) -> Case:
         dtypes = {name: getattr(mx, fields[name]) for name in _DTYPES}
         shape, kernels = AttentionShape(**fields["shape"]), tuple(fields["kernels"])
-        states = fields.get("states")
+        states, rotation = fields.get("states"), fields.get("rotation")
         of_states = None if states is None else StateKind.from_json(states)
-        return Case(**fields | dtypes | {"shape": shape, "kernels": kernels, "states": of_states})
+        of_rotation = None if rotation is None else RotationKind(*rotation)
+        whole = {"shape": shape, "kernels": kernels, "states": of_states, "rotation": of_rotation}
+        return Case(**fields | dtypes | whole)
 
     def __str__(self) -> str:
         size = self.shape.head_size
@@ -125,6 +131,8 @@ class Case:
             parts.append(f"soft cap {self.softcap}")
         if self.states is not None:
             parts.append(str(self.states))
+        if self.rotation is not None:
+            parts.append(str(self.rotation))
         return ", ".join(parts)
 
 

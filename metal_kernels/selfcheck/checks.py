@@ -27,6 +27,7 @@ def checks(case: Case) -> list[Check]:
         "convolution": bool(kind.channels),
         "recurrence": kind.heads is not None,
         "recurrence_way": kind.has_chunks,
+        "rotation": case.rotation is not None,
     }
     of_prompts = dict.fromkeys(
         ("gathered", "prefill_way"), serves_prompts(case.shape, case.dtype, case.softcap)

@@ -25,12 +25,17 @@ from metal_kernels.selfcheck.play import (
     elements,
     moves,
     play,
+    positions_of,
+    rotation_of,
     score_scale,
     state_width,
 )
 from metal_kernels.selfcheck.steps import Step, contents, steps
 
 _FLOAT_EPS = 2.0**-23
+#: Of a sine and a cosine together: `metal::fast` has them within 2^-13 (Metal Shading Language
+#: Specification, 8.2) for small angles, and angles of some hundreds are 2^-15 apart themselves.
+_ANGLE_ERROR = 2.0**-11
 _SHORT_WINDOW = 40
 _LARGEST = float(np.finfo(np.float32).max)  # for NaN and infinity, which JSON has not
 _CONTEXT_AXES = ("head", "request", "position", "element")
@@ -62,18 +67,41 @@ def findings(case: Case, check: Check, num_steps: int, tiles: Tiles) -> Iterator
         wanted = contents(case, len(played[0].blocks_np))
         for index, (step, found) in enumerate(zip(played, results, strict=True)):
             slots = mx.array(step.layout.slot_mapping_np)
-            wanted = write_reference.write(step.keys, step.values, slots, *wanted)
+            wanted = write_reference.write(
+                _kept_keys(case, kernel, step), step.values, slots, *wanted
+            )
             if kernel == "kv_blocks":
                 wanted = _moved(wanted, step)
             if kernel == "kv_states":
                 _move_states(wanted, step)
             mx.eval([array for array in wanted if array is not None])
             where = f"step {index // LAYERS}, layer {index % LAYERS}: "
-            if kernel == "kv_gather":
+            if kernel == "rotation":
+                yield from _compare_rotated(where, case, step, found)
+            elif kernel == "kv_gather":
                 yield from _compare_contexts(where, case, step.layout, found, wanted)
             elif found:
                 yield _compare_attention(where, case, step, found[0], wanted, kernel == "gathered")
-        yield from _compare_pools(case, pool, wanted)
+        yield from _compare_pools(case, pool, wanted, _ANGLE_ERROR if kernel == "rotation" else 0.0)
+
+
+def _kept_keys(case: Case, kernel: str, step: Step) -> mx.array:
+    """Keys as the pool holds them."""
+    if kernel != "rotation":
+        return step.keys
+    return write_reference.rotate(step.keys, positions_of(step), rotation_of(case))
+
+
+def _compare_rotated(
+    where: str, case: Case, step: Step, found: list[mx.array]
+) -> Iterator[Finding]:
+    """Rotated queries, where there are any. Tolerance: a rounding, and that of the angles."""
+    for array in found:
+        turned = write_reference.rotate(step.queries, positions_of(step), rotation_of(case))
+        wanted = floats(turned)
+        largest = np.abs(floats(step.queries)).max()
+        allowed = np.abs(wanted) * mx.finfo(case.dtype).eps + _ANGLE_ERROR * largest
+        yield compare(f"{where}queries", ("row", "head", "element"), floats(array), wanted, allowed)
 
 
 def _moved(pools: Pools, step: Step) -> Pools:
@@ -154,13 +182,17 @@ def _compare_attention(
     return compare(f"{where}output", ("row", "head", "element"), floats(found), wanted, allowed)
 
 
-def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]:
+def _compare_pools(
+    case: Case, found: Pools, wanted: Pools, apart: float = 0.0
+) -> Iterator[Finding]:
     """A pool of values must be exact. In a pool of codes, quotients close to a tie may round apart.
 
     int8: a code may differ by one and a scale by its last bit, so a value by a little over a scale.
     fp8: kernel and reference may also choose different scales for a row. Each stores a value within
     half a step of the element, which is 1/16 of it, or 2^-10 scales if subnormal. So the two differ
     by 1/8 of the value or, as one scale may be almost twice the other, by 2^-8 scales.
+
+    Where keys are rotated they may be `apart` besides, a share of the largest of them, and rounded.
     """
     for part, index in (("K", 0), ("V", 1)):
         elements, pool, scales = found[index], wanted[index], wanted[2 + index]
@@ -172,6 +204,9 @@ def _compare_pools(case: Case, found: Pools, wanted: Pools) -> Iterator[Finding]
             allowed = np.abs(expected) * (1 / 8 + 1 / 128) + floats(scales)[..., None] * 2.0**-8
         elif scales is not None:
             allowed = allowed + floats(scales)[..., None] * (1 + 2.0**-8)
+        if apart and part == "K":
+            rounding = np.abs(expected) * mx.finfo(case.dtype).eps
+            allowed = allowed + rounding + apart * np.abs(expected).max()
         array = floats(gather_reference.decode(elements, found[2 + index]))
         yield compare(f"pool at the end: {part}", _POOL_AXES, array, expected, allowed)
 

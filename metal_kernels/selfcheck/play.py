@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
+from metal_kernels.kv_write import Rotation
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.layout import RaggedLayout
 from metal_kernels.op_common import block_elements, merged
@@ -66,6 +67,49 @@ class _Pool:
         )
         self.fences = [fence]
         return fence
+
+
+def _rotate(pool: _Pool, step: Step) -> list[mx.array]:
+    keys, values, key_scales, value_scales = pool.arrays
+    rotation, layout = rotation_of(pool.case), step.layout
+    kind, tails, of_queries = rotation.kind, None, step.queries
+    rows = step.keys
+    if kind.first:
+        rows, tails = mx.split(rows, [kind.first], axis=-1)
+    turned, fence = kv_write.rotate_and_write(
+        rows,
+        step.values,
+        mx.array(layout.slot_mapping_np),
+        keys,
+        values,
+        after=pool.fences,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        queries=None if kind.first else of_queries,
+        positions=positions_of(step),
+        rotation=rotation,
+        tails=tails,
+    )
+    pool.fences = [fence]
+    return [] if turned is None else [turned]
+
+
+def rotation_of(case: Case) -> Rotation:
+    """One of the case's kind, of Llama 2's base; where frequencies are listed, they are scaled."""
+    kind, base = case.rotation, 10000.0
+    assert kind is not None
+    if not kind.listed:
+        return Rotation(kind, 1.0, base)
+    exponents = np.arange(0, kind.dims, 2) / kind.dims
+    return Rotation(kind, 1.0, None, mx.array((4 * base**exponents).astype(np.float32)))
+
+
+def positions_of(step: Step) -> mx.array:
+    """[T] int32: the last of each request's."""
+    lens = np.diff(step.layout.query_start_loc_np)
+    rows = zip(step.layout.seq_lens_np, lens, strict=True)
+    ranges = [np.arange(length - query, length) for length, query in rows]
+    return mx.array(np.concatenate(ranges).astype(np.int32))
 
 
 def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
@@ -204,6 +248,7 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
     "decode": _attend,
     "prefill": _attend,
     "reduce": _attend,
+    "rotation": _rotate,
     "gathered": _attend_gathered,
 }
 

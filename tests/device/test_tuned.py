@@ -26,7 +26,7 @@ CHOSEN = Choices(
     prompt_rows={KIND: {"1024": 64, "8192": None}},
     force_fused={KIND: False},
 )
-BY_FAMILY = Choices(dispatches=96)
+BY_FAMILY = Choices(dispatches=84)
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,9 @@ def test_choices_do_not_change_once_they_are_read():
 @pytest.mark.parametrize(
     ("chip", "dispatches"),
     [
-        ("Apple M1", 96),
-        ("Apple M1 Ultra", 96),
-        ("Apple M4 Pro", 96),
+        ("Apple M1", 84),
+        ("Apple M1 Ultra", 84),
+        ("Apple M4 Pro", 84),
         ("Apple M5", None),
         ("Apple M12", None),
         ("Intel(R) Core(TM) i9", None),

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from metal_kernels import kernel
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape, Splits, Tiles
 from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, StateKind, checks, timing
 from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.attention.inside import Convolution, Inside, Recurrence
 from vllm_metal.attention.layers import AttentionLayer, RunLayer, SequenceLayer
+from vllm_metal.attention.paged_cache import LayerRotation
 from vllm_metal.device import selfcheck, tuned
 from vllm_metal.kv_cache import choice
 from vllm_metal.kv_cache.gathered import ByMLX
@@ -93,6 +95,22 @@ def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
     found_where(monkeypatch, lambda case, one: False)
     assert kv_cache_type() is KernelKVCache
     assert not warned
+
+
+def test_layers_that_rotate_have_that_checked_and_do_without_it(monkeypatch, warned):
+    rotation = LayerRotation(RotationKind(128), queries=True)
+    latent = LayerRotation(RotationKind(64, 0, True), queries=False)
+    layers = [replace(LAYERS[0], rotation=rotation), replace(LATENTS, rotation=latent)]
+    cases = choice.needed_cases(layers, BF16, BF16, 16)
+    kinds = [case.rotation for case in cases if "rotation" in case.kernels]
+    assert kinds == [RotationKind(128), RotationKind(64, 512, True)]
+    found_where(monkeypatch, lambda case, one: False)
+    assert kv_cache_type(layers) is KernelKVCache
+    found_where(monkeypatch, lambda case, one: one.kernel == "rotation")
+    chosen = kv_cache_type(layers)
+    assert issubclass(chosen, KernelKVCache) and not chosen.rotates
+    (line,) = warned
+    assert "rotation" in line and REASON in line
 
 
 @pytest.mark.parametrize("failed", ["kv_write", "decode and prefill"])

@@ -2,6 +2,7 @@
 """What is compiled at start is all that any step asks for."""
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_kernels import kernel
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.doubles import Recorder
 from tests.models.recurrent import FAMILIES, make_model
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.attention.paged_cache import LayerRotation
 from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
@@ -22,6 +25,7 @@ from vllm_metal.kv_cache.layer_state import StepLayout
 from vllm_metal.kv_cache.scatter import ScatterKVCache
 from vllm_metal.kv_cache.specs import block_size_for, host_of_states
 from vllm_metal.kv_cache.warm_up import compile_kernels
+from vllm_metal.mlx_patches import rotations
 from vllm_metal.mlx_patches.seam import Scoring
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 70
@@ -154,6 +158,52 @@ def test_nothing_is_compiled_that_no_step_asks_for():
         serve(KernelKVCache, layer, mx.float16, mx.float16, steps)
     assert recorder.pipelines == compiled
     assert len(compiled) == 2 * len(queries) + 4  # reduce, write, copy and clear
+
+
+@pytest.mark.parametrize(
+    ("layer", "queries"),
+    [
+        (AttentionLayer("layers.0", 8, 2, 128, None), True),
+        (AttentionLayer("layers.0", 4, 1, 576, None, value_size=512, latent=True), False),
+    ],
+    ids=["heads", "latents"],
+)
+def test_a_layer_compiles_one_write_with_its_rotation_or_without(layer, queries):
+    """Before any step; so as many pipelines as without rotations. Another kind has its own."""
+    kinds = [RotationKind(64), RotationKind(64, listed=True)]
+    rotating = [replace(layer, rotation=LayerRotation(kind, queries)) for kind in kinds]
+    found = []
+    for layers in ([layer], rotating[:1], rotating):
+        recorder = Recorder()
+        with kernel.using(recorder.metal_kernel):
+            compile_kernels(KernelKVCache, layers, mx.float16, mx.float16, BLOCK_SIZE)
+            found.append(set(recorder.pipelines))
+            for each in layers[: len(layers) if layers[0].rotation else 0]:
+                rotate(each, [1, 7, 8, 40])
+        assert recorder.pipelines == found[-1]
+    writes = [{p for p in pipelines if p.kernel == "kv_write"} for pipelines in found]
+    assert [len(pipelines) for pipelines in writes] == [1, 1, 2]
+    assert len(found[0]) == len(found[1]) == len(found[2]) - 1
+
+
+def rotate(layer, counts):
+    """Writes of so many rows, as the layer's cache has them."""
+    kv_cache = layer.allocate(NUM_BLOCKS, BLOCK_SIZE, mx.float16, KernelKVCache)
+    for count in counts:
+        scope = layer.scope(kv_cache)
+        plan = scope.plan_of(layout([(0, count)]))
+        positions = mx.arange(count)
+        listed = layer.rotation.kind.listed
+        of = {"freqs": mx.ones(32), "base": None} if listed else {"base": 5e5}
+        with scope.during(positions, plan), rotations.noted():
+            cache = layer.cache(kv_cache, scope)
+            rows = mx.zeros((count, layer.num_kv_heads, 1, 64 if layer.latent else 128), mx.float16)
+            rope = partial(mx.fast.rope, dims=64, traditional=False, scale=1.0, offset=positions)
+            if not layer.latent:
+                rope(mx.zeros((count, layer.num_heads, 1, 128), mx.float16), **of)
+            turned = rope(rows, **of)
+            latent = mx.zeros((count, 1, 1, 512), mx.float16)
+            cache.update_and_fetch(*((latent, turned) if layer.latent else (turned, rows)))
 
 
 def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):

@@ -76,6 +76,19 @@ def write_and_gather(dtype, cache):
     rows = rows.astype(dtype)
     slots = mx.array([17, -1, 3])
     fence = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
+    for traditional in (False, True):
+        rotation = kv_write.Rotation(kv_write.RotationKind(16, 0, traditional), base=1e4)
+        _, fence = kv_write.rotate_and_write(
+            rows,
+            rows,
+            slots,
+            *pools,
+            [fence],
+            *scales,
+            queries=rows,
+            positions=mx.arange(3),
+            rotation=rotation,
+        )
     table = mx.array([[1, 0], [0, -1]])
     wide = mx.zeros((2, 2, 16, 32), cache)
     for to in {dtype, F32}:

@@ -17,6 +17,7 @@ from metal_kernels import (
     paged_attention,
     recurrence,
 )
+from metal_kernels.kv_write import Rotation, RotationKind
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.sequences import RecurrenceInputs, StatePart
@@ -63,6 +64,29 @@ def write(
         values,
         key_scales=key_scales,
         value_scales=value_scales,
+    )
+
+
+def rotate(
+    dtype: mx.Dtype, cache: mx.Dtype, kind: RotationKind, key_size: int = 64, values: bool = True
+) -> None:
+    """Writes keys that are rotated, and rotates queries but where keys are latents."""
+    keys, key_scales = _pool(key_size, cache)
+    pool, value_scales = _pool(key_size, cache) if values else (None, None)
+    rows = mx.zeros((3, 2, key_size), dtype)
+    latent, tails = mx.split(rows, [kind.first], axis=-1) if kind.first else (rows, None)
+    kv_write.rotate_and_write(
+        latent,
+        rows if values else None,
+        mx.arange(3),
+        keys,
+        pool,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        queries=None if kind.first else mx.zeros((3, 8, key_size), dtype),
+        positions=mx.arange(3),
+        rotation=Rotation.of_zeros(kind),
+        tails=tails,
     )
 
 

@@ -420,6 +420,51 @@ _FAULTS: _Faults = {
     (WRITE, "write, int8", WRONG): [
         ("row of zeros divided by zero", "divisor > 0.0f ? divisor : 1.0f", "divisor"),
     ],
+    (WRITE, "write, rotated", WRONG): [
+        ("turned the other way", "own * cosine - other * sine", "own * cosine + other * sine"),
+        ("second of a pair as the first", "second ? other * sine", "!second ? other * sine"),
+        ("sine where the cosine belongs", "fast::cos(turn)", "fast::sin(turn)"),
+        ("halves' pairs counted on", "place - (second ? HALF : 0)", "place"),
+        ("frequencies of half as many pairs", "<float>(DIMS / 2)", "<float>(DIMS / 4)"),
+        ("frequencies that grow", "exp2(-share * base)", "exp2(share * base)"),
+        ("all rows at the position of the first", "(positions[row])", "(positions[0])"),
+        ("positions not scaled", "= angles[0] * static_cast", "= static_cast"),
+        (
+            "what is behind the rotated turned too",
+            "index < FIRST + DIMS;",
+            "index < FIRST + 2 * DIMS;",
+        ),
+        ("not rounded before it is coded", "static_cast<T>(now)", "now"),
+        ("values turned too", "using AsItIs = Row<T, 0, 0, false, false>", "using AsItIs = Turned"),
+        ("queries not turned", "Turned{query,", "AsItIs{query,"),
+        ("keys not turned", "Turned{key,", "AsItIs{key,"),
+    ],
+    (WRITE, "write, rotated", RACE): [
+        ("queries of a single head", "* queries_shape[1] + query_head)", "* queries_shape[1])"),
+    ],
+    (WRITE, "write, rotated", BOUNDS): [
+        ("a query head too many", "= head - key_pool_shape[0];", "= head;"),
+        ("a query's row by K/V heads", "row) * queries_shape[1]", "row) * threads_per_grid.y"),
+    ],
+    (WRITE, "write, rotated by a list", WRONG): [
+        ("frequencies taken for their inverse", "(1.0f / frequencies[pair])", "frequencies[pair]"),
+        ("neighbours taken for halves", "TRADITIONAL ? place % 2 != 0 :", "false ? false :"),
+    ],
+    (WRITE, "write, rotated by a list", BOUNDS): [
+        (
+            "first elements from the tail",
+            "index < FIRST ? elements + index :",
+            "index < 0 ? elements :",
+        ),
+        ("partner far away", "TRADITIONAL ? 1 : HALF", "TRADITIONAL ? 8 * HALF : HALF"),
+        (
+            "an element's frequency, not a pair's",
+            "TRADITIONAL ? place / 2",
+            "TRADITIONAL ? place",
+        ),
+        ("tails' rows as long as keys'", "source * (KEY_SIZE - FIRST)", "source * KEY_SIZE"),
+        ("keys' rows as long as the pool's", "(FIRST > 0 ? FIRST : KEY_SIZE)", "KEY_SIZE"),
+    ],
     (GATHER, "gather", BOUNDS): [
         ("block one past the pool's last", "block < num_blocks", "block <= num_blocks"),
         ("requests taken for heads", "z / num_requests", "z % pool_shape[0]"),

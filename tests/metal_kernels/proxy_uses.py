@@ -15,9 +15,10 @@ import mlx.core as mx
 from metal_interpreter import proxy
 
 from metal_kernels import kernel
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
-from tests.metal_kernels.launches import attend, convolve, gather, move, recur, write
+from tests.metal_kernels.launches import attend, convolve, gather, move, recur, rotate, write
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 #: Dtypes of rows and pool, by bits of the pool's elements.
@@ -82,6 +83,14 @@ def _caches() -> Iterator[Use]:
     for (size, *sizes), (bits, dtypes) in product(rows, DTYPES.items()):
         runs = [partial(write, *pair, *sizes) for pair in dtypes]
         yield Use("K/V written", size, bits, tuple(runs))
+    kinds = (
+        ("128", 128, RotationKind(128), True),
+        ("256, of them 64", 256, RotationKind(64), True),
+        ("576, of them 64", 576, RotationKind(64, 512, True, True), False),
+    )
+    for (size, key_size, kind, values), (bits, dtypes) in product(kinds, DTYPES.items()):
+        runs = [partial(rotate, *pair, kind, key_size, values) for pair in dtypes]
+        yield Use("K/V written, rotated", size, bits, tuple(runs))
     for bits, dtypes in DTYPES.items():
         runs = [partial(gather, *pair, 128) for pair in dtypes]
         yield Use("contexts gathered", "128", bits, tuple(runs))

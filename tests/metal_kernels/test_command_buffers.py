@@ -89,7 +89,7 @@ print(
 """
 
 
-@pytest.mark.parametrize("dispatches", [None, 96, 1000])
+@pytest.mark.parametrize("dispatches", [None, 84, 1000])
 def test_what_shares_a_command_buffer_stays_below_what_one_may_hold(dispatches):
     """By the number of dispatches alone; the bounds of steps that are paced."""
     variables = {} if dispatches is None else {"MLX_MAX_OPS_PER_BUFFER": str(dispatches)}

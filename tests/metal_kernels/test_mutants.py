@@ -29,11 +29,13 @@ from metal_kernels import (
 from metal_kernels.kv_blocks import reference as blocks_reference
 from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_states import reference as states_reference
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.paged_attention.splits import ALWAYS, DEFAULT
 from metal_kernels.sequences import StatePart
 from tests.metal_kernels import states_probes
+from tests.metal_kernels.kv_write.rotating import Rotating, rotated
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
@@ -179,6 +181,28 @@ class Write:
             assert mx.array_equal(arguments[name], pool)
 
 
+def rotate(
+    dtype: mx.Dtype, pool_dtype: mx.Dtype, kind: RotationKind, sizes: tuple[int, ...]
+) -> Probe:
+    """A write that rotates against the formula; of the slots, the pool lacks one."""
+
+    def probe() -> None:
+        case = Rotating(sizes, dtype, pool_dtype, kind, slots=[5, 40, -1, 2, 47])
+        queries = case.write()
+        if queries is not None:
+            wanted = rotated(case.queries, case.positions, case.rotation)
+            np.testing.assert_allclose(np.array(queries), wanted, rtol=1e-3, atol=1e-3)
+        keys = mx.array(rotated(case.keys, case.positions, case.rotation).astype(np.float32))
+        codes, scales = write_reference.encode(keys.astype(dtype), pool_dtype)
+        held = np.array(gather_reference.decode(codes, scales))[[0, 1, 3, 4]]
+        np.testing.assert_allclose(np.array(case.held_keys()), held, rtol=0.13, atol=1e-3)
+        if pool_dtype == mx.float32:  # rounded as the rows are
+            assert mx.array_equal(case.held_keys().astype(dtype), case.held_keys())
+        case.check_values()
+
+    return probe
+
+
 def gather() -> None:
     """By a table that names blocks the pool lacks; bounds and heads leave something out."""
     rng = np.random.default_rng(0)
@@ -287,6 +311,10 @@ PROBES: dict[str, Probe] = {
     "prefill, split": Attention(((290, 5), (3, 1)), has_sinks=True, tiles=OF_PREFILL),
     "write, fp8": Write(mx.uint8),
     "write, int8": Write(mx.int8),
+    "write, rotated": rotate(mx.float16, mx.float32, RotationKind(16), (32, 32)),
+    "write, rotated by a list": rotate(
+        mx.float32, mx.uint8, RotationKind(16, 48, True, True), (64,)
+    ),
     "gather": gather,
     "gather, values": gather_values,
     "copy": copy,

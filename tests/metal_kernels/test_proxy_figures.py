@@ -11,7 +11,7 @@ import metal_kernels
 from tests.metal_kernels import proxy_figures
 
 WRITE = Path(metal_kernels.__file__).parent / "kv_write" / "kv_write.metal"
-OF_CODES = ["kv_write", "C=uint8", "KEY_SIZE=128"]
+OF_CODES = ["kv_write", "C=uint8", "KEY_SIZE=128", "DIMS=0"]
 
 
 def printed(capsys, *arguments):

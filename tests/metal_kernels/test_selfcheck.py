@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from metal_kernels import kernel
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape, Tiles, trials
 from metal_kernels.selfcheck import (
     KERNELS,
@@ -38,6 +39,15 @@ SMALL = AttentionShape(4, 2, 64, 64)
 PLAIN = Case(SMALL, F32, F32, 16)
 STEPS = 8
 OF_STATES = ("convolution", "recurrence")
+ROTATED = [
+    Case(SMALL, F32, F32, 16, kernels=("rotation",), rotation=RotationKind(64)),
+    Case(SMALL, BF16, FP8, 16, kernels=("rotation",), rotation=RotationKind(32, 0, True, True)),
+    Case(
+        *(AttentionShape(16, 1, 576, 512), F16, INT8, 16),
+        kernels=("rotation",),
+        rotation=RotationKind(64, 512, True),
+    ),
+]
 RECURRENT = replace(
     PLAIN, kernels=OF_STATES, states=StateKind((2, 32, 4, 6), delta=True, channels=96)
 )
@@ -75,16 +85,56 @@ def test_kernels_that_are_right_pass(case):
     assert outcomes[-1].largest_error > 0
 
 
+@pytest.mark.parametrize("case", ROTATED, ids=str)
+def test_rotations_that_are_right_pass(case):
+    with kernel.using(metal_interpreter.metal_kernel):
+        (outcome,) = check(case, STEPS)
+    assert outcome.ok, outcome
+    assert outcome.tolerance > 0
+
+
 def test_only_what_attention_of_a_shape_launches_is_checked():
-    of_attention = [name for name in KERNELS if name not in OF_STATES]
+    of_attention = [name for name in KERNELS if name not in (*OF_STATES, "rotation")]
     assert in_use(PLAIN) == of_attention
     assert in_use(replace(PLAIN, window=100)) == [n for n in of_attention if n != "reduce"]
     many = replace(PLAIN, shape=AttentionShape(128, 2, 64, 64))  # 64 rows to a token
     assert "decode" not in in_use(many)
     assert in_use(replace(PLAIN, kernels=("decode", "kv_write"))) == ["kv_write", "decode"]
-    assert in_use(replace(PLAIN, states=RECURRENT.states)) == list(KERNELS)
+    both = replace(PLAIN, states=RECURRENT.states, rotation=RotationKind(64))
+    assert in_use(both) == list(KERNELS)
     convolution_alone = replace(PLAIN, states=StateKind(channels=8))
     assert in_use(convolution_alone) == [*of_attention, "convolution"]
+
+
+def changed_template(call, **changes):
+    return call | {"template": [(name, changes.get(name, v)) for name, v in call["template"]]}
+
+
+#: What a wrong rotation may be: of fewer elements, by other pairs, by other positions, of queries
+#: alone or of keys alone.
+WRONG_ROTATIONS = {
+    "fewer": lambda run, call: run(**changed_template(call, DIMS=32)),
+    "pairs": lambda run, call: run(**changed_template(call, TRADITIONAL=True)),
+    "positions": lambda run, call: run(**change_inputs(call, _9=lambda places: places + 1)),
+    "queries": lambda run, call: [run(**call)[0] * 1.01, run(**call)[1]],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ROTATIONS)
+def test_a_rotation_that_is_wrong_is_named(wrong):
+    def around(name, run, call):
+        return WRONG_ROTATIONS[wrong](run, call)
+
+    with kernel.using(wrapped(around)):
+        (outcome,) = check(ROTATED[0], STEPS)
+    assert (outcome.kernel, outcome.ok) == ("rotation", False)
+    assert outcome.largest_error > 3 * outcome.tolerance
+
+
+def test_a_rotation_keeps_its_form_as_json():
+    for case in ROTATED:
+        assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+        assert "rotated by" in str(case)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +176,8 @@ WRONG_INPUTS = {
 }
 #: Kernels of a check of another name.
 CHECKED_AS = {"read_states": "kv_states", "write_states": "kv_states"}
-ALONE = [name for name in KERNELS if name not in ("graph", "gathered", "kv_states", *OF_STATES)]
+NOT_ALONE = ("graph", "gathered", "kv_states", "rotation", *OF_STATES)
+ALONE = [name for name in KERNELS if name not in NOT_ALONE]
 
 
 @pytest.mark.parametrize("wrong", [*ALONE, *CHECKED_AS])

@@ -13,13 +13,15 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models import base, gated_delta, mla, ssm
+from mlx_lm.models import base, gated_delta, llama, mla, ssm
+from mlx_lm.models.cache import KVCache
 from mlx_patches.test_seam import Noting
 from mlx_patches.test_traced_layers import operations
 
 from vllm_metal import mlx_patches
 from vllm_metal.commands.fit.graph import record
 from vllm_metal.mlx_patches import library_kernels, seam
+from vllm_metal.mlx_patches.replacing import replaced
 
 #: A module that changes nothing by itself, and that of families.
 APART = {"__init__", "replacing", "registry"}
@@ -71,6 +73,25 @@ def recurrences_are_of_whole_sequences():
     functions = gated_delta.gated_delta_update, ssm.ssm_update
     names = [set(inspect.signature(function).parameters) for function in functions]
     return not any({"query_start_loc", "cu_seqlens"} & each for each in names)
+
+
+@probe("rotations")
+def rows_are_rotated_before_a_cache_sees_them():
+    """What mlx-lm's cache is given was rotated, by an operation for keys and one for queries."""
+    seen, rotations = [], []
+
+    class Cache(KVCache):
+        def update_and_fetch(self, keys, values):
+            seen.append(len(rotations))
+            return super().update_and_fetch(keys, values)
+
+    args = llama.ModelArgs("llama", 64, 1, 96, 4, 1e-5, 128)
+    rope = mx.fast.rope
+    with replaced(
+        mx.fast, "rope", lambda x, *rest, **of: rotations.append(x) or rope(x, *rest, **of)
+    ):
+        llama.Model(args)(mx.array([[1]]), cache=[Cache()])
+    return seen == [2]
 
 
 @probe("traced_layers")

@@ -17,11 +17,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from metal_kernels import paged_attention
+from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.kv_write import Rotation, RotationKind
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
 from vllm_metal.attention import latent_heads
 from vllm_metal.attention.latent_heads import Projections
-from vllm_metal.attention.paged_cache import LatentCache, PagedCache, SharedCache
+from vllm_metal.attention.paged_cache import LatentCache, LayerRotation, PagedCache, SharedCache
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.latent_prompts import LatentHeads, LatentPrompts, planned
 from vllm_metal.kv_cache.layer_cache import (
@@ -33,7 +35,7 @@ from vllm_metal.kv_cache.layer_cache import (
     parts_of,
     row_bytes,
 )
-from vllm_metal.kv_cache.layer_state import LayerState, StepLayout, StepScope
+from vllm_metal.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers, and where MLX's operations may be faster.
@@ -58,6 +60,7 @@ class AttentionLayer(StatefulLayer):
     latent: bool = False  # values are the first elements of keys: MLA (arXiv:2405.04434)
     softcap: float | None = None  # of scores
     heads: LatentHeads | None = None  # of latents
+    rotation: LayerRotation | None = None  # that a write may do for the layer
 
     @property
     def shape(self) -> AttentionShape:
@@ -130,8 +133,8 @@ class AttentionLayer(StatefulLayer):
     def cache(self, state: LayerState, scope: StepScope) -> PagedCache:
         assert isinstance(state, LayerKVCache)
         if self.readers:
-            return SharedCache(state, scope)
-        return (LatentCache if self.latent else PagedCache)(state, scope)
+            return SharedCache(state, scope, self.rotation)
+        return (LatentCache if self.latent else PagedCache)(state, scope, self.rotation)
 
     def unsupported(self, dtype: mx.Dtype, block_size: int) -> str | None:
         return paged_attention.unsupported(self.shape, dtype, block_size // parts_of(block_size))
@@ -145,7 +148,19 @@ class AttentionLayer(StatefulLayer):
     ) -> list[Case]:
         size = block_size // parts_of(block_size)
         kind = (self.shape, dtype, elements, size, self.window)
-        return [Case(*kind, sinks=True, softcap=self.softcap, kernels=_KERNELS)]
+        cases = [Case(*kind, sinks=True, softcap=self.softcap, kernels=_KERNELS)]
+        if self.rotation is not None:
+            by = self._rotation_kind
+            cases.append(Case(*kind[:-1], kernels=("rotation",), rotation=by))
+        return cases
+
+    @property
+    def _rotation_kind(self) -> RotationKind | None:
+        """That of rows as the pool has them."""
+        if self.rotation is None:
+            return None
+        first = self.head_size - self.rotation.kind.dims if self.latent else 0
+        return self.rotation.kind._replace(first=first)
 
     def trials(
         self,
@@ -161,7 +176,8 @@ class AttentionLayer(StatefulLayer):
             first = kv_cache is None
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, kv_cache_type)
-            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline)
+            written = self.rotation if first else None  # all others write alike
+            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
         if kv_cache is not None and (heads := self._built_over(kv_cache_type)):
             yield (self.shape, heads), partial(self._build_once, kv_cache, heads, dtype, size)
@@ -176,17 +192,34 @@ class AttentionLayer(StatefulLayer):
         if moving_blocks:
             kv_cache.clear_blocks(np.array([1], np.int32))
             kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
-        kv_cache.write(trial, *self._rows_of(trial.num_tokens, dtype))
+        self._write_once(kv_cache, trial, trial.num_tokens, dtype)
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
         return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap))
+
+    def _write_once(
+        self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
+    ) -> None:
+        """Writes zeros, as steps write rows."""
+        keys, values = self._rows_of(num_tokens, dtype)
+        if self.rotation is None or not kv_cache.rotates:
+            kv_cache.write(plan, keys, values)
+            return
+        kind, queries = self.rotation.kind, None
+        if self.latent:
+            keys, values = mx.split(keys, [self.head_size - kind.dims], axis=-1)
+        if self.rotation.queries:
+            queries = mx.zeros((num_tokens, self.num_heads, self.head_size), dtype)
+        positions = mx.zeros(max(num_tokens, MIN_ELEMENTS), mx.int32)
+        by = Rotation.of_zeros(kind)
+        kv_cache.rotate_and_write(plan, keys, values, positions, by, queries)
 
     def _build_once(
         self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
     ) -> mx.array:
         layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
         plan = kv_cache.plan(layout, self.kind)
-        kv_cache.write(plan, *self._rows_of(block_size, dtype))
+        self._write_once(kv_cache, plan, block_size, dtype)
         prompts = LatentPrompts.of(layout, np.ones(1, bool))
         (context,) = kv_cache.contexts(plan, prompts)
         rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
@@ -228,7 +261,7 @@ class AttentionLayer(StatefulLayer):
             num_blocks = int(layout.block_tables_np.max()) + 1
             kv_cache = self.allocate(num_blocks, bounds.block_size, elements, kv_cache_type)
             plan = kv_cache.plan(layout.split(kv_cache.split), self.kind)
-            kv_cache.write(plan, *self._rows_of(num_reqs * num_rows, dtype))
+            self._write_once(kv_cache, plan, num_reqs * num_rows, dtype)
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
             mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))
 

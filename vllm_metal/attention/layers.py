@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
 
 from vllm_metal.attention.attention_layer import AttentionLayer
 from vllm_metal.attention.latent_heads import Projections
+from vllm_metal.attention.paged_cache import LayerRotation
 from vllm_metal.attention.recurrent_layer import (
     RecurrentLayer,
     RecurrentProbe,
@@ -26,7 +27,8 @@ from vllm_metal.attention.recurrent_layer import (
     SequenceLayer,
 )
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.mlx_patches import library_kernels, module_calls
+from vllm_metal.mlx_patches import library_kernels, module_calls, rotations
+from vllm_metal.mlx_patches.rotations import OfLayer
 from vllm_metal.mlx_patches.seam import AttendingCache, Scoring
 
 __all__ = [
@@ -65,16 +67,22 @@ class _AttentionProbe(AttendingCache):
         self._sinks: mx.Dtype | None = None
         self._softcap: float | None = None
         self._latent: nn.Module | None = None  # that computes latent attention
+        self._offset = mx.zeros(1, mx.int32)
+        self._rotated: OfLayer | None = None
+        self._is_keys = False  # what was rotated; else the second part of latents
+        self._turns_queries = False
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the model looks at {name!r} of a cache, which stays in the pool")
 
     @property
     def offset(self) -> mx.array:
-        return mx.zeros(1, mx.int32)
+        return self._offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._key_shape, self._value_shape = keys.shape, values.shape
+        self._rotated = rotations.of_keys(self._offset, keys, values)
+        self._is_keys = self._rotated is not None and self._rotated.keys.result is keys
         self._given = self.keys_and_values() if self.shared else (keys, values)
         return self._given
 
@@ -91,6 +99,8 @@ class _AttentionProbe(AttendingCache):
                 "attention reads other keys or values than those that its cache was given, which "
                 "stay in the pool"
             )
+        of = None if self._rotated is None else self._rotated.queries
+        self._turns_queries |= of is not None and queries is of.result
         self._num_heads = queries.shape[1]
         self._sinks = None if scoring.sinks is None else scoring.sinks.dtype
         self._softcap = scoring.softcap
@@ -134,7 +144,13 @@ class _AttentionProbe(AttendingCache):
             self._latent is not None,
             self._softcap,
             heads,
+            self._rotation(),
         )
+
+    def _rotation(self) -> LayerRotation | None:
+        if self._rotated is None or self._is_keys == (self._latent is not None):
+            return None
+        return LayerRotation(self._rotated.keys.rotation.kind, self._turns_queries)
 
 
 def _alike(array: Any, given: Any) -> bool:
@@ -216,7 +232,7 @@ def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
                 probe.shared = True
     caches = [tuple(probe) if isinstance(probe, list) else probe for probe in placed]
     try:
-        with module_calls.noted(model):
+        with module_calls.noted(model), rotations.noted():
             model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error
@@ -245,7 +261,7 @@ def decoder_layer(
     cache = KVCache() if window is None else RotatingKVCache(window)
     probe = _probe(cache)
     try:
-        with module_calls.noted(layer):
+        with module_calls.noted(layer), rotations.noted():
             layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import MethodType
-from typing import Any, Generic, cast
+from typing import Any, Generic, NamedTuple, cast
 
 import mlx.core as mx
 
+from metal_kernels.kv_write import RotationKind
 from vllm_metal.attention import latent_heads
 from vllm_metal.attention.latent_heads import Projections
 from vllm_metal.kv_cache.latent_prompts import LatentPrompts, PlanWithPrompts
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.kv_cache.layer_state import PlanT, StepScope, joined
-from vllm_metal.mlx_patches import multi_linear
+from vllm_metal.mlx_patches import multi_linear, rotations
 from vllm_metal.mlx_patches.module_calls import CallingCache
+from vllm_metal.mlx_patches.rotations import OfLayer
 from vllm_metal.mlx_patches.seam import AttendingCache, Scoring
+
+
+class LayerRotation(NamedTuple):
+    """What a layer does to its keys right before it hands them to its cache."""
+
+    kind: RotationKind
+    queries: bool  # its queries are rotated alike, and go to attention as they are then
 
 
 class PagedCache(AttendingCache, Generic[PlanT]):
@@ -23,16 +33,28 @@ class PagedCache(AttendingCache, Generic[PlanT]):
 
     The model feeds T rows of length 1; `offset` gives each its own position, `update_and_fetch`
     hands K/V to the pool and `attend` is called by the seam in place of dense attention.
+
+    Keys that the layer has only just rotated are written as they were before, by what rotates them
+    on the way, and the layer's queries with them: see mlx_patches.rotations.
     """
 
-    def __init__(self, kv_cache: LayerKVCache[PlanT], scope: StepScope[PlanT]) -> None:
+    def __init__(
+        self,
+        kv_cache: LayerKVCache[PlanT],
+        scope: StepScope[PlanT],
+        rotation: LayerRotation | None = None,
+    ) -> None:
         """
         Args:
             kv_cache: the layer's K and V.
             scope: the step at hand; outside one, every call raises RuntimeError.
+            rotation: of the layer; None: whatever it rotates it rotates itself.
         """
         self._kv_cache = kv_cache
         self._scope = scope
+        self._rotation = rotation if kv_cache.rotates else None
+        #: Queries as the layer has rotated them, and as the write of its keys has.
+        self._turned: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -41,13 +63,40 @@ class PagedCache(AttendingCache, Generic[PlanT]):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Takes this step's K/V, each [T, Hkv, 1, D], and returns them: `attend` needs neither."""
-        self._kv_cache.write(self._scope.plan, keys[:, :, 0], values[:, :, 0])
+        of = self._rotated(keys)
+        if of is None:
+            self._kv_cache.write(self._scope.plan, keys[:, :, 0], values[:, :, 0])
+            return keys, values
+        queries = None if of.queries is None else of.queries.source[:, :, 0]
+        turned = self._kv_cache.rotate_and_write(
+            self._scope.plan,
+            of.keys.source[:, :, 0],
+            values[:, :, 0],
+            self._scope.padded_positions,
+            of.keys.rotation,
+            queries,
+        )
+        if of.queries is not None and turned is not None:
+            self._turned = of.queries.result, turned[:, :, None]
         return keys, values
+
+    def _rotated(self, keys: mx.array) -> OfLayer | None:
+        """What the layer's rotation was applied to; None: the keys are to be taken as they are."""
+        self._turned = None
+        if self._rotation is None:
+            return None
+        of = rotations.of_keys(self._scope.positions, keys)
+        if of is None or of.keys.rotation.kind != self._rotation.kind:
+            return None
+        return of if self._rotation.queries else of._replace(queries=None)
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         """[T, H, 1, D] queries over the request's whole context; [T, H, 1, DV] back."""
+        turned, self._turned = self._turned, None
+        if turned is not None and queries is turned[0]:
+            queries = turned[1]
         return self._kv_cache.attend(self._scope.plan, queries[:, :, 0], scoring)[:, :, None]
 
 
@@ -105,9 +154,15 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         Returns:
             The latents, and the identity, [1, 1, n, n].
         """
-        rows = mx.concatenate([keys, values], axis=-1)[:, :, 0]
-        self._kv_cache.write(self._scope.plan, rows, rows)
-        return keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+        of = self._rotated(values)
+        if of is None:
+            rows = mx.concatenate([keys, values], axis=-1)[:, :, 0]
+            self._kv_cache.write(self._scope.plan, rows, rows)
+        else:
+            parts = keys[:, :, 0], of.keys.source[:, :, 0]
+            placed = self._scope.padded_positions, of.keys.rotation
+            self._kv_cache.rotate_and_write(self._scope.plan, *parts, *placed)
+        return keys, _identity(values.shape[-1], values.dtype)
 
     def attend_latent(
         self, queries: mx.array, values: mx.array, position_queries: mx.array, scale: float
@@ -142,3 +197,11 @@ class LatentCache(PagedCache[PlanT], CallingCache):
             outputs.append(latent_heads.attend(rows, context, self._projections, scale, plan.pace))
         out = joined(outputs)
         return out if plan.order is None else out[plan.order]
+
+
+@cache
+def _identity(size: int, dtype: mx.Dtype) -> mx.array:
+    """[1, 1, size, size], of all layers and steps: a graph takes it as a value that is there."""
+    identity = mx.eye(size, dtype=dtype)[None, None]
+    mx.eval(identity)
+    return identity

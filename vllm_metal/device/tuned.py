@@ -108,11 +108,11 @@ class Choices:
 
 #: What a family of chips is given, before its owner tunes it; `doctor --tune` reports fill it.
 #: Each end of a command buffer costs some 20 µs (mlx#4521). With 1000 dispatches in one instead of
-#: 50, an M3 Ultra was 7.7 % faster, an M1 Ultra 11 to 13 %, an M5 not at all (mlxcel#360). With 96
+#: 50, an M3 Ultra was 7.7 % faster, an M1 Ultra 11 to 13 %, an M5 not at all (mlxcel#360). With 84
 #: the slowest GPU still takes decode steps of 256 requests, vLLM's default, without a pace
 #: (metal_kernels.pace), and only what has no pace is built by a graph.
 FAMILIES: Mapping[str, Choices] = MappingProxyType(
-    {family: Choices(dispatches=96) for family in ("M1", "M2", "M3", "M4")}
+    {family: Choices(dispatches=84) for family in ("M1", "M2", "M3", "M4")}
 )
 
 

@@ -173,7 +173,7 @@ def _of_what_works(
     contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
     Python builds each forward. Where the kernels are right and MLX's attention is right and faster,
     over what `kv_gather` reads, it serves the rows for which it is. Without that, no keys and
-    values are built of latents.
+    values are built of latents. Without `rotation` MLX rotates, by operations of its own.
 
     Without `convolution` or `recurrence`, MLX's operations compute states, over what `kv_states`
     reads.
@@ -198,14 +198,15 @@ def _of_what_works(
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
         return None
     moves_blocks, repeatable, reads = works("kv_blocks"), works("graph"), works("kv_gather")
+    rotates = works("rotation")
     computes_states = works("convolution") and works("recurrence")
     every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
     by_mlx, long = _faster_by_mlx(found, tuned), _long_prompt(found, tuned)
-    whole = moves_blocks and repeatable and computes_states and every_size and reads
+    whole = moves_blocks and repeatable and computes_states and every_size and reads and rotates
     if whole and not by_mlx and long is None:
         return KernelKVCache
     return KernelKVCache.limited(
-        tiles, moves_blocks, repeatable, by_mlx, computes_states, long, reads
+        tiles, moves_blocks, repeatable, by_mlx, computes_states, long, reads, rotates
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,7 @@ from metal_kernels import (
     paged_attention,
 )
 from metal_kernels.kernel import MIN_ELEMENTS
+from metal_kernels.kv_write import Rotation
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
 from metal_kernels.paged_attention.splits import DEFAULT
@@ -67,6 +68,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
     pipelined = True
     gathers = False
+    rotates = True
     #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
     by_mlx: ClassVar[Mapping[AttentionKind, ByMLX]] = {}
     #: Tiles that attention may use, by kind of layer; all, for one that is not here.
@@ -96,6 +98,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         computes_states: bool = True,
         long_prompt: int | None = None,
         reads_contexts: bool = True,
+        rotates: bool = True,
     ) -> type[KernelKVCache]:
         """Layer caches that keep to what works on this machine, and to what is fastest."""
         works = {
@@ -104,6 +107,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             "repeatable": repeatable,
             "computes_states": computes_states,
             "reads_contexts": reads_contexts,
+            "rotates": rotates,
         }
         faster = {
             "by_mlx": by_mlx or {},
@@ -260,20 +264,40 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         return found
 
     def write(self, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
-        self._newest_plan = plan
-        self._row_dtype = values.dtype
-        held = self.values
-        self._written = kv_write.write(
+        held = None if self.values is None else values
+        self._has_written(plan, values.dtype, kv_write.write(keys, held, *self._pools(plan)))
+
+    def rotate_and_write(
+        self,
+        plan: KernelPlan,
+        keys: mx.array,
+        values: mx.array,
+        positions: mx.array,
+        rotation: Rotation,
+        queries: mx.array | None = None,
+    ) -> mx.array | None:
+        latent = self.values is None
+        turned, written = kv_write.rotate_and_write(
             keys,
-            None if held is None else values,
-            plan.slot_mapping,
-            self.keys.elements,
-            None if held is None else held.elements,
-            after=self._since,
-            key_scales=self.keys.scales,
-            value_scales=None if held is None else held.scales,
+            None if latent else values,
+            *self._pools(plan),
+            queries=queries,
+            positions=positions,
+            rotation=rotation.from_element(keys.shape[-1]) if latent else rotation,
+            tails=values if latent else None,
         )
-        self._since = [self._written]
+        self._has_written(plan, values.dtype, written)
+        return turned
+
+    def _pools(self, plan: KernelPlan) -> tuple[Any, ...]:
+        """What a write is given besides rows."""
+        keys, values = self.keys, self.values
+        elements, scales = (None, None) if values is None else (values.elements, values.scales)
+        return plan.slot_mapping, keys.elements, elements, self._since, keys.scales, scales
+
+    def _has_written(self, plan: KernelPlan, dtype: mx.Dtype, fence: mx.array) -> None:
+        self._newest_plan, self._row_dtype = plan, dtype
+        self._written, self._since = fence, [fence]
 
     def attend(self, plan: KernelPlan, queries: mx.array, scoring: Scoring) -> mx.array:
         written = self._written

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.kv_write import Rotation
 from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
@@ -99,6 +100,8 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
     #: Whether attention makes a dense copy of a context first, memory that a step needs on top.
     gathers: ClassVar[bool]
+    #: Whether `rotate_and_write` may be called.
+    rotates: ClassVar[bool] = False
     #: Whether `contexts` may be asked for.
     reads_contexts: ClassVar[bool] = True
     block_axis = 1
@@ -213,6 +216,30 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
     @abstractmethod
     def write(self, plan: PlanT, keys: mx.array, values: mx.array) -> None:
         """Takes the step's K/V, each [T, Hkv, D], of the layer that attends next."""
+
+    def rotate_and_write(
+        self,
+        plan: PlanT,
+        keys: mx.array,
+        values: mx.array,
+        positions: mx.array,
+        rotation: Rotation,
+        queries: mx.array | None = None,
+    ) -> mx.array | None:
+        """As `write`, of keys that are to be rotated by position first.
+
+        Args:
+            plan: of the step.
+            keys: [T, Hkv, D]; of latents [T, 1, D - n], those elements that are not rotated.
+            values: [T, Hkv, DV]; of latents [T, 1, n], the elements of keys that are.
+            positions: [max(T, 8)] int32.
+            rotation: of keys and queries.
+            queries: [T, H, D], to be rotated alike; None: none are.
+
+        Returns:
+            The rotated queries.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not rotate")
 
     @abstractmethod
     def attend(self, plan: PlanT, queries: mx.array, scoring: Scoring) -> mx.array:

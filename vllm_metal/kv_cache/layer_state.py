@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels.layout import PositionLag, RaggedLayout
+from metal_kernels.op_common import padded
 from metal_kernels.pace import Pace
 
 #: What a kind of layer makes of a step's layout, for its storage.
@@ -82,6 +83,7 @@ class StepScope(Generic[PlanT]):
         """`plan` is called once a step."""
         self._plan_of = plan
         self._step: tuple[mx.array, PlanT] | None = None
+        self._padded: mx.array | None = None
 
     def plan_of(self, layout: StepLayout) -> PlanT:
         """What the layers need of a step that is laid out so in their group."""
@@ -95,11 +97,11 @@ class StepScope(Generic[PlanT]):
             positions: [T] int32, position of each row in its request.
             plan: of the step.
         """
-        step, self._step = self._step, (positions, plan)
+        step, self._step, self._padded = self._step, (positions, plan), None
         try:
             yield
         finally:
-            self._step = step
+            self._step, self._padded = step, None
 
     @property
     def positions(self) -> mx.array:
@@ -107,6 +109,16 @@ class StepScope(Generic[PlanT]):
         if self._step is None:
             raise RuntimeError(_NO_STEP)
         return self._step[0]
+
+    @property
+    def padded_positions(self) -> mx.array:
+        """[max(T, 8)] int32, `positions` and zeros: of fewer elements kernels would be others.
+
+        Made once a step.
+        """
+        if self._padded is None:
+            self._padded = padded(self.positions, fill=0)
+        return self._padded
 
     @property
     def plan(self) -> PlanT:

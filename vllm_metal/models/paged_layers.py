@@ -19,6 +19,7 @@ from vllm_metal.kv_cache.pages import BlockPages
 from vllm_metal.kv_cache.sequence_plan import SequenceScope
 from vllm_metal.kv_cache.sequence_state import SequenceState
 from vllm_metal.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.mlx_patches import rotations
 
 
 class EarlierSlots:
@@ -75,6 +76,7 @@ class PagedLayers:
         self.storages = list(dict.fromkeys(state.storage for state in self.layer_states))
         #: Whether a step may be handed to the device while the one before still runs.
         self.pipelined = all(storage.pipelined for storage in self.storages)
+        self._rotates = any(getattr(storage, "rotates", False) for storage in self.storages)
         self._restorable = [state for state in self.layer_states if isinstance(state, Restorable)]
         # Layers that share a block table and a kind share a step's plan.
         scopes: dict[tuple[int, Hashable], StepScope] = {}
@@ -195,6 +197,8 @@ class PagedLayers:
             plans: of the scopes.
         """
         with ExitStack() as stack:
+            if self._rotates:
+                stack.enter_context(rotations.noted())
             for (_, scope), plan in zip(self._scopes, plans, strict=True):
                 stack.enter_context(scope.during(positions, plan))
             yield self._caches

@@ -18,7 +18,7 @@ SLOTS = {"multiply": 16, "exponential": 4, "shuffle": 1, "plain": 1, "pair": 2}
 #: MLX's published timings have it, 10.5.
 FAST_SUM, SLOW_SUM = 4.0, 10.5
 
-_EXPONENTIALS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt")
+_EXPONENTIALS = ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "rsqrt")
 _LABEL = re.compile(r"(\.LBB\w+):")
 _INSTRUCTION = re.compile(r"\s+([a-zA-Z]\w+)\b([^;]*)")
 _BRANCH = re.compile(r"s_c?branch")

@@ -102,6 +102,8 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
   METAL_PROXY_UNARY(exp2, float) \
   METAL_PROXY_UNARY(log, float)  \
   METAL_PROXY_UNARY(log2, float) \
+  METAL_PROXY_UNARY(sin, float)  \
+  METAL_PROXY_UNARY(cos, float)  \
   METAL_PROXY_UNARY(tanh, float) \
   METAL_PROXY_UNARY(sqrt, float) \
   METAL_PROXY_UNARY(rsqrt, float)

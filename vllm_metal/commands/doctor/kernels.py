@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import SIZES_APART
@@ -78,8 +79,23 @@ def all_cases() -> list[Case]:
         {"softcap": 30.0},
         {"states": _DELTA_RULE},
     ]
-    cases = [Case(*kind, **extras[index % len(extras)]) for index, kind in enumerate(kinds)]
+    cases = [
+        Case(*kind, **extras[index % len(extras)], rotation=_rotation(kind[0], index % 3))
+        for index, kind in enumerate(kinds)
+    ]
     return sorted(cases, key=_work)
+
+
+def _rotation(shape: AttentionShape, number: int) -> RotationKind:
+    """A whole head, a half of it, or neighbours by a list; of latents what they keep for all."""
+    if shape.latent:
+        return RotationKind(shape.head_size - shape.value_size, shape.value_size, traditional=True)
+    whole = RotationKind(shape.head_size)
+    others = (
+        whole._replace(dims=shape.head_size // 2),
+        whole._replace(traditional=True, listed=True),
+    )
+    return (whole, *others)[number]
 
 
 def _work(case: Case) -> int:
@@ -89,10 +105,13 @@ def _work(case: Case) -> int:
 
 def quick_cases() -> list[Case]:
     """A few cases that run each kernel, and each kind of cache."""
+    first = _shape(64), mx.float16, mx.float16, 16
+    second = _shape(128), mx.bfloat16, mx.uint8, 32
+    third = _shape(80), mx.float32, mx.int8, 16
     return [
-        Case(_shape(64), mx.float16, mx.float16, 16, sinks=True, states=_DELTA_RULE),
-        Case(_shape(128), mx.bfloat16, mx.uint8, 32, states=_SELECTIVE_SCAN),
-        Case(_shape(80), mx.float32, mx.int8, 16, softcap=30.0, window=300, states=_STATE_SPACE),
+        Case(*first, sinks=True, states=_DELTA_RULE, rotation=RotationKind(64)),
+        Case(*second, states=_SELECTIVE_SCAN, rotation=RotationKind(64, traditional=True)),
+        Case(*third, softcap=30.0, window=300, states=_STATE_SPACE),
     ]
 
 
