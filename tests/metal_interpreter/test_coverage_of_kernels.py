@@ -40,6 +40,8 @@ ATTENTION = [
     (64, F32, None, [(3, 1)] * 17, 1),  # room for one tile more
     (64, F32, None, [(0, 33)] * 17, 1),
     (576, BF16, None, [(5, 1)], 2),  # latents
+    (576, BF16, FP8, [(5, 1)], 2),
+    (576, F16, INT8, [(5, 1)], 2),
 ]
 
 
