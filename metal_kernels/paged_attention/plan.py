@@ -13,7 +13,14 @@ import numpy as np
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.layout import PositionLag, stable
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention.splits import ALWAYS, DEFAULT, WHOLE, Contexts, Splits
+from metal_kernels.paged_attention.splits import (
+    ALWAYS,
+    DEFAULT,
+    MOST_FIXED_ROWS,
+    WHOLE,
+    Contexts,
+    Splits,
+)
 
 _NO_WINDOW = 2**31 - 1
 _STRIP = 4  # the context of a tile starts at a multiple
@@ -190,6 +197,9 @@ def plan(
     )
     packed = query_lens * shape.group
     decodes = _decoded(packed, shape, tiles)
+    if splits.fixed is not None and tiles.decode:
+        # By the arithmetic of a row alone, in several tiles if need be.
+        decodes |= query_lens <= MOST_FIXED_ROWS
     kinds = [
         (decode, members)
         for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))
