@@ -61,6 +61,7 @@ EXAMPLES = {
     "a kind of layer": Example(
         r"sliding_window|SlidingWindow|RotatingKVCache",
         {
+            "tests/e2e/test_kernels_like_mlx.py": "the kernels, over one kind of several",
             "tests/e2e/conftest.py": "models that tests share",
             "tests/models/": "likewise",
             "tests/kv_cache/recurrent.py": "another kind of layer",

@@ -12,84 +12,8 @@
 // are joined in order. WALKERS simdgroups walk side by side, one after another what is more, so that a
 // row's result does not depend on how many other rows its tile has.
 
-// How a lane's 16 bytes of a row become elements of matrices, two of each.
-template <typename C>
-struct Fragments {
-    typedef C Element;
-    typedef uint Pair;                      // two neighbouring elements
-    static constant constexpr int COUNT = 4;  // of matrices
-
-    static inline Pair cut(uint4 raw, int i) {
-        return raw[i];
-    }
-    static inline metal::vec<C, 2> elements(Pair pair) {
-        return as_type<metal::vec<C, 2>>(pair);
-    }
-};
-
-template <>
-struct Fragments<float> {
-    typedef float Element;
-    typedef uint2 Pair;
-    static constant constexpr int COUNT = 2;
-
-    static inline Pair cut(uint4 raw, int i) {
-        Pair pair;
-        pair[0] = raw[i * 2];
-        pair[1] = raw[i * 2 + 1];
-        return pair;
-    }
-    static inline float2 elements(Pair pair) {
-        return as_type<float2>(pair);
-    }
-};
-
-template <>
-struct Fragments<int8_t> {
-    typedef half Element;
-    typedef ushort Pair;
-    static constant constexpr int COUNT = 8;
-
-    static inline Pair cut(uint4 raw, int i) {
-        return ushort(raw[i / 2] >> (i % 2 * 16));
-    }
-    static inline half2 elements(Pair pair) {
-        half2 both;
-        both[0] = half(short(int8_t(pair)));
-        both[1] = half(short(int8_t(pair >> 8)));
-        return both;
-    }
-};
-
-// fp8 as halves of other exponents, two at a time: 2^-8 of what the codes stand for.
-template <>
-struct Fragments<uint8_t> {
-    typedef half Element;
-    typedef ushort Pair;
-    static constant constexpr int COUNT = 8;
-
-    static inline Pair cut(uint4 raw, int i) {
-        return ushort(raw[i / 2] >> (i % 2 * 16));
-    }
-    static inline half2 elements(Pair pair) {
-        const uint apart = (uint(pair) & 0xffu) | (uint(pair) & 0xff00u) << 8;
-        return as_type<half2>((apart & 0x00800080u) << 8 | (apart & 0x007f007fu) << 7);
-    }
-};
-
 // The score of a key that a row does not see: its weight is 0 even where the largest score is LOWEST.
 constant constexpr float UNSEEN = -3.4e38f;
-
-// What an element of a cache is a multiple of, beside its row's scale.
-template <typename C>
-inline float unit() {
-    return 1.0f;
-}
-
-template <>
-inline float unit<uint8_t>() {
-    return 256.0f;
-}
 
 // Type of Q's matrices: that of the queries if it holds what K's does, else float.
 template <typename T, typename K>
@@ -176,10 +100,11 @@ typedef Part<C, LATENT ? DV : D, SPLIT> Keys;
 typedef Part<C, DV, SPLIT> Values;
 constexpr int SIMDGROUPS = ROW_GROUPS * WALKERS * SPLIT;
 constexpr int KEYS = STRIPS * 8;  // of a walk's step
+constexpr int AT_ONCE = SPLIT > 4 ? 4 : SPLIT;  // parts of a score that registers have room for
 // Of latents, 8 rotated elements for each simdgroup, which no value has.
 constexpr int QM = Keys::CHUNKS * Of::COUNT + (LATENT ? 1 : 0);
 constexpr int VM = Values::CHUNKS * Of::COUNT;
-threadgroup float exchanged[SPLIT > 1 ? 2 * SIMDGROUPS * STRIPS * 64 : 1];
+threadgroup float2 exchanged[SPLIT > 1 ? 2 * SIMDGROUPS * STRIPS * 32 : 1];
 threadgroup float joined[WALKS > 1 ? ROW_GROUPS * SPLIT * (VM + 1) * 64 : 1];
 if (thread_position_in_grid.x == 0 && thread_position_in_grid.y == 0) {
     for (int i = 0; i < 8; i++) {
@@ -234,7 +159,7 @@ UNROLLED for (int e = 0; e < 2; e++) {
     const int query_row = listed ? (&request)[row].first_row : request.first_row + row;
     const device T* query = queries + (ulong(query_row) * num_heads + head) * D;
     UNROLLED for (int m = 0; m < Keys::CHUNKS * Of::COUNT; m++) {
-        const int d = Keys::element(part, m / Of::COUNT, place.row & 6) + m % Of::COUNT * 2 + place.row % 2;
+        const int d = Keys::element(part, m / Of::COUNT, place.row & 6) + Of::at(m % Of::COUNT, place.row % 2);
         q[m].thread_elements()[e] = LATENT || d < D ? Q(query[d]) : Q(0.0f);
     }
     if (LATENT) {
@@ -282,8 +207,8 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
             } else {
                 Values::load(value_pool + slot * DV, part, place.column, values[s]);
             }
-            key_scale[s] = SCALED ? float(key_scales[slot]) * scale : scale;
-            value_scale[s] = SCALED ? float(value_scales[slot]) : 1.0f;
+            key_scale[s] = SCALED ? float(key_scales[slot]) : 1.0f;
+            value_scale[s] = LATENT ? key_scale[s] : SCALED ? float(value_scales[slot]) : 1.0f;
         }
 
         Sums score[STRIPS];
@@ -293,27 +218,29 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
                 metal::simdgroup_matrix<M, 8, 8> k;
                 const bool is_rotated = LATENT && m == QM - 1;
                 const int h = is_rotated ? 0 : m / Of::COUNT;
-                fill(k, Of::elements(is_rotated ? rotated[s] : Of::cut(keys[s][h], m % Of::COUNT)));
+                fill(k, is_rotated ? Of::of_pair(rotated[s]) : Of::cut(keys[s][h], m % Of::COUNT));
                 metal::simdgroup_multiply_accumulate(score[s], k, q[m], score[s]);
             }
         }
         if (SPLIT > 1) {
-            threadgroup float* sums = exchanged + turn * (SIMDGROUPS * STRIPS * 64) + lane * 2;
+            threadgroup float2* sums = exchanged + turn * (SIMDGROUPS * STRIPS * 32) + lane;
             UNROLLED for (int s = 0; s < STRIPS; s++) {
-                const int at = (simdgroup * STRIPS + s) * 64;
-                sums[at] = score[s].thread_elements()[0];
-                sums[at + 1] = score[s].thread_elements()[1];
+                float2 mine;
+                mine[0] = score[s].thread_elements()[0];
+                mine[1] = score[s].thread_elements()[1];
+                sums[(simdgroup * STRIPS + s) * 32] = mine;
             }
             metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
             UNROLLED for (int s = 0; s < STRIPS; s++) {
-                UNROLLED for (int e = 0; e < 2; e++) {
-                    const threadgroup float* parts = sums + ((simdgroup - part) * STRIPS + s) * 64 + e;
-                    float sum = parts[0];
-                    UNROLLED for (int p = 1; p < SPLIT; p++) {
-                        sum += parts[p * STRIPS * 64];
+                const threadgroup float2* parts = sums + ((simdgroup - part) * STRIPS + s) * 32;
+                float2 sum = 0.0f;
+                ROLLED for (int p = 0; p < SPLIT; p += AT_ONCE) {
+                    UNROLLED for (int i = 0; i < AT_ONCE; i++) {
+                        sum += parts[(p + i) * STRIPS * 32];
                     }
-                    score[s].thread_elements()[e] = sum;
                 }
+                score[s].thread_elements()[0] = sum[0];
+                score[s].thread_elements()[1] = sum[1];
             }
             turn = 1 - turn;
         }
@@ -323,7 +250,7 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
         UNROLLED for (int e = 0; e < 2; e++) {
             float next = top[e];
             UNROLLED for (int s = 0; s < STRIPS; s++) {
-                float value = score[s].thread_elements()[e] * key_scale[s];
+                float value = score[s].thread_elements()[e] * (key_scale[s] * scale);
                 value = CAPPED ? capped(value, cap) : value;
                 const bool seen = uint(base + s * 8 - first_seen[e]) < num_seen[e];
                 value = seen ? value : UNSEEN;
@@ -354,7 +281,7 @@ for (int lap = 0; lap < WALKS / WALKERS; lap++) {
             UNROLLED for (int m = 0; m < VM; m++) {
                 const uint4 raw = LATENT ? keys[s][m / Of::COUNT] : values[s][m / Of::COUNT];
                 metal::simdgroup_matrix<M, 8, 8> v;
-                fill(v, Of::elements(Of::cut(raw, m % Of::COUNT)));
+                fill(v, Of::cut(raw, m % Of::COUNT));
                 metal::simdgroup_multiply_accumulate(acc[m], weights, v, acc[m]);
             }
         }
@@ -399,10 +326,11 @@ if (walker == WALKERS - 1 && row_group * 8 + place.row < tile.packed_count) {
     const ulong at = ulong(row) * num_heads + int(kv_head) * group + packed % group;
     const float share = PARTIAL ? unit<C>() : unit<C>() / row_total;
     UNROLLED for (int m = 0; m < VM; m++) {
-        const int d = Values::element(part, m / Of::COUNT, place.column) + m % Of::COUNT * 2;
-        if (DV % (Values::RUN * SPLIT) == 0 || d < DV) {
-            out[at * DV + d] = O(acc[m].thread_elements()[0] * share);
-            out[at * DV + d + 1] = O(acc[m].thread_elements()[1] * share);
+        UNROLLED for (int e = 0; e < 2; e++) {
+            const int d = Values::element(part, m / Of::COUNT, place.column) + Of::at(m % Of::COUNT, e);
+            if (DV % (Values::RUN * SPLIT) == 0 || d < DV) {
+                out[at * DV + d] = O(acc[m].thread_elements()[e] * share);
+            }
         }
     }
     if (PARTIAL && part == 0 && place.column == 0) {

@@ -50,7 +50,12 @@ _INPUTS = (
 )
 _FOLDER = Path(__file__).parent
 _SHARED = ("numeric.metal", "attention.metal")
-_decode = load(_FOLDER / "decode.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
+_decode = load(
+    _FOLDER / "decode.metal",
+    _INPUTS,
+    ("out", "out_stats", "fence"),
+    (*_SHARED, "fragments.metal"),
+)
 _prefill = load(_FOLDER / "prefill.metal", _INPUTS, ("out", "out_stats", "fence"), _SHARED)
 _PARTS = ("parts", "stats", "shared_parts", "shared_stats", "rows")
 _reduce = load(_FOLDER / "reduce.metal", _PARTS, ("out",), _SHARED)
@@ -200,12 +205,13 @@ def _of_decode(shape: AttentionShape, rows: int, dtype: mx.Dtype, cache_dtype: m
     parts = -(-(shape.value_size if both_fit else shape.head_size) // widest)
     walks, row_groups = _side_by_side(parts), rows // 8
     walkers = _side_by_side(row_groups * parts)
+    strips = 2 if shape.latent and cache_dtype.size == 1 else 1  # so few bytes have a key and value
     tiling = {
         "ROW_GROUPS": row_groups,
         "SPLIT": parts,
         "WALKS": walks,
         "WALKERS": walkers,
-        "STRIPS": 1,
+        "STRIPS": strips,
     }
     return _decode, tiling, row_groups * parts * walkers
 

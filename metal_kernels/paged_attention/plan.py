@@ -15,7 +15,7 @@ from metal_kernels.paged_attention.dispatch import Dispatch, dispatch_of
 from metal_kernels.paged_attention.pieces import Batch, output_order
 from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.shared import beginnings
-from metal_kernels.paged_attention.splits import DEFAULT, Splits
+from metal_kernels.paged_attention.splits import DEFAULT, MOST_FIXED_ROWS, Splits
 from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles, power_of_two
 
 
@@ -84,6 +84,9 @@ def plan(
     )
     packed = query_lens * shape.group
     decodes = _decoded(packed, shape, tiles)
+    if splits.fixed is not None and tiles.decode:
+        # By the arithmetic of a row alone, in several tiles if need be.
+        decodes |= query_lens <= MOST_FIXED_ROWS
     kinds = [
         (decode, members)
         for decode, members in ((True, np.flatnonzero(decodes)), (False, np.flatnonzero(~decodes)))

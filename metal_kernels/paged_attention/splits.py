@@ -27,7 +27,7 @@ _ROW, _LOADING_ROWS = 1, 16
 #: may be under way. So many rows of a prompt as would exceed it have tiles enough.
 MOST_RESULTS = 2**25
 #: The most rows of a request in fixed parts: more are a prompt's, which has tiles enough.
-_MOST_FIXED_ROWS = 16
+MOST_FIXED_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Splits:
     def cut(self, contexts: Contexts) -> Parts:
         """Cuts each context of a dispatch, or none of them."""
         if self.fixed is not None:
-            prompts = contexts.query_rows > _MOST_FIXED_ROWS
+            prompts = contexts.query_rows > MOST_FIXED_ROWS
             return contexts.cut(self.fixed, prompts if prompts.any() else None)
         length = self._length(contexts)
         return contexts.whole() if length is None else contexts.cut(length)

@@ -4,6 +4,8 @@
 
 // Before loops over arrays that must stay in registers: an index known only at run time spills them.
 #define UNROLLED _Pragma("clang loop unroll(full)")
+// Before loops that would load into too many at once.
+#define ROLLED _Pragma("clang loop unroll(disable)")
 
 constant constexpr float LOG2_E = 1.4426950408889634f;
 

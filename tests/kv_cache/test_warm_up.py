@@ -206,6 +206,38 @@ def rotate(layer, counts):
             cache.update_and_fetch(*((latent, turned) if layer.latent else (turned, rows)))
 
 
+BF16 = mx.bfloat16
+LATENT_HEADS = LatentHeads(128, rank=512, rotated=64, key=128, value=128)
+#: Layers of served models, and how many pipelines were compiled for them, over pools of 16 bits,
+#: before one kernel decoded for all head sizes. Codes take two more, which move blocks of scales.
+SERVED = {
+    "llama 8B": ([(32, 8, 128, None)], 14),
+    "qwen3_5": ([(16, 2, 256, None)], 10),
+    "gpt-oss": ([(64, 8, 64, 128, BF16), (64, 8, 64, None, BF16)], 12),
+    # Latents were left to `prefill`. Now `decode` serves few rows, in parts and not, and prompts
+    # are gathered: LATENTS_SINCE more.
+    "deepseek_v3": ([(128, 1, 576, None)], 6),
+    "gemma 4 31B": ([(32, 16, 256, 1024), (32, 4, 512, None)], 22),
+    "gemma 4 E4B": ([(8, 2, 256, 512), (8, 2, 512, None)], 20),
+}
+LATENTS_SINCE = 3
+
+
+@pytest.mark.parametrize("pool_dtype", [BF16, mx.uint8], ids=str)
+@pytest.mark.parametrize("model", SERVED)
+def test_no_more_is_compiled_than_when_decode_and_prefill_shared_the_sizes(model, pool_dtype):
+    kinds, most = SERVED[model]
+    latent = {"value_size": 512, "latent": True, "heads": LATENT_HEADS}
+    layers = [
+        AttentionLayer("layers.0", *kind, **latent if kind[2] == 576 else {}) for kind in kinds
+    ]
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(KernelKVCache, layers, BF16, pool_dtype, BLOCK_SIZE)
+    most += 2 * (pool_dtype == mx.uint8) + LATENTS_SINCE * (model == "deepseek_v3")
+    assert len(recorder.pipelines) <= most
+
+
 def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str]):
     layer = AttentionLayer("layers.0", 8, 2, 128, None)
     with kernel.using(Recorder().metal_kernel):

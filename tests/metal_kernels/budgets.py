@@ -15,9 +15,11 @@ from metal_interpreter import proxy
 from metal_interpreter.proxy import SLOW_SUM, Call, Figures
 
 #: Keys of a round of the main loop for one simdgroup, by kernel and template arguments. Where
-#: simdgroups share a head, each has its share of a key.
+#: simdgroups share a head, or have a key's other rows, each has its share of a key.
 KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "decode": lambda template: 8 * template["STRIPS"] / template["SPLIT"],
+    "decode": lambda template: (
+        8 * template["STRIPS"] / (template["SPLIT"] * template["ROW_GROUPS"])
+    ),
     "recurrence": lambda template: 1,  # a token
     "few_rows": lambda template: 4,  # in which the tests plant faults
 }
@@ -63,16 +65,27 @@ class Budget:
 #: Of decode for 1 to 8 packed rows, by bits of the pool's elements; and what a key's slots may be,
 #: by size and bits, which memory leaves at 8.5 bytes a cycle and core: docs/kernels.md.
 _SLOTS = {("64", 16): 45.0, ("128", 16): 95.0, ("256", 16): 185.0, ("128", 8): 130.0}
+_IN_FLIGHT = 8192
+#: But 192 elements of 8 bits are three simdgroups' share, and 256 threads have room for two such
+#: walks alone. Threadgroups of 192 threads with fewer registers than 90 run three a core, which
+#: together ask for more than two of 256 threads do.
+_LESS_IN_FLIGHT = {("192", 8): 7680, ("192/128", 8): 7680}
 #: Kernels that are held to `decode_budget`; others to the table alone.
-HELD: tuple[str, ...] = ()
+HELD: tuple[str, ...] = ("decode",)
 
 
 measured = cache(proxy.measure)
 
 
-def decode_budget(size: str, bits: int) -> Budget:
-    """The budget of a decode kernel, whatever the model."""
-    return Budget(90, 104, waits=3, in_flight=8192, slots=_SLOTS.get((size, bits)))
+def decode_budget(size: str, bits: int, rows: int = 8) -> Budget:
+    """The budget of a decode kernel, whatever the model; slots are bounded for tiles of 8 rows."""
+    return Budget(
+        90,
+        104,
+        waits=3,
+        in_flight=_LESS_IN_FLIGHT.get((size, bits), _IN_FLIGHT),
+        slots=_SLOTS.get((size, bits)) if rows == 8 else None,
+    )
 
 
 def keys_of(call: Call) -> float | None:

@@ -11,6 +11,7 @@ WRONG = "wrong result"
 
 NUMERIC = "shared/numeric.metal"
 ATTENTION = "shared/attention.metal"
+FRAGMENTS = "shared/fragments.metal"
 DECODE = "paged_attention/decode.metal"
 PREFILL = "paged_attention/prefill.metal"
 REDUCE = "paged_attention/reduce.metal"
@@ -151,13 +152,13 @@ _FAULTS: _Faults = {
         ("V read from K's pool", "Values::load(value_pool", "Values::load(key_pool"),
         (
             "output in the order of the loads",
-            "place.column) + m % Of::COUNT * 2",
-            "place.column) + (Of::COUNT - 1 - m % Of::COUNT) * 2",
+            "Of::at(m % Of::COUNT, e);",
+            "Of::at(Of::COUNT - 1 - m % Of::COUNT, e);",
         ),
         (
             "Q in another order than K",
-            "+ m % Of::COUNT * 2 + place.row % 2",
-            "+ m % Of::COUNT + place.row % 2 * Of::COUNT",
+            "Of::at(m % Of::COUNT, place.row % 2)",
+            "m % Of::COUNT + place.row % 2 * Of::COUNT",
         ),
         ("scores without their factor", ": scale;", ": 1.0f;"),
         ("block table row of another request", "listed ? tile.table : tile.request", "0"),
@@ -229,13 +230,30 @@ _FAULTS: _Faults = {
     (DECODE, "decode, fp8", WRONG): [
         ("K's scale used for V", "float(value_scales[", "float(key_scales["),
         ("scale of another key", "float(key_scales[slot])", "float(key_scales[slot ^ 1])"),
-        ("fp8 numbers of half their size", "return 256.0f;", "return 128.0f;"),
-        ("fp8's sign lost, of every second", "apart & 0x00800080u", "apart & 0x00000080u"),
-        ("fp8's second code in the wrong place", "0xff00u) << 8", "0xff00u) << 7"),
     ],
-    (DECODE, "decode, int8", WRONG): [
-        ("the first code of a pair for both", "int8_t(pair >> 8)", "int8_t(pair)"),
-        ("codes without their sign", "half(short(int8_t(pair)))", "half(short(pair & 0xffu))"),
+    (FRAGMENTS, "decode, fp8", WRONG): [
+        ("fp8 numbers of half their size", "return 256.0f;", "return 128.0f;"),
+        ("fp8's sign left in the exponent", "0xbf80bf80u", "0xff80ff80u"),
+        ("fp8's sign lost, of every second", "0xbf80bf80u", "0xbf803f80u"),
+        ("fp8's exponent where it was", ">> short2(1)", ">> short2(0)"),
+        (
+            "a word's first and third code twice",
+            "raw[i / 2] << 8 : raw",
+            "raw[i / 2] << 8 : 256u * raw",
+        ),
+        ("codes in the order of their bytes", "i / 2 * 4 + i % 2 + e * 2", "i * 2 + e"),
+    ],
+    (FRAGMENTS, "decode, int8", WRONG): [
+        ("int8's sign not inverted", "0x64806480u", "0x64006400u"),
+        ("int8 one too large", "half(1152.0f)", "half(1151.0f)"),
+        ("a word's second and fourth code left", "raw[i / 2] >> 8", "raw[i / 2]"),
+    ],
+    (FRAGMENTS, "decode, latent fp8", WRONG): [
+        ("a pair's first code for both", "uint(pair) | uint(pair) << 8", "uint(pair) * 0x10001u"),
+        ("a pair where no code is", "upper(spread(pair) << 8)", "upper(spread(pair))"),
+    ],
+    (FRAGMENTS, "decode, latent int8", WRONG): [
+        ("a pair's second code for both", "lower(spread(pair))", "lower(spread(pair) >> 8)"),
     ],
     (DECODE, "decode, 80", BOUNDS): [
         ("keys past a row's end", "SIZE % (RUN * SPLIT) == 0 || at < SIZE", "true"),

@@ -105,7 +105,9 @@ def lines(call: Call, keys: float | None = None) -> Iterator[str]:
     yield f"  slots a {'key' if keys else 'round'}, a simd_sum at 4 / 10.5: {slots}"
     if call.kernel == "decode":
         bits = 8 * call.template["C"].size
-        over = decode_budget(str(call.template["D"]), bits).exceeded(figures, keys, bits)
+        rows = 8 * call.template["ROW_GROUPS"]
+        budget = decode_budget(str(call.template["D"]), bits, rows)
+        over = budget.exceeded(figures, keys, bits)
         yield f"  beyond the budget: {'; '.join(over) or 'nothing'}"
 
 

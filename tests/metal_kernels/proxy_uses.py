@@ -17,7 +17,7 @@ from metal_interpreter import proxy
 from metal_kernels import kernel
 from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape
-from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
+from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APART
 from tests.metal_kernels.launches import attend, convolve, gather, move, recur, rotate, write
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
@@ -59,12 +59,15 @@ def uses() -> Iterator[Use]:
 def _attention() -> Iterator[Use]:
     shapes = [(f"{size}", AttentionShape(8, 1, size, size)) for size in HEAD_SIZES]
     shapes += [(f"{k}/{v}", AttentionShape(16, 1, k, v)) for k, v in LATENT_SIZES]
-    few = [
-        (f"{group} heads" if group > 1 else "1 head", "128", AttentionShape(group, 1, 128, 128))
-        for group in (1, 4)
+    few = [("128", AttentionShape(group, 1, 128, 128)) for group in (1, 4)]
+    apart = [(f"{k}/{v}", AttentionShape(8, 1, k, v)) for k, v in SIZES_APART]
+    # Tiles of 16 and 32 rows, with as many simdgroups a walk, and most registers.
+    many = [
+        (f"{size}", AttentionShape(group, 1, size, size))
+        for group, size in ((16, 128), (32, 64), (32, 128), (16, 192), (16, 256))
     ]
-    decodes = few + [(f"{shape.group} heads", size, shape) for size, shape in shapes]
-    for heads, size, shape in decodes:
+    for size, shape in (*few, *shapes, *apart, *many):
+        heads = f"{shape.group} heads" if shape.group > 1 else "1 head"
         for bits, dtypes in DTYPES.items():
             runs = [partial(attend, [(20, 1)], shape, *pair) for pair in dtypes]
             runs.append(partial(attend, _LONG, shape, *dtypes[0]))

@@ -296,6 +296,8 @@ PROBES: dict[str, Probe] = {
     "decode, int8": Attention(((37, 1), (17, 2)), cache=mx.int8),
     "decode, 128": Attention(DECODES, head_size=128),
     "decode, latent": Attention(((17, 1),), head_size=576),
+    "decode, latent fp8": Attention(((17, 1),), head_size=576, cache=mx.uint8),
+    "decode, latent int8": Attention(((17, 1),), head_size=576, cache=mx.int8),
     "verify": Attention(((37, 16), (100, 9))),  # of 32 packed rows and 18, in four groups
     "decode, 80": Attention(((37, 1), (17, 1)), head_size=80),
     "decode, split": Attention(((299, 1), (20, 1)), has_sinks=True),

@@ -176,6 +176,6 @@ def _kind(instruction: Instruction) -> str | None:
         if name.startswith("simd_"):
             return "sum"
         return "exponential" if name in _EXPONENTIALS else None
-    if name.startswith("v_dual"):
+    if name.startswith(("v_dual", "v_pk")):
         return "pair"
     return "plain" if name.startswith("v_") else None

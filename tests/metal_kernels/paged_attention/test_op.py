@@ -12,8 +12,9 @@ from metal_interpreter import Checker, metal_kernel
 from pairs import pairwise
 
 from metal_kernels import kernel, kv_write, paged_attention
-from metal_kernels.paged_attention import AttentionShape, buckets, reference
+from metal_kernels.paged_attention import AttentionShape, Splits, buckets, reference
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APART
+from metal_kernels.paged_attention.splits import DEFAULT
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
     expected,
@@ -28,11 +29,13 @@ FENCE = mx.zeros(8, mx.uint32)
 SCALE = 0.09
 
 
-def attend(batch, window=None, softcap=None, sinks=None, most_behind=0):
+def attend(batch, window=None, softcap=None, sinks=None, most_behind=0, splits=DEFAULT):
     seq_lens, tables, behind = batch.seq_lens, batch.tables, None
     if most_behind:
         seq_lens, tables, behind = overstated(batch, most_behind)
-    plan = paged_attention.plan(batch.starts, seq_lens, tables, batch.shape, window, behind=behind)
+    plan = paged_attention.plan(
+        *(batch.starts, seq_lens, tables, batch.shape, window), behind=behind, splits=splits
+    )
     out, fences = paged_attention.run(
         plan,
         batch.queries,
@@ -207,6 +210,7 @@ def row_alone(batch, row):
         (AttentionShape(4, 1, 192, 192), mx.float16, None, None, 70, 3),
         (AttentionShape(1, 1, 512, 512), mx.float32, None, None, 40, 3),
         (AttentionShape(16, 1, 576, 512), mx.bfloat16, None, None, 40, 3),
+        (AttentionShape(16, 1, 576, 512), mx.bfloat16, mx.uint8, None, 40, 2),
     ],
     ids=str,
 )
@@ -221,6 +225,19 @@ def test_a_row_alone_equals_the_same_row_among_drafts_to_the_bit(
         for row in range(rows):
             alone = attend(row_alone(batch, row), window)
             assert mx.array_equal(alone[0], together[row]), row
+
+
+@pytest.mark.parametrize("splits", [Splits(fixed=256), DEFAULT], ids=["fixed", "not"])
+def test_with_fixed_parts_so_it_does_in_more_rows_than_a_tile_holds(splits):
+    """Here 48 packed rows of 8 heads, of which the default leaves a tile of 64 to prefill."""
+    batch = make_batch(
+        np.random.default_rng(6), [(270, 6), (9, 1)], AttentionShape(8, 1, 64, 64), mx.float16
+    )
+    with kernel.using(metal_kernel):
+        together = attend(batch, splits=splits)
+        alone = [attend(row_alone(batch, row), splits=splits)[0] for row in range(6)]
+    same = [bool(mx.array_equal(one, other)) for one, other in zip(alone, together, strict=False)]
+    assert all(same) == (splits.fixed is not None)
 
 
 @pytest.mark.parametrize("cache", [None, mx.uint8], ids=str)

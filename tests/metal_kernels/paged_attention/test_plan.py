@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan's tiles cover every query row, and all of its visible context, once."""
 
+from functools import cache
 from itertools import pairwise
 
 import mlx.core as mx
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionShape, Tiles, plan, trials
-from metal_kernels.paged_attention.op import HEAD_SIZES
+from metal_kernels.paged_attention import AttentionShape, Splits, Tiles, plan, trials
+from metal_kernels.paged_attention.op import HEAD_SIZES, SIZES_APART
 from metal_kernels.plan_arrays import all_else
+from metal_kernels.selfcheck import Case, checks
+from metal_kernels.selfcheck.case import Check
 
 shapes = st.builds(
     lambda group, heads, size: AttentionShape(group * heads, heads, size, size),
@@ -228,6 +231,31 @@ def test_a_plan_keeps_to_the_tiles_it_is_given(shape, rows, data):
         assert dispatch.rows in allowed
         assert given_tiles.split or dispatch.num_splits == 1
     assert sum(dispatch.num_rows for dispatch in made.dispatches) == starts[-1]
+
+
+@cache
+def tried(shape, window):
+    every = trials(shape, window, Tiles.for_layer(shape, window))
+    return {pipeline for trial in every for pipeline in trial.pipelines}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(request, min_size=1, max_size=8),
+    shape=shapes | st.sampled_from([AttentionShape(16, 2, *sizes) for sizes in SIZES_APART]),
+    window=st.sampled_from([None, 1, 5, 253, 512]),
+    fixed=st.sampled_from([None, 256]),
+)
+def test_what_a_plan_launches_is_tried_and_checked_before_it_serves(requests, shape, window, fixed):
+    lens = np.array([sum(of_request) for of_request in requests], np.int32)
+    starts = np.cumsum([0, *(rows for _, rows in requests)]).astype(np.int32)
+    table = np.zeros((len(requests), -(-lens.max() // 16)), np.int32)
+    made = plan(starts, lens, table, shape, window, splits=Splits(fixed=fixed))
+    assert set(made.pipelines) <= tried(shape, window)
+    checked = checks(Case(shape, mx.float16, mx.float16, 16, window))
+    for decode, rows, in_parts in made.pipelines:
+        assert Check("decode" if decode else "prefill", rows) in checked
+        assert not in_parts or Check("reduce") in checked
 
 
 def test_a_tile_that_reaches_into_a_second_row_is_tried_in_parts():

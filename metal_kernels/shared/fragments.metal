@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// How bytes of a pool become elements of 8x8 matrices. A lane holds two elements of each; of 16 bytes of a
+// row it fills COUNT matrices, with elements in an order that costs least: `at` says which.
+
+template <typename C>
+struct Fragments {
+    typedef C Element;
+    typedef uint Pair;  // two neighbouring elements
+    static constant constexpr int COUNT = 4;
+
+    // Which of the 16 bytes' elements is element e of matrix i.
+    static inline int at(int i, int e) {
+        return i * 2 + e;
+    }
+    static inline metal::vec<C, 2> of_pair(Pair pair) {
+        return as_type<metal::vec<C, 2>>(pair);
+    }
+    static inline metal::vec<C, 2> cut(uint4 raw, int i) {
+        return of_pair(raw[i]);
+    }
+};
+
+template <>
+struct Fragments<float> {
+    typedef float Element;
+    typedef uint2 Pair;
+    static constant constexpr int COUNT = 2;
+
+    static inline int at(int i, int e) {
+        return i * 2 + e;
+    }
+    static inline float2 of_pair(Pair pair) {
+        return as_type<float2>(pair);
+    }
+    static inline float2 cut(uint4 raw, int i) {
+        Pair pair;
+        pair[0] = raw[i * 2];
+        pair[1] = raw[i * 2 + 1];
+        return of_pair(pair);
+    }
+};
+
+// Codes become halves two at a time, in the words where they are: a word's first and third are one pair, its
+// second and fourth the next.
+struct CodeFragments {
+    typedef half Element;
+    typedef ushort Pair;
+    static constant constexpr int COUNT = 8;
+
+    static inline int at(int i, int e) {
+        return i / 2 * 4 + i % 2 + e * 2;
+    }
+    // A word whose first and third code are a pair's.
+    static inline uint spread(Pair pair) {
+        return uint(pair) | uint(pair) << 8;
+    }
+};
+
+// fp8, whose exponent is put where a half's ends: 2^-8 of what the codes stand for.
+template <>
+struct Fragments<uint8_t> : CodeFragments {
+    static inline half2 upper(uint codes) {  // of the second and the fourth
+        return as_type<half2>(as_type<uint>(as_type<short2>(codes) >> short2(1)) & 0xbf80bf80u);
+    }
+    static inline half2 of_pair(Pair pair) {
+        return upper(spread(pair) << 8);
+    }
+    static inline half2 cut(uint4 raw, int i) {
+        return upper(i % 2 == 0 ? raw[i / 2] << 8 : raw[i / 2]);
+    }
+};
+
+// int8: with its sign inverted the last byte of a half that is 1152 more.
+template <>
+struct Fragments<int8_t> : CodeFragments {
+    static inline half2 lower(uint codes) {  // of the first and the third
+        return as_type<half2>((codes & 0x00ff00ffu) ^ 0x64806480u) - half2(half(1152.0f));
+    }
+    static inline half2 of_pair(Pair pair) {
+        return lower(spread(pair));
+    }
+    static inline half2 cut(uint4 raw, int i) {
+        return lower(i % 2 == 0 ? raw[i / 2] : raw[i / 2] >> 8);
+    }
+};
+
+// What an element of a cache is a multiple of, beside its row's scale.
+template <typename C>
+inline float unit() {
+    return 1.0f;
+}
+
+template <>
+inline float unit<uint8_t>() {
+    return 256.0f;
+}
