@@ -5,7 +5,7 @@ A core issues four simdgroup instructions a cycle. While memory gives it the byt
 value, it has so many slots; how many the decode kernel needs, the proxy counts (the table of
 docs/kernels.md). What needs more than it has is bound by arithmetic, and reaches at most their
 quotient of the bandwidth. Prints the tables of docs/performance.md as Markdown: `python
-benchmarks/mac_attention.py`.
+benchmarks/mac_attention.py`; mac_tokens.py writes them there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from _macs import CHIPS, Chip
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
 LATENT = "576/512"
 #: Packed rows of a tile, of which the proxy's figures are.
 TILE_ROWS = 8
@@ -134,6 +135,21 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns are numbers, but the first."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rewrite(page: Path, tables: Sequence[str]) -> None:
+    """Puts tables in the place of those with the same heads.
+
+    Raises:
+        ValueError: the page has not just one of each.
+    """
+    text = page.read_text()
+    for table in tables:
+        head = re.escape(table.partition("\n")[0])
+        text, count = re.subn(rf"^{head}\n(\|.*\n)*", lambda _, t=table: f"{t}\n", text, flags=re.M)
+        if count != 1:
+            raise ValueError(f"{page} has {count} tables that begin with {head}")
+    page.write_text(text)
 
 
 def shares_table() -> str:

@@ -9,6 +9,7 @@ computed. Prints the tables of docs/performance.md as Markdown, and draws:
 
     python benchmarks/mac_tokens.py
     python benchmarks/mac_tokens.py --chip "M2 Pro"    # one chip, more contexts
+    python benchmarks/mac_tokens.py --write            # into the page, with mac_attention.py's
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mac_attention
 import mlx.core as mx
 import mlx.nn as nn
 from _macs import BY_NAME, GB, Chip
@@ -322,13 +324,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--chip", choices=list(BY_NAME), help="prints this chip's table alone")
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     if args.chip:
         print(chip_table(BY_NAME[args.chip]))
         return
-    print("\n\n".join([rates_table(), bytes_table(), check_table()]))
+    tables = [rates_table(), bytes_table(), check_table()]
+    print("\n\n".join(tables))
     plot(args.out / "mac_tokens.png", BY_NAME["M4 Max"])
+    if args.write:
+        of_attention = [mac_attention.shares_table(), mac_attention.check_table()]
+        mac_attention.rewrite(mac_attention.PAGE, [*tables, *of_attention])
 
 
 if __name__ == "__main__":

@@ -3,17 +3,26 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from _macs import BY_NAME, CHIPS
-from mac_attention import LATENT, MLX, MLX_CHIP, Kind, Needed, check_table, shares_table, slots
+from mac_attention import (
+    LATENT,
+    MLX,
+    MLX_CHIP,
+    PAGE,
+    Kind,
+    Needed,
+    check_table,
+    markdown,
+    rewrite,
+    shares_table,
+    slots,
+)
 from metal_interpreter.proxy import FAST_SUM, SLOW_SUM
 
 from tests.metal_kernels import mlx_attention, proxy_page
 from tests.metal_kernels.budgets import measured
-
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
 def test_slots_that_memory_leaves_by_hand() -> None:
@@ -80,5 +89,14 @@ def test_chips_grow_with_their_names() -> None:
 
 def test_the_page_has_the_tables() -> None:
     page = PAGE.read_text()
-    assert shares_table() in page
+    assert shares_table() in page, "run python benchmarks/mac_tokens.py --write"
     assert check_table() in page
+
+
+def test_tables_are_rewritten_where_their_heads_are(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n\n| x | y |\n| --- | ---: |\n| 1 | 2 |\n\nb\n")
+    rewrite(page, [markdown(["x", "y"], [["3", "4"], ["5", "6"]])])
+    assert page.read_text() == "a\n\n| x | y |\n| --- | ---: |\n| 3 | 4 |\n| 5 | 6 |\n\nb\n"
+    with pytest.raises(ValueError, match="0 tables"):
+        rewrite(page, [markdown(["z", "y"], [])])
