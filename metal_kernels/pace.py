@@ -32,7 +32,7 @@ _PRODUCTS = 0.44e9
 _ROWS = int(_MOST_PRODUCTS * DISPATCHES_OF_A_LAYER / (_DISPATCHES * _PRODUCTS))
 #: Command buffers that may wait for the device. MLX waits only for those that its own limits ended;
 #: without this bound it would hold the arrays of a whole step at once.
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 
 
 class Pace:
@@ -51,7 +51,7 @@ class Pace:
         mx.async_eval(*done)
         self._work = 0
         self._ends.append(done[0])
-        if len(self._ends) > _IN_FLIGHT:
+        if len(self._ends) > IN_FLIGHT:
             mx.eval(self._ends.popleft())
 
     def before(self, work: int, *done: mx.array) -> None:

@@ -77,6 +77,8 @@ EXAMPLES = {
             "tests/metal_interpreter/": "kernels of ours that the interpreter is tried with",
             "metal_kernels/paged_attention/reference.py": "calls it",
             "vllm_metal/kv_cache/": "likewise",
+            "tests/metal_kernels/paged_attention/": "tests of what calls it",
+            "tests/kv_cache/": "likewise",
         },
     ),
     "a store of K/V": Example(

@@ -1,14 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lays out the blocks of each request one after the other, as values.
+// Lays out the blocks of each request one after the other, as values; zeros beside what is the request's.
+
+// Element i of 16 bytes of a row: of two bytes here.
+template <typename C>
+inline C element_of(uint4 raw, int i) {
+  return as_type<metal::vec<C, 2>>(raw[i / 2])[i % 2];
+}
+
+template <>
+inline float element_of<float>(uint4 raw, int i) {
+  return as_type<float>(raw[i]);
+}
+
+template <>
+inline uint8_t element_of<uint8_t>(uint4 raw, int i) {
+  return static_cast<uint8_t>(raw[i / 4] >> (i % 4 * 8));
+}
+
+template <>
+inline int8_t element_of<int8_t>(uint4 raw, int i) {
+  return static_cast<int8_t>(raw[i / 4] >> (i % 4 * 8));
+}
 
 // ---- kernel body
-// Template: T, C, dtypes of context and pool; HEAD_SIZE; RUN, neighbours of a thread, dividing HEAD_SIZE.
-// Grid: (block_size * HEAD_SIZE / RUN, W, Hkv * n).
+// Template: T, C, dtypes of context and pool; HEAD_SIZE; RUN, elements of 16 bytes of the pool, which a
+// thread takes; SAME, whether T is C, so that bits are copied.
+// Grid: (block_size * HEAD_SIZE / RUN, W, H * n), H heads of the pool's, heads[0] the first.
 const uint first = thread_position_in_grid.x * RUN;
 const uint column = thread_position_in_grid.y;
 const uint num_columns = threads_per_grid.y;
-const uint num_requests = threads_per_grid.z / pool_shape[0];
-const uint head = thread_position_in_grid.z / num_requests;
+const uint num_requests = threads_per_grid.z / static_cast<uint>(heads[1]);
+const uint head = heads[0] + thread_position_in_grid.z / num_requests;
 const uint request = thread_position_in_grid.z % num_requests;
 if (thread_position_in_grid.z == 0 && column == 0) {
   for (uint i = thread_position_in_grid.x; i < 8; i += threads_per_grid.x) {
@@ -19,15 +41,26 @@ if (thread_position_in_grid.z == 0 && column == 0) {
 const uint num_blocks = pool_shape[1];
 const uint block_size = pool_shape[2];
 const uint block = static_cast<uint>(block_table[request * num_columns + column]);
-const bool inside = block < num_blocks;  // a negative one is huge here
-const ulong first_slot = (static_cast<ulong>(head) * num_blocks + block) * block_size;
-float scale = 1.0f;
-if (inside && largest_code<C>() > 0.0f) {
-  scale = static_cast<float>(scales[first_slot + first / HEAD_SIZE]);
+const uint offset = first / HEAD_SIZE;
+const int slot = column * block_size + offset;  // of the request's context
+const bool held = slot >= bounds[request * 2] && slot < bounds[request * 2 + 1];
+uint4 raw = uint4(0);
+float scale = 0.0f;
+if (held && block < num_blocks) {  // a negative one is huge here
+  const ulong first_slot = (static_cast<ulong>(head) * num_blocks + block) * block_size;
+  raw = *reinterpret_cast<const device uint4*>(pool + first_slot * HEAD_SIZE + first);
+  scale = largest_code<C>() > 0.0f ? static_cast<float>(scales[first_slot + offset]) : 1.0f;
 }
 const ulong place = static_cast<ulong>(thread_position_in_grid.z) * num_columns + column;
 device T* target = context + place * block_size * HEAD_SIZE + first;
-const device C* source = pool + first_slot * HEAD_SIZE + first;
-for (int i = 0; i < RUN; i++) {
-  target[i] = static_cast<T>(inside ? decode_element(source[i]) * scale : 0.0f);
+if (SAME) {
+  *reinterpret_cast<device uint4*>(target) = raw;
+} else {
+  for (int i = 0; i < RUN; i += 4) {
+    metal::vec<T, 4> values;
+    for (int j = 0; j < 4; j++) {
+      values[j] = static_cast<T>(decode_element(element_of<C>(raw, i + j)) * scale);
+    }
+    *reinterpret_cast<device metal::vec<T, 4>*>(target + i) = values;
+  }
 }

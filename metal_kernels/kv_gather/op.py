@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """gather() reads contexts out of the pool, as values, for MLX's attention: grid and checks."""
 
-import math
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from metal_kernels import kernel, op_common
 
 _THREADS = 256  # of a threadgroup
-_RUN = 4  # elements of a thread, at most
+_BYTES = 16  # of a pool's row, that a thread takes
 _KERNEL = kernel.load(
     Path(__file__).with_name("kv_gather.metal"),
-    input_names=("pool", "scales", "block_table", "after_0", "after_1"),
+    input_names=("pool", "scales", "block_table", "bounds", "heads", "after_0", "after_1"),
     output_names=("context", "fence"),
     shared=("numeric.metal",),
 )
@@ -25,19 +26,24 @@ def gather(
     dtype: mx.Dtype,
     after: Sequence[mx.array] = (),
     scales: mx.array | None = None,
+    bounds: mx.array | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Reads the blocks of n requests, W each.
 
     Args:
         pool: [Hkv, B, block_size, D] float16, bfloat16 or float32, or codes: uint8 for fp8 e4m3,
-            int8 for integers.
+            int8 for integers. A row has a multiple of 16 bytes.
         block_table: [n, W] int32; a block that the pool lacks, as -1, reads as zeros.
         dtype: of the context: float16, bfloat16 or float32.
         after: fences of the dispatches that must come before.
         scales: [Hkv, B, block_size] bfloat16, for a pool of codes: value = code * scale.
+        bounds: [n, 2] int32, the first slot of each request's context that is read, and the one
+            behind the last; others read as zeros, whatever lies there. None: all are read.
+        heads: the first head and their number, H; None: all of the pool's.
 
     Returns:
-        context: [Hkv, n, W * block_size, D] of `dtype`.
+        context: [H, n, W * block_size, D] of `dtype`.
         fence: [8] uint32, for the writes that must wait for this read.
 
     Raises:
@@ -46,25 +52,46 @@ def gather(
     _check(pool, block_table, dtype)
     op_common.check_scales("scales", scales, pool)
     (num_heads, _, block_size, head_size), (n, w) = pool.shape, block_table.shape
-    shape = (num_heads, n, w * block_size, head_size)
+    first, count = heads or (0, num_heads)
+    if first < 0 or count < 1 or first + count > num_heads:
+        raise ValueError(f"heads: expected some of {num_heads}, found {count} from {first} on")
+    shape = (count, n, w * block_size, head_size)
     if n * w == 0:
         return mx.zeros(shape, dtype), op_common.merged(after)
-    run = math.gcd(head_size, _RUN)
+    if bounds is None:
+        bounds = mx.array(np.tile(np.array([0, w * block_size], np.int32), (n, 1)))
+    if bounds.shape != (n, 2) or bounds.dtype != mx.int32:
+        raise ValueError(f"bounds: expected ({n}, 2) int32, found {bounds.shape} {bounds.dtype}")
+    run = _BYTES // pool.dtype.size
     runs = block_size * head_size // run
     context, fence = _KERNEL(
         inputs=[
             pool,
             op_common.NO_SCALES if scales is None else scales,
             op_common.padded(block_table.flatten(), fill=-1),
+            op_common.padded(bounds.flatten(), fill=0),
+            _heads(first, count),
             *op_common.fences(after),
         ],
-        template=[("T", dtype), ("C", pool.dtype), ("HEAD_SIZE", head_size), ("RUN", run)],
-        grid=(runs, w, num_heads * n),
+        template=[
+            ("T", dtype),
+            ("C", pool.dtype),
+            ("HEAD_SIZE", head_size),
+            ("RUN", run),
+            ("SAME", dtype == pool.dtype),
+        ],
+        grid=(runs, w, count * n),
         threadgroup=(min(_THREADS, runs), 1, 1),
         output_shapes=[shape, op_common.FENCE_SHAPE],
         output_dtypes=[dtype, op_common.FENCE_DTYPE],
     )
     return context, fence
+
+
+@functools.lru_cache(maxsize=256)
+def _heads(first: int, count: int) -> mx.array:
+    """What the kernel is told of them, made once."""
+    return mx.array(np.array([first, count] + [0] * (kernel.MIN_ELEMENTS - 2), np.int32))
 
 
 def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
@@ -73,9 +100,10 @@ def _check(pool: mx.array, block_table: mx.array, dtype: mx.Dtype) -> None:
             "pool: expected [Hkv, B, block_size, D] floats, uint8 or int8, "
             f"found {pool.shape} {pool.dtype}"
         )
-    if pool.size < kernel.MIN_ELEMENTS:
+    if pool.size < kernel.MIN_ELEMENTS or pool.shape[3] * pool.dtype.size % _BYTES:
         raise ValueError(
-            f"pool: expected {kernel.MIN_ELEMENTS} elements or more, found {pool.size}"
+            f"pool: expected elements in rows of a multiple of {_BYTES} bytes, found {pool.shape} "
+            f"{pool.dtype}"
         )
     if block_table.ndim != 2 or block_table.dtype != mx.int32:
         raise ValueError(

@@ -5,16 +5,28 @@ import mlx.core as mx
 
 
 def gather(
-    pool: mx.array, block_table: mx.array, dtype: mx.Dtype, scales: mx.array | None = None
+    pool: mx.array,
+    block_table: mx.array,
+    dtype: mx.Dtype,
+    scales: mx.array | None = None,
+    bounds: mx.array | None = None,
+    heads: tuple[int, int] | None = None,
 ) -> mx.array:
     """The context that `kv_gather.gather` returns for the same arguments."""
     n, w = block_table.shape
+    if heads is not None:
+        some = slice(heads[0], sum(heads))
+        pool, scales = pool[some], None if scales is None else scales[some]
     num_heads, num_blocks, block_size, head_size = pool.shape
     inside = (block_table >= 0) & (block_table < num_blocks)
     blocks = mx.where(inside, block_table, 0)
     values = decode(pool[:, blocks], None if scales is None else scales[:, blocks])
-    values = mx.where(inside[..., None, None], values, 0.0).astype(dtype)
-    return values.reshape(num_heads, n, w * block_size, head_size)
+    read = mx.broadcast_to(inside[..., None], (n, w, block_size)).reshape(n, -1)
+    if bounds is not None:
+        slots = mx.arange(w * block_size)
+        read = read & (slots >= bounds[:, :1]) & (slots < bounds[:, 1:])
+    values = values.reshape(num_heads, n, w * block_size, head_size)
+    return mx.where(read[..., None], values, 0.0).astype(dtype)
 
 
 def decode(elements: mx.array, scales: mx.array | None = None) -> mx.array:

@@ -49,6 +49,7 @@ class Bucket:
     #: Slots that are no padding, where the rows are the last of one request and see all before
     #: themselves: MLX's fused attention then skips what no row sees. None: the mask says it all.
     causal_len: int | None = None
+    bounds: mx.array | None = None  # [n, 2] int32, slots of the context that any row sees
     _places: dict[int, tuple[Places, Places]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -110,6 +111,7 @@ def plan(
     share: bool = False,
     causal: bool = False,
     earlier_slots: np.ndarray | None = None,
+    bounded: bool = False,
 ) -> BucketPlan:
     """Groups R requests into buckets of like shape.
 
@@ -133,6 +135,7 @@ def plan(
         earlier_slots: [E] int32, pool slots of rows that steps before had of the same requests, as
             many of each, where the pool does not hold their K/V yet; -1: nobody reads that row.
             `run` then takes the K/V of E + T rows, these first.
+        bounded: whether buckets tell their `bounds`, which a read of the pool keeps to.
     """
     pieces = _in_pieces(query_start_loc, seq_lens, block_tables, window)
     query_start_loc, seq_lens, block_tables = pieces
@@ -172,6 +175,11 @@ def plan(
         bucket = _bucket(table, queries, first_query, writes, block_size, num_tokens, window)
         if causal and window is None and len(members) == 1 and not decodes[members[0]]:
             bucket = replace(bucket, causal_len=int(seq_lens[members[0]]))
+        if bounded:
+            ends = first_query + query_lens[members]
+            begins = np.maximum(0 if window is None else first_query - window + 1, 0)
+            seen = np.stack(np.broadcast_arrays(begins, ends), axis=1)
+            bucket = replace(bucket, bounds=mx.array(seen.astype(np.int32)))
         own.add(bucket, queries)
     return BucketPlan(
         num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by MLX's operations over contexts that `kv_gather` reads out of the pool.
+"""Attention of decodes by MLX's operations over contexts that `kv_gather` reads out of the pool.
 
-On a GPU with matrix units MLX's fused attention may be faster than our kernels, but it takes dense
-K and V. An indexed read by MLX itself would not wait for kernels that write into the pool; this one
-lies between their fences.
+On a GPU with matrix units MLX's attention may be faster than our kernels, but it takes dense K and
+V. An indexed read by MLX itself would not wait for kernels that write into the pool; this one lies
+between their fences. Prompts have a plan of their own (prompts.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from metal_kernels import kv_gather
 from metal_kernels.op_common import merged
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import reference
-from metal_kernels.paged_attention.buckets import BucketPlan
+from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 
 
 def run(
@@ -36,12 +36,14 @@ def run(
     the values.
 
     Args:
-        plan: of the step, by `buckets.plan`; what it lays over the pool's rows is left out.
+        plan: of the step, `bounded`; what it lays over the pool's rows is left out.
     """
     fences: list[mx.array] = []
 
-    def gather(pool: mx.array, table: mx.array, scales: mx.array | None) -> mx.array:
-        context, read = kv_gather.gather(pool, table, queries.dtype, [after], scales)
+    def gather(pool: mx.array, bucket: Bucket, scales: mx.array | None) -> mx.array:
+        context, read = kv_gather.gather(
+            pool, bucket.block_table, queries.dtype, [after], scales, bucket.bounds
+        )
         fences.append(read)
         return context
 

@@ -21,9 +21,9 @@ from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 
 _LOG2_E = math.log2(math.e)
 
-#: Takes a pool, an [n, W] block table and the pool's scales, if it is one of codes; returns the
-#: blocks' rows as values, [Hkv, n, W * block_size, D].
-Gather = Callable[[mx.array, mx.array, mx.array | None], mx.array]
+#: Takes a pool, a bucket and the pool's scales, if it is one of codes; returns the rows of the
+#: bucket's blocks as values, [Hkv, n, S, D].
+Gather = Callable[[mx.array, Bucket, mx.array | None], mx.array]
 
 
 def run(
@@ -118,7 +118,7 @@ def context(
     Head outermost, so that what is gathered is already laid out for the matrix products.
     """
     if gather is not None:
-        return gather(pool, bucket.block_table, scales)
+        return gather(pool, bucket, scales)
     blocks, places = bucket.places(pool.shape[0])
     shape = pool.shape[0], bucket.num_requests, bucket.context_len
     found = pool[blocks].reshape(*shape, -1)

@@ -18,7 +18,6 @@ from metal_kernels.selfcheck.checks import (
     next_check,
     usable,
 )
-from metal_kernels.selfcheck.state_timing import long_prompt
 from metal_kernels.selfcheck.timing import Work, copy_bandwidth, works
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "checks",
     "copy_bandwidth",
     "dtype_name",
-    "long_prompt",
     "next_check",
     "usable",
     "works",

@@ -14,7 +14,8 @@ import mlx.core as mx
 from metal_kernels.paged_attention import AttentionShape
 
 #: In the order they are checked. All others read what kv_write wrote. `graph` is no kernel: writes
-#: and attention of a step's layers, in a graph that MLX traced and builds again by itself.
+#: and attention of a step's layers, in a graph that MLX traced and builds again by itself. Neither
+#: is `gathered`: MLX's attention of prompts, over contexts that `kv_gather` reads.
 KERNELS = (
     "kv_write",
     "kv_gather",
@@ -24,6 +25,7 @@ KERNELS = (
     "prefill",
     "reduce",
     "graph",
+    "gathered",
     "convolution",
     "recurrence",
 )
@@ -166,6 +168,21 @@ class Outcome:
         """The fastest way; the first, also in a tie, and where the ways could not be timed."""
         best = max(self.times, key=self.gain) if self.ok and self.times else WAYS[0]
         return best if best in self.times and self.gain(best) > 1 + TIE else WAYS[0]
+
+    @property
+    def fewest_rows(self) -> int | None:
+        """Rows of one request from which on the last way is faster than the first; None: never.
+
+        By more than a tie, in each call, whose name begins with "1 x " and its rows.
+        """
+        fewest = None
+        ours, others = (self.times.get(way, {}) if self.ok else {} for way in WAYS)
+        rows = sorted((int(call.split()[2]), call) for call in ours if call in others)
+        for count, call in reversed(rows):
+            if ours[call] <= others[call] * (1 + TIE):
+                break
+            fewest = count
+        return fewest
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "case": self.case.to_json()}

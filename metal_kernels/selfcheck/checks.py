@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from metal_kernels.paged_attention import Tiles
+from metal_kernels.paged_attention.fused import serves_prompts
 from metal_kernels.selfcheck import state_timing, states, timing
 from metal_kernels.selfcheck.case import CHOICES, KERNELS, Case, Check, Outcome, StateKind
 from metal_kernels.selfcheck.findings import findings
@@ -14,6 +15,8 @@ from metal_kernels.selfcheck.findings import findings
 #: Steps of one layer that are played for each kernel. A kernel's sizes of tiles share them.
 STEPS = 40
 _FEWEST = 12
+#: What is checked only where another check passed.
+_NEEDS = {"gathered": "kv_gather", "decode_way": "kv_gather", "prefill_way": "gathered"}
 
 
 def checks(case: Case) -> list[Check]:
@@ -25,7 +28,10 @@ def checks(case: Case) -> list[Check]:
         "recurrence": kind.heads is not None,
         "recurrence_way": kind.has_chunks,
     }
-    wanted = {name for name in case.kernels if of_states.get(name, True)}
+    of_prompts = dict.fromkeys(
+        ("gathered", "prefill_way"), serves_prompts(case.shape, case.dtype, case.softcap)
+    )
+    wanted = {name for name in case.kernels if (of_states | of_prompts).get(name, True)}
     found = []
     for kernel in KERNELS:
         if kernel not in wanted:
@@ -56,7 +62,9 @@ def next_check(case: Case, outcomes: Iterable[Outcome]) -> Check | None:
             if ours.get(Check("recurrence")):
                 return check
             continue
-        if check.kernel in CHOICES and not (attends and ours.get(Check("kv_gather"))):
+        if check.kernel in _NEEDS and not ours.get(Check(_NEEDS[check.kernel])):
+            continue
+        if check.kernel in CHOICES and not attends:
             continue
         if check.kernel not in ("reduce", "graph") or attends:
             return check
@@ -90,7 +98,7 @@ def check_kernel(
     if check.rows is not None:
         sizes = every.decode if check.kernel == "decode" else every.prefill
         num_steps = max(num_steps // len(sizes), min(num_steps, _FEWEST))
-    if check.kernel == "recurrence":  # token by token on the host too
+    if check.kernel in ("recurrence", "gathered"):  # token by token on the host too; of many rows
         num_steps = min(num_steps, _FEWEST)
     error = tolerance = None
     log = detail = ""

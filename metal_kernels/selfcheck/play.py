@@ -14,8 +14,9 @@ import numpy as np
 
 from metal_kernels import kernel, kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.kv_write.reference import Pools
+from metal_kernels.layout import RaggedLayout
 from metal_kernels.op_common import block_elements, merged
-from metal_kernels.paged_attention import AttentionPlan, Tiles
+from metal_kernels.paged_attention import AttentionPlan, Tiles, prompts
 from metal_kernels.paged_attention.splits import ALWAYS
 from metal_kernels.plan_arrays import all_else, with_arrays
 from metal_kernels.selfcheck.case import Case, Check
@@ -74,12 +75,18 @@ def _only_write(pool: _Pool, step: Step) -> list[mx.array]:
 def _gather(pool: _Pool, step: Step) -> list[mx.array]:
     table, written = mx.array(step.layout.block_tables_np), pool.write(step)
     keys, values, key_scales, value_scales = pool.arrays
-    gather = functools.partial(kv_gather.gather, after=[written])
+    gather = functools.partial(kv_gather.gather, after=[written], bounds=bounds(step.layout))
     contexts = [gather(keys, table, pool.case.dtype, scales=key_scales)]
     if values is not None:
         contexts.append(gather(values, table, pool.case.dtype, scales=value_scales))
     pool.fences = [fence for _, fence in contexts]
     return [context for context, _ in contexts]
+
+
+def bounds(layout: RaggedLayout) -> mx.array:
+    """[R, 2] int32, what each request holds, but for its first three tokens."""
+    lens_np = layout.seq_lens_np.astype(np.int32)
+    return mx.array(np.stack([np.full_like(lens_np, 3), lens_np], axis=1))
 
 
 def _move_blocks(pool: _Pool, step: Step) -> list[mx.array]:
@@ -117,6 +124,27 @@ def state_width(arrays: Sequence[mx.array]) -> int:
 
 def _attend(pool: _Pool, step: Step) -> list[mx.array]:
     return [_attend_by(pool.plan(step), pool, step, pool.write(step))]
+
+
+def _attend_gathered(pool: _Pool, step: Step) -> list[mx.array]:
+    """By MLX, as prompts."""
+    layout, case = step.layout, pool.case
+    plan = prompts.plan(
+        layout.query_start_loc_np,
+        layout.seq_lens_np,
+        layout.block_tables_np,
+        layout.block_size,
+        case.shape,
+        case.window,
+    )
+    written = pool.write(step)
+    keys, values, key_scales, value_scales = pool.arrays
+    assert values is not None  # latents are never checked so
+    out, pool.fences = prompts.run(
+        *(plan, step.queries, keys, values, written, score_scale(case)),
+        *(step.sinks, key_scales, value_scales),
+    )
+    return [out]
 
 
 def _attend_by(plan: AttentionPlan, pool: _Pool, step: Step, written: mx.array) -> mx.array:
@@ -175,6 +203,7 @@ _USES: dict[str, Callable[[_Pool, Step], list[mx.array]]] = {
     "decode": _attend,
     "prefill": _attend,
     "reduce": _attend,
+    "gathered": _attend_gathered,
 }
 
 

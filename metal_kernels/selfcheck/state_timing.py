@@ -12,13 +12,12 @@ import numpy as np
 
 from metal_kernels import kv_states, recurrence
 from metal_kernels.op_common import BITS
-from metal_kernels.selfcheck.case import TIE, WAYS, Case, Outcome
+from metal_kernels.selfcheck.case import WAYS, Case
 from metal_kernels.selfcheck.states import make_pools, parts_of, recurrence_rows
 from metal_kernels.selfcheck.timing import Call, in_turn
 from metal_kernels.sequences import Sequences
 
 _ROWS = (512, 2048)  # of a prompt's chunk
-_ONE = "1 x "  # request of so many rows
 _CALLS = 4  # of a round, queued together
 _BLOCK = 1  # of the pool, which the chunk's state is in
 
@@ -42,24 +41,8 @@ def compare(
     for num_rows in prompts:
         ways = ways_through(case, num_rows)
         for way, seconds in zip(WAYS, in_turn(ways, _CALLS, clock), strict=True):
-            found[way][f"{_ONE}{num_rows}"] = seconds
+            found[way][f"1 x {num_rows}"] = seconds
     return found
-
-
-def long_prompt(outcome: Outcome) -> int | None:
-    """The fewest rows from which on MLX's function is faster, by more than a tie; None: never.
-
-    Args:
-        outcome: with the times of `compare`, or without any.
-    """
-    fewest = None
-    ours, chunked = (outcome.times.get(way, {}) if outcome.ok else {} for way in WAYS)
-    rows = sorted((int(call.removeprefix(_ONE)), call) for call in ours if call in chunked)
-    for count, call in reversed(rows):
-        if ours[call] <= chunked[call] * (1 + TIE):
-            break
-        fewest = count
-    return fewest
 
 
 def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:

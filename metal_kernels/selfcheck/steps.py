@@ -60,6 +60,9 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
         turn = step // (len(sizes.decode) + len(sizes.prefill))
         query = queries[turn % len(queries)]
         return [(query, _LONG + query + 7 * (step % 8)), (1, block + 3)]
+    if kernel == "gathered":
+        rows, before = 64 + 5 * (step % 7), (block + 3) * (step % 4)
+        return [(rows, before + rows), (rows + 1, 2 * block + rows)]
     if kernel == "prefill":
         if step % 4 == 3:  # a long chunk among decodes
             long = case.shape.tile_rows // group + 3

@@ -15,8 +15,16 @@ import numpy as np
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
 from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, buckets, gathered
+from metal_kernels.paged_attention import (
+    AttentionPlan,
+    Splits,
+    Tiles,
+    buckets,
+    gathered,
+    prompts,
+)
 from metal_kernels.paged_attention.buckets import BucketPlan
+from metal_kernels.paged_attention.prompts import PromptPlan
 from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
 
@@ -29,7 +37,7 @@ _CALLS = 20  # of a round, queued together
 #: are halved where the calls of a round would be too much for a command buffer.
 _COMPARED = {
     "decode_way": ((8, 1, 1024), (1, 1, 8192)),
-    "prefill_way": ((1, 512, 512), (1, 512, 4096)),
+    "prefill_way": ((1, 64, 4096), (1, 512, 4096)),
 }
 _COMPARED_CALLS = {"decode_way": 20, "prefill_way": 2}
 
@@ -111,7 +119,7 @@ def compare(
         By way, then call: the median of the rounds' seconds for one call.
     """
     calls = _COMPARED_CALLS[choice]
-    batches = [_bounded(case, batch, calls) for batch in batches or _COMPARED[choice]]
+    batches = [bounded(case, batch, calls) for batch in batches or _COMPARED[choice]]
     layer = Layer(case, max(requests * context for requests, _, context in batches), rotated)
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for requests, query, context in batches:
@@ -125,7 +133,8 @@ def compare(
     return found
 
 
-def _bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, int, int]:
+def bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, int, int]:
+    """The batch, its contexts halved until so many calls of it fit a command buffer."""
     requests, query, context = batch
     rows = query * case.shape.group
     while context > query and calls * case.shape.work(rows, requests * context) > MOST_WORK:
@@ -228,17 +237,24 @@ class Layer:
 
         return self._in_turn(requests * self._width_of(context), call_of)
 
-    def attend_gathered(self, requests: int, query: int, context: int) -> Call:
-        """By MLX's attention over what `kv_gather` reads."""
+    def attend_gathered(
+        self, requests: int, query: int, context: int, force_fused: bool | None = None
+    ) -> Call:
+        """By MLX's attention over what `kv_gather` reads, as decodes or as prompts.
+
+        `force_fused`: see `prompts.plan`.
+        """
+        case = self._case
 
         def call_of(blocks: np.ndarray) -> Call:
-            plan = buckets.plan(
-                *self._layout(requests, query, context, blocks),
-                np.full(requests * query, -1, np.int32),
-                self._case.block_size,
-                self._case.window,
-                causal=mx.default_device().type == mx.DeviceType.gpu,
-            )
+            layout = self._layout(requests, query, context, blocks)
+            if query > buckets.DECODE_ROWS:
+                of_prompts = prompts.plan(
+                    *layout, case.block_size, case.shape, case.window, force_fused
+                )
+                return self._attending(of_prompts, prompts.run, requests * query)
+            nowhere = np.full(requests * query, -1, np.int32)
+            plan = buckets.plan(*layout, nowhere, case.block_size, case.window, bounded=True)
             return self._attending(plan, gathered.run, requests * query)
 
         return self._in_turn(requests * self._width_of(context), call_of)
@@ -257,12 +273,14 @@ class Layer:
 
     def _attending(
         self,
-        plan: AttentionPlan | BucketPlan,
+        plan: AttentionPlan | BucketPlan | PromptPlan,
         run: Callable[..., tuple[mx.array, list[mx.array]]],
         num_rows: int,
     ) -> Call:
         shape = self._case.shape
         queries = mx.ones((num_rows, shape.num_heads, shape.head_size), self._case.dtype)
+        # Only layers without one have their prompts timed by MLX's attention.
+        capped = {} if self._case.softcap is None else {"softcap": self._case.softcap}
 
         def call(fence: mx.array) -> list[mx.array]:
             out, reads = run(
@@ -272,9 +290,9 @@ class Layer:
                 self._values,
                 after=fence,
                 scale=shape.head_size**-0.5,
-                softcap=self._case.softcap,
                 key_scales=self._key_scales,
                 value_scales=self._value_scales,
+                **capped,
             )
             # Where contexts are split, the output comes after the fence.
             return [merged(reads), out]

@@ -20,6 +20,7 @@ class Layer:
     case: Case
     tiles: Tiles  # that passed their self-check
     states: bool = False  # whether the kernel of its recurrence did
+    gathered: bool = False  # whether MLX's attention of prompts did
     cores: int | None = None  # of the GPU
     #: Batches to time with, smaller ones for tests: positions of a long context, rows of prompts.
     context: int = 32768

@@ -52,10 +52,14 @@ class Duel:
     @property
     def clear(self) -> bool:
         """Whether B is faster in both orders by more than the noise, and by LEAST_GAIN."""
-        noise = sqrt(sum(_squared_error(arm) for arm in (self.first, self.second)))
-        return min(self.gains) >= LEAST_GAIN and (
-            log(self.gain) - _ERRORS * noise >= log(LEAST_GAIN)
-        )
+        return min(self.gains) >= LEAST_GAIN and is_clear(self.first, self.second)
+
+
+def is_clear(first: Sequence[Timing], second: Sequence[Timing]) -> bool:
+    """Whether the second arm is faster by more than the noise, and by LEAST_GAIN."""
+    gain = fmean(_logs(first)) - fmean(_logs(second))
+    noise = sqrt(sum(_squared_error(arm) for arm in (first, second)))
+    return gain - _ERRORS * noise >= log(LEAST_GAIN)
 
 
 def duel(measure: Measure[ValueT], first: ValueT, second: ValueT) -> Duel:

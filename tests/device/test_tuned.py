@@ -22,6 +22,8 @@ CHOSEN = Choices(
     slots=120,
     decode_rows={KIND: 32},
     long_prompt={KIND: 256, "another": None},
+    prompt_rows={KIND: {"1024": 64, "8192": None}},
+    force_fused={KIND: False},
 )
 BY_FAMILY = Choices(dispatches=96)
 
@@ -99,6 +101,15 @@ SPOILT = {
     "a wrong value": (lambda path: change(path, choices={"slots": -3}), "-3 is no positive"),
     "a wrong type": (lambda path: change(path, choices={"slots": True}), "True is no positive"),
     "no layers": (lambda path: change(path, choices={"decode_rows": [32]}), "is no object"),
+    "no contexts": (lambda path: change(path, choices={"prompt_rows": {KIND: {}}}), "no contexts"),
+    "a context in words": (
+        lambda path: change(path, choices={"prompt_rows": {KIND: {"8k": 64}}}),
+        "no contexts",
+    ),
+    "rows as a choice": (
+        lambda path: change(path, choices={"force_fused": {KIND: 1}}),
+        "1 is neither true nor false",
+    ),
     "a later choice": (lambda path: change(path, choices={"flat": 1}), "unknown: flat"),
     "choices gone": (lambda path: change(path, choices=None), "is broken"),
     "another chip": (lambda path: other_key(path, chip="Apple M1"), "with another chip;"),

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import metal_interpreter
 import mlx.core as mx
@@ -18,6 +19,7 @@ from vllm_metal.attention.inside import Convolution, Inside, Recurrence
 from vllm_metal.attention.layers import AttentionLayer, RunLayer, SequenceLayer
 from vllm_metal.device import selfcheck, tuned
 from vllm_metal.kv_cache import choice
+from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape, LayerKVCache
@@ -80,8 +82,11 @@ def test_a_models_layers_make_a_case_of_each_kind():
 
 def test_a_server_checks_all_that_it_launches():
     case, _ = choice.needed_cases(LAYERS, mx.bfloat16, mx.bfloat16, 16)
-    attending = ["decode", "prefill", "reduce", "graph", "decode_way", "prefill_way"]
+    attending = ["decode", "prefill", "reduce", "graph", "gathered", "decode_way", "prefill_way"]
     assert in_use(case) == ["kv_write", "kv_gather", "kv_blocks", *attending]
+    for other in (replace(LAYERS[0], softcap=30.0), LATENTS):  # MLX has nothing fused for them
+        (case,) = choice.needed_cases([other], mx.bfloat16, mx.bfloat16, 16)
+        assert not {"gathered", "prefill_way"} & set(in_use(case))
 
 
 def test_kernels_that_all_pass_serve_as_they_are(monkeypatch, warned):
@@ -288,7 +293,7 @@ def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None],
             for one in checks(case):
                 share = mlx.get((one.kernel, case.window))
                 ways = {"metal": 1.0, "mlx": share}
-                calls = {"1 x 1 of 16": 1e-3, "8 x 1 of 16": 4e-3}
+                calls = {"1 x 64 of 16": 1e-3, "1 x 512 of 16": 4e-3}
                 times = {
                     way: {call: seconds * factor for call, seconds in calls.items()}
                     for way, factor in ways.items()
@@ -310,10 +315,13 @@ def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None],
 WAYS = {  # MLX's share of the kernels' time by choice and window: what MLX then serves
     "kernels": ({("decode_way", None): 2.0, ("prefill_way", None): 1.2}, {}),
     "a tie": ({("prefill_way", None): 0.96}, {}),
-    "prompts": ({("decode_way", None): 3.0, ("prefill_way", None): 0.5}, {None: {"prefill"}}),
+    "prompts": (
+        {("decode_way", None): 3.0, ("prefill_way", None): 0.5},
+        {None: ByMLX(prompts={1: 64})},
+    ),
     "both": (
         {("decode_way", None): 0.5, ("prefill_way", None): 0.5, ("prefill_way", 512): 0.9},
-        {None: {"decode", "prefill"}, 512: {"prefill"}},
+        {None: ByMLX(True, {1: 64}), 512: ByMLX(prompts={1: 64})},
     ),
     "no times": ({}, {}),
 }
@@ -327,14 +335,16 @@ def test_mlx_serves_the_rows_for_which_it_is_faster(monkeypatch, warned, name):
     times_are(monkeypatch, shares)
     chosen = kv_cache_type()
     assert issubclass(chosen, KernelKVCache) and chosen.pipelined and chosen.repeatable
-    assert chosen.by_mlx == {(SHAPE, window): phases for window, phases in served.items()}
+    assert chosen.by_mlx == {(SHAPE, window): by_mlx for window, by_mlx in served.items()}
     assert chosen.gathers == bool(served)
     assert not warned
     lines = [line for line in said if "µs" in line]
     assert len(lines) == len(shares)
-    assert sum("by MLX's attention" in line for line in lines) == sum(map(len, served.values()))
+    ways = [bool(one) for by in served.values() for one in (by.decodes, by.prompts)]
+    assert sum("by MLX's attention" in line for line in lines) == sum(ways)
     if served:
-        assert "1 x 1 of 16: 1000 and 500 µs, 8 x 1 of 16: 4000 and 2000 µs" in "".join(lines)
+        assert "1 x 64 of 16: 1000 and 500 µs, 1 x 512 of 16: 4000 and 2000 µs" in "".join(lines)
+        assert any("by MLX's attention from 64 rows on;" in line for line in lines)
     with kernel.using(metal_interpreter.metal_kernel):
         assert_right(chosen, SHAPE)
 
@@ -399,10 +409,61 @@ def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
     assert asked and not [check for check in asked if check.kernel in CHOICES]
 
 
+def test_prompts_obey_the_tuners_file(monkeypatch, tmp_path):
+    """Rows by contexts, and whether a kernel is forced; of what the self-check found right."""
+    said: list[str] = []
+    monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
+    case, windowed = choice.needed_cases(LAYERS, BF16, BF16, 16)
+    rows = {"1024": 512, "8192": 128, "32768": None}
+    never = dict.fromkeys(rows)
+    kept = tuned.Choices(
+        prompt_rows={str(case): rows, str(windowed): never}, force_fused={str(case): False}
+    )
+    tuned.save(kept, folder=tmp_path)
+    read = tuned.load(tmp_path)
+    assert read.complaint is None and read.choices.prompt_rows == kept.prompt_rows
+    times_are(monkeypatch, {("prefill_way", None): 2.0, ("prefill_way", 512): 0.5})
+    chosen = choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=read)
+    assert chosen.by_mlx == {
+        (SHAPE, None): ByMLX(False, {1024: 512, 8192: 128, 32768: None}, False)
+    }
+    assert any(
+        "by MLX's attention from 512 rows of 1024, 128 rows of 8192 on" in one for one in said
+    )
+    assert any("window 512" in line and "by our kernels" in line for line in said)
+    tables = np.zeros((1, 2048), np.int32)
+    for length, count, by_mlx in (
+        (900, 511, False),
+        (900, 512, True),
+        (2800, 500, False),  # nearer to 1024
+        (3000, 128, True),
+        (3000, 127, False),
+        (30000, 2000, False),
+    ):
+        starts, slots = np.array([0, count], np.int32), np.zeros(count, np.int32)
+        where = StepLayout(starts, np.array([length], np.int32), tables, slots, 16)
+        plan = chosen.plan(where, AttentionKind(SHAPE, None))
+        assert (plan.gathered is not None) == by_mlx == (plan.attention is None)
+        assert not by_mlx or not plan.gathered.prompts.force_fused
+    found_where(monkeypatch, lambda case, one: one.kernel == "prefill_way")
+    assert choice.kv_cache_type("metal", LAYERS, BF16, BF16, 16, tuned=read) is KernelKVCache
+
+
 def test_the_memory_of_gathered_contexts_is_measured(monkeypatch):
     times_are(monkeypatch, {("prefill_way", None): 0.5})
-    assert LAYERS[0].gathers(kv_cache_type())
+    chosen = kv_cache_type()
+    assert LAYERS[0].gathers(chosen)
     assert not LAYERS[0].gathers(KernelKVCache)
+    # Four prompts of a step in each of three layers: K and V of 2 heads.
+    context, bounds = 500, StepBounds(256, 4, 16)
+    of_prompt = 2 * 2 * 500 * 128 * F32.size
+    with kernel.using(metal_interpreter.metal_kernel):
+        LAYERS[0].profile(context, bounds, F32, F32, chosen)  # compiles
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        LAYERS[0].profile(context, bounds, F32, F32, chosen)
+    assert 3 * 4 * of_prompt < mx.get_peak_memory() - before < 3 * 4 * of_prompt + 2**24
 
 
 def test_the_memory_of_what_is_built_of_latents_is_measured():

@@ -14,6 +14,7 @@ from metal_kernels.pace import Pace
 from metal_kernels.paged_attention import AttentionShape
 from tests.metal_kernels.hazards import Logger, prove_always
 from vllm_metal.kv_cache import kernels
+from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, KVShape
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -68,18 +69,18 @@ STEPS = [
 
 
 BY_MLX = {  # MLX attends to what a kernel gathers: to all rows, or to prompts alone
-    phases: KernelKVCache.limited(
-        {}, True, True, dict.fromkeys([(SHAPE, None), (SHAPE, 10)], frozenset(phases))
+    name: KernelKVCache.limited(
+        {}, True, True, dict.fromkeys([(SHAPE, None), (SHAPE, 10)], ByMLX(decodes, {1024: 17}))
     )
-    for phases in (("decode", "prefill"), ("prefill",))
+    for name, decodes in (("all", True), ("prompts", False))
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 10])
-@pytest.mark.parametrize("phases", BY_MLX, ids="+".join)
-def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(phases, window, dtype):
-    ours, other = make(BY_MLX[phases], dtype), make(ScatterKVCache, dtype)
+@pytest.mark.parametrize("rows", BY_MLX)
+def test_gathered_rows_answer_as_scatter_does_and_are_read_in_order(rows, window, dtype):
+    ours, other = make(BY_MLX[rows], dtype), make(ScatterKVCache, dtype)
     arrays = ours.arrays
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):

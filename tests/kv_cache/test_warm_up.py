@@ -14,6 +14,7 @@ from metal_kernels.paged_attention import Tiles
 from tests.metal_kernels.doubles import Recorder
 from tests.models.recurrent import FAMILIES, make_model
 from vllm_metal.attention.layers import AttentionLayer, attention_layers
+from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_cache import AttentionKind
@@ -104,6 +105,23 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
     assert recorder.pipelines - compiled == set()
     assert {"kv_write", "kv_blocks"} <= {pipeline.kernel for pipeline in compiled}
     assert max(recorder.threads.values()) <= 256
+
+
+@pytest.mark.parametrize("pool_dtype", [mx.float16, mx.int8], ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("by_mlx", [ByMLX(prompts={1: 64}), ByMLX(True, {1024: None, 8192: 200})])
+def test_contexts_of_prompts_by_mlx_are_gathered_before_any_comes(by_mlx, window, pool_dtype):
+    """By one pipeline for each size of head, and none more."""
+    layer = AttentionLayer("layers.0", 4, 2, 96, window, mx.float16, value_size=64)
+    kv_cache_type = KernelKVCache.limited({}, True, by_mlx={layer.kind: by_mlx})
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(kv_cache_type, [layer], mx.float16, pool_dtype, BLOCK_SIZE)
+        compiled = set(recorder.pipelines)
+        serve(kv_cache_type, layer, mx.float16, pool_dtype, [[(0, 70), (700, 300), (3, 1)]])
+    assert recorder.pipelines - compiled == set()
+    gathers = [pipeline for pipeline in compiled if pipeline.kernel == "kv_gather"]
+    assert len(gathers) == 2  # K of 96, V of 64
 
 
 @pytest.mark.parametrize("pool_dtype", [mx.float16, mx.int8], ids=str)

@@ -71,7 +71,9 @@ def write_and_gather(dtype, cache):
     slots = mx.array([17, -1, 3])
     fence = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
     table = mx.array([[1, 0], [0, -1]])
-    kv_gather.gather(pools[0], table, dtype, [fence], scales[0])
+    wide = mx.zeros((2, 2, 16, 32), cache)
+    for to in {dtype, F32}:
+        kv_gather.gather(wide, table, to, [fence], scales[0])
 
 
 def bring_states_on(pools, key_size, decays):

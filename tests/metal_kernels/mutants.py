@@ -390,18 +390,35 @@ _FAULTS: _Faults = {
     ],
     (GATHER, "gather", BOUNDS): [
         ("block one past the pool's last", "block < num_blocks", "block <= num_blocks"),
+        ("requests taken for heads", "z / num_requests", "z % pool_shape[0]"),
+        ("heads before the first one asked for", "heads[0] + thread", "heads[0] - 2 + thread"),
+    ],
+    (GATHER, "gather", RACE): [
+        ("threads' runs overlap", "x * RUN;", "x * (RUN - 4);"),
+        ("contexts without their columns", "z) * num_columns + column;", "z) * num_columns;"),
+        ("fence written for every column", "z == 0 && column == 0", "z == 0"),
     ],
     (GATHER, "gather", WRONG): [
-        (
-            "scale of a block's first slot",
-            "scales[first_slot + first / HEAD_SIZE]",
-            "scales[first_slot]",
-        ),
+        ("scale of a block's first slot", "scales[first_slot + offset]", "scales[first_slot]"),
         ("block table row of another request", "[request * num_columns + column]", "[column]"),
-        ("requests taken for heads", "z / num_requests", "z % pool_shape[0]"),
-        ("a head's blocks by the wrong stride", "(head) * num_blocks + block)", "(head) + block)"),
-        ("an element of a run left out", "i < RUN", "i < RUN - 1"),
+        ("elements of a run left out", "i < RUN; i += 4", "i < RUN - 4; i += 4"),
         ("fence not whole", "i < 8", "i < 7"),
+        ("a head's blocks by the wrong stride", "(head) * num_blocks + block)", "(head) + block)"),
+        ("the first head, whichever is asked for", "heads[0] + thread", "thread"),
+        ("what lies past the request's end", "slot < bounds", "slot <= bounds"),
+        ("what lies before the window", "slot >= bounds[request * 2]", "slot >= 0"),
+        ("bounds of another request", "bounds[request * 2 + 1]", "bounds[1]"),
+        ("slots counted in each block anew", "column * block_size + offset;", "offset;"),
+        (
+            "codes in another order",
+            "<uint8_t>(raw[i / 4] >> (i % 4 * 8))",
+            "<uint8_t>(raw[i / 4] >> (24 - i % 4 * 8))",
+        ),
+        ("not scaled", "(raw, i + j)) * scale", "(raw, i + j))"),
+    ],
+    (GATHER, "gather, values", WRONG): [
+        ("bits copied as of another dtype", "if (SAME)", "if (!SAME)"),
+        ("halves in another order", "(raw[i / 2])[i % 2]", "(raw[i / 2])[1 - i % 2]"),
     ],
     (BLOCKS, "copy", RACE): [
         ("only the first head copied", "static_cast<ulong>(head)", "static_cast<ulong>(0)"),
@@ -734,8 +751,8 @@ _OVERFLOWS: _Faults = {
     (GATHER, "gather", BOUNDS): [
         (
             "offset in 31 bits",
-            "first_slot * HEAD_SIZE + first;",
-            "int(first_slot * HEAD_SIZE) + first;",
+            "first_slot * HEAD_SIZE + first)",
+            "int(first_slot * HEAD_SIZE) + first)",
         ),
         ("slot in 31 bits", "const ulong first_slot", "const int first_slot"),
     ],

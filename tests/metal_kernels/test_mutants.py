@@ -166,13 +166,32 @@ class Write:
 
 
 def gather() -> None:
-    """By a table that names blocks the pool lacks."""
+    """By a table that names blocks the pool lacks; bounds and heads leave something out."""
     rng = np.random.default_rng(0)
     pool = mx.array(rng.integers(0, 127, (3, 5, 16, 64)).astype(np.uint8))
     scales = mx.array(rng.uniform(0.5, 2.0, (3, 5, 16))).astype(mx.bfloat16)
     table = mx.array([[1, 4], [2, -1], [5, 0]], mx.int32)
-    wanted = gather_reference.gather(pool, table, mx.float32, scales)
-    found, fence = kv_gather.gather(pool, table, mx.float32, scales=scales)
+    check_gathered(pool, table, scales, ((0, 32), (3, 30), (0, 17)), (1, 2))
+
+
+def gather_values() -> None:
+    """As bits, and in another dtype."""
+    pool = mx.arange(2 * 3 * 16 * 64, dtype=mx.float32).reshape(2, 3, 16, 64).astype(mx.float16)
+    for dtype in (mx.float16, mx.float32):
+        check_gathered(pool, mx.array([[2, 1]], mx.int32), None, ((1, 31),), (0, 2), dtype)
+
+
+def check_gathered(
+    pool: mx.array,
+    table: mx.array,
+    scales: mx.array | None,
+    bounds: tuple[tuple[int, int], ...],
+    heads: tuple[int, int],
+    dtype: mx.Dtype = mx.float32,
+) -> None:
+    read = mx.array(bounds, mx.int32)
+    wanted = gather_reference.gather(pool, table, dtype, scales, read, heads)
+    found, fence = kv_gather.gather(pool, table, dtype, scales=scales, bounds=read, heads=heads)
     np.testing.assert_array_equal(np.array(found), np.array(wanted))
     check_fence(fence)
 
@@ -250,6 +269,7 @@ PROBES: dict[str, Probe] = {
     "write, fp8": Write(mx.uint8),
     "write, int8": Write(mx.int8),
     "gather": gather,
+    "gather, values": gather_values,
     "copy": copy,
     "zero": zero,
     "read states": read_states,

@@ -126,7 +126,7 @@ WRONG_INPUTS = {
 }
 #: Kernels of a check of another name.
 CHECKED_AS = {"read_states": "kv_states", "write_states": "kv_states"}
-ALONE = [name for name in KERNELS if name not in ("graph", "kv_states", *OF_STATES)]
+ALONE = [name for name in KERNELS if name not in ("graph", "gathered", "kv_states", *OF_STATES)]
 
 
 @pytest.mark.parametrize("wrong", [*ALONE, *CHECKED_AS])
@@ -213,6 +213,32 @@ def test_a_graph_that_is_wrong_costs_graphs_alone(spoilt, said, monkeypatch):
     failed = [outcome for outcome in found if not outcome.ok]
     assert [outcome.kernel for outcome in failed] == ([] if said is None else ["graph"])
     assert all(said in outcome.detail for outcome in failed)
+
+
+@pytest.mark.parametrize("wrong", ["causal from the start", "without a window", "sinks", "NaN"])
+def test_attention_of_mlx_that_is_wrong_costs_itself(wrong, monkeypatch):
+    attend = mx.fast.scaled_dot_product_attention
+
+    def spoilt(queries, keys, values, *, mask, sinks, **options):
+        if wrong == "NaN":
+            values = values * mx.nan
+        elif wrong == "sinks":
+            sinks = None
+        elif isinstance(mask, mx.array):
+            mask = "causal" if wrong == "without a window" else mask
+        elif wrong == "causal from the start":
+            mask = mx.arange(keys.shape[2]) <= mx.arange(queries.shape[2])[:, None]
+        return attend(queries, keys, values, mask=mask, sinks=sinks, **options)
+
+    window = None if wrong == "causal from the start" else 512
+    kernels = ("kv_write", "kv_gather", "gathered")
+    case = replace(PLAIN, window=window, sinks=True, kernels=kernels)
+    with kernel.using(metal_interpreter.metal_kernel):
+        assert all(outcome.ok for outcome in check(case, STEPS))
+        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spoilt)
+        failed = [outcome for outcome in check(case, STEPS) if not outcome.ok]
+    assert [outcome.kernel for outcome in failed] == ["gathered"]
+    assert "expected" in failed[0].detail
 
 
 def test_a_tile_that_is_wrong_costs_itself():

@@ -9,18 +9,25 @@ import pytest
 
 from metal_kernels import kernel, paged_attention
 from metal_kernels.pace import MOST_WORK
-from metal_kernels.paged_attention import AttentionPlan, AttentionShape, Tiles, gathered
+from metal_kernels.paged_attention import (
+    AttentionPlan,
+    AttentionShape,
+    Tiles,
+    gathered,
+    prompts,
+)
 from metal_kernels.selfcheck import Case, Outcome, timing
 
 CASES = [
     Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=40, softcap=30.0),
     Case(AttentionShape(16, 1, 576, 512), mx.float16, mx.float16, 16),
+    Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8, 16, window=40),
 ]
 BATCHES = {"decode_way": [(2, 1, 64)], "prefill_way": [(1, 20, 64)]}
+TIMED = [(CASES[0], "decode_way"), (CASES[1], "decode_way"), (CASES[2], "prefill_way")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("choice", BATCHES)
+@pytest.mark.parametrize(("case", "choice"), TIMED, ids=str)
 def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
     # The clock is read before and after the calls of a way: its 12 pairs are six rounds of both.
     took = [100.0, 100.0, 1.0, 20.0, 2.0, 10.0, 9.0, 30.0, 3.0, 40.0, 4.0, 50.0]
@@ -39,16 +46,19 @@ def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
     assert found == {"metal": {name: 3.0 / calls}, "mlx": {name: 30.0 / calls}}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("choice", BATCHES)
+@pytest.mark.parametrize(("case", "choice"), TIMED, ids=str)
 def test_calls_go_through_so_many_bytes_before_any_is_read_again(monkeypatch, case, choice):
     """Of K and V: no system cache may hold what a call reads."""
-    read: dict[object, list[bytes]] = {paged_attention: [], gathered: []}
+    by_mlx = gathered if choice == "decode_way" else prompts
+    read: dict[object, list[bytes]] = {paged_attention: [], by_mlx: []}
     for module, tables in read.items():
 
         def run(plan, queries, *_, after, tables=tables, **__):
-            ours = isinstance(plan, AttentionPlan)
-            tables.append(bytes(plan.block_tables if ours else plan.buckets[0].block_table))
+            if isinstance(plan, AttentionPlan):
+                tables.append(bytes(plan.block_tables))
+            else:
+                calls = plan.buckets if choice == "decode_way" else plan.prompts
+                tables.append(bytes(calls[0].block_table))
             return queries, [after]
 
         monkeypatch.setattr(module, "run", run)
@@ -64,7 +74,7 @@ def test_calls_go_through_so_many_bytes_before_any_is_read_again(monkeypatch, ca
 
 
 def test_calls_of_a_round_fit_a_command_buffer(monkeypatch):
-    for module in (paged_attention, gathered):  # nothing attends
+    for module in (paged_attention, gathered, prompts):  # nothing attends
         monkeypatch.setattr(
             module, "run", lambda plan, queries, *_, after, **__: (queries, [after])
         )
@@ -89,3 +99,15 @@ def test_another_way_wins_only_clearly_and_over_all_calls(mlx, fastest):
     assert Outcome("decode_way", CASES[0], True).fastest == "metal"
     more = times | {"other": {"a": 0.1, "b": 0.1}}
     assert Outcome("decode_way", CASES[0], True, times=more).fastest == "other"
+
+
+@pytest.mark.parametrize(
+    ("mlx", "fewest"),
+    [((0.9, 0.9), 64), ((0.96, 0.9), 512), ((0.5, 0.96), None), ((2.0, 0.5), 512)],
+)
+def test_rows_from_which_a_way_wins_are_those_from_which_all_calls_do(mlx, fewest):
+    names = ("1 x 64 of 4096", "1 x 512 of 4096")
+    times = {"metal": dict.fromkeys(names, 1.0), "mlx": dict(zip(names, mlx, strict=True))}
+    assert Outcome("prefill_way", CASES[2], True, times=times).fewest_rows == fewest
+    assert Outcome("prefill_way", CASES[2], False, times=times).fewest_rows is None
+    assert Outcome("prefill_way", CASES[2], True).fewest_rows is None

@@ -16,6 +16,7 @@ from vllm_metal.attention.layers import attention_layers
 from vllm_metal.batch.input_batch import prepare
 from vllm_metal.batch.requests import BlockTables, Requests
 from vllm_metal.batch.rows import Rows
+from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.models.executor import ModelExecutor
 from vllm_metal.models.parts import HiddenStates, ModelParts
@@ -124,20 +125,20 @@ def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("elements", "phases"),
+    ("elements", "rows"),
     [
-        (mx.float32, frozenset()),
-        (mx.uint8, frozenset()),
-        (mx.uint8, frozenset({"decode", "prefill"})),  # MLX attends to what a kernel gathers
+        (mx.float32, ByMLX()),
+        (mx.uint8, ByMLX()),
+        (mx.uint8, ByMLX(True, {1: 64})),  # MLX attends to what a kernel gathers
     ],
 )
-def test_steps_over_kernels_are_those_built_in_python(elements, phases, monkeypatch):
+def test_steps_over_kernels_are_those_built_in_python(elements, rows, monkeypatch):
     """What kernels return here depends on all that they are given, fences of the past included."""
     monkeypatch.setitem(COMMON, "head_dim", 64)
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     model = build("llama")
     tokens = np.random.default_rng(8).integers(0, 128, (3, 70)).tolist()
-    by_mlx = dict.fromkeys((layer.kind for layer in attention_layers(model, "llama")), phases)
+    by_mlx = dict.fromkeys((layer.kind for layer in attention_layers(model, "llama")), rows)
     found, made = [], calls(model, monkeypatch)
     with kernel.using(mx.fast.metal_kernel):
         for repeatable in (True, False):
@@ -147,7 +148,7 @@ def test_steps_over_kernels_are_those_built_in_python(elements, phases, monkeypa
             found.append(np.stack([texts.step(1) for _ in range(40)] + [texts.step(2)]))
             found_calls = len(made) - len(found[-1])  # logits take one a step
             # Gathered contexts of one, two and three blocks are graphs of their own.
-            assert found_calls <= (8 if phases else 4) if repeatable else found_calls == 41
+            assert found_calls <= (8 if rows else 4) if repeatable else found_calls == 41
     np.testing.assert_allclose(*found, atol=2e-4, rtol=2e-4)
 
 

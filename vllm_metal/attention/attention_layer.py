@@ -38,7 +38,7 @@ from vllm_metal.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
 #: The kernels that serve attention layers, and where MLX's operations may be faster.
 _KERNELS = (
-    *("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph"),
+    *("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph", "gathered"),
     *CHOICES,
 )
 _TRIAL_BLOCKS = 8  # of 16 positions at least: enough for the rows of the largest tile
@@ -206,6 +206,8 @@ class AttentionLayer(StatefulLayer):
     ) -> None:
         """A chunk of one long context, then decodes of many; and what is built of latents.
 
+        Beside the chunk lies what other layers of the step have gathered meanwhile.
+
         Calls that gather are bounded (metal_kernels.paged_attention.buckets), so this finds the
         most of any.
         """
@@ -213,7 +215,10 @@ class AttentionLayer(StatefulLayer):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
         if not kv_cache_type.gathers:
             return
-        chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS)
+        nbytes, rows = kv_cache_type.waiting(self.kind, context, bounds.num_tokens, dtype)
+        waiting = mx.zeros(nbytes, mx.uint8)
+        mx.eval(waiting)  # while the calls below are measured
+        chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS, rows)
         many = max(buckets.MAX_GATHERED // context, 1)
         for num_reqs, num_rows in (
             (1, min(bounds.num_tokens, context, chunk)),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ from mlx_lm.models import mla
 
 from metal_kernels.pace import MOST_WORK, Pace
 from metal_kernels.paged_attention import buckets
+from metal_kernels.paged_attention.fused import even_cuts, is_fused
 from vllm_metal.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.kv_cache.layer_state import joined
 from vllm_metal.mlx_patches import multi_linear
@@ -97,7 +97,7 @@ class Turn:
             dtype: of the rows.
         """
         key_size, value_size, scores = heads.key + heads.rotated, heads.value, 0
-        fused = is_fused(key_size, dtype, mx.default_device().type)
+        fused = is_fused(key_size, key_size, dtype, mx.default_device().type)
         if fused:
             value_size = max(key_size, value_size)
             most = MOST_WORK // (2 * context * (key_size + value_size))
@@ -146,19 +146,6 @@ def _built(
     return mx.concatenate([keys, rotated], axis=-1)[None], values[None]
 
 
-@cache
-def is_fused(key_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
-    """Whether MLX has a fused kernel for heads of the size, on the default device, one of those."""
-    rows = mx.zeros((1, 1, buckets.MIN_ROWS, key_size), dtype)
-    try:
-        mx.fast.scaled_dot_product_attention(
-            rows, rows, rows, scale=1.0, mask="causal", force_fused=True
-        )
-    except ValueError:
-        return False
-    return True
-
-
 def _by_pieces(
     queries: mx.array,
     keys: mx.array,
@@ -180,8 +167,8 @@ def _by_pieces(
     if turn.fused and value_size < size:  # MLX's kernels want values of the keys' size
         values = mx.pad(values, [(0, 0)] * 3 + [(0, size - value_size)])
     num_rows, outputs = queries.shape[2], list[mx.array]()
-    for first in range(0, num_rows, turn.num_rows):
-        last = min(first + turn.num_rows, num_rows)
+    for first, count in even_cuts(num_rows, turn.num_rows):
+        last = first + count
         rows, seen = queries[:, :, first:last], length - num_rows + last
         if pace is not None:
             pace.before(heads.work(last - first, seen), *(outputs[-1:] or before))

@@ -35,6 +35,19 @@ def _number_or_none(value: Any) -> Any:
     return None if value is None else _number(value)
 
 
+def _bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _by_context(value: Any) -> Any:
+    found = _of_layers(_number_or_none)(value)
+    if not found or any(not context.isdecimal() or not int(context) for context in found):
+        raise ValueError(f"{value!r} has no contexts")
+    return found
+
+
 def _of_layers(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_all(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -67,6 +80,13 @@ class Choices:
     #: Rows from which on MLX's chunked delta rule takes a prompt, by kind of layer; None: never.
     #: Where one is missing, the self-check's times decide.
     long_prompt: Mapping[str, int | None] = _choices(_number_or_none)
+
+    #: Rows from which on MLX's attention takes a prompt, by kind of layer and by contexts that were
+    #: timed, in decimal digits; None: never. Where a kind is missing, the self-check decides.
+    prompt_rows: Mapping[str, Mapping[str, int | None]] = _choices(_by_context)
+    #: Whether MLX's attention then takes a fused kernel where it would not by itself, by kind of
+    #: layer; it does where one is missing.
+    force_fused: Mapping[str, bool] = _choices(_bool)
 
     def to_json(self) -> dict[str, Any]:
         return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -14,10 +13,10 @@ from vllm.logger import init_logger
 from metal_kernels import kernel
 from metal_kernels.paged_attention import Splits, Tiles
 from metal_kernels.paged_attention.splits import DEFAULT
-from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, long_prompt, usable
+from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.device.tuned import UNTUNED, Choices, Loaded
-from vllm_metal.kv_cache.gathered import Phase
+from vllm_metal.kv_cache.gathered import ByMLX
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.scatter import ScatterKVCache
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _ADVICE = "`vllm-metal doctor --again` checks anew and writes a report to attach to a bug report"
-#: The rows that a choice of the self-check is for.
-_PHASES: Mapping[str, Phase] = MappingProxyType({"decode_way": "decode", "prefill_way": "prefill"})
+#: What each choice of the self-check is for.
+_ROWS = {"decode_way": "decode", "prefill_way": "prompts", "recurrence_way": "long prompts"}
 
 
 def kv_cache_type(
@@ -172,9 +171,9 @@ def _of_what_works(
 
     Tiles stand in for each other: those of prefill for decode's, and the reverse. Without `reduce`
     contexts are not split, without `kv_blocks` MLX moves blocks, and without `graph` the model's
-    Python builds each forward. Where the kernels are right and MLX's attention is faster, over what
-    `kv_gather` reads, it serves the rows for which it is. Without that, no keys and values are
-    built of latents.
+    Python builds each forward. Where the kernels are right and MLX's attention is right and faster,
+    over what `kv_gather` reads, it serves the rows for which it is. Without that, no keys and
+    values are built of latents.
 
     Without `convolution` or `recurrence`, MLX's operations compute states, over what `kv_states`
     reads.
@@ -201,7 +200,7 @@ def _of_what_works(
     moves_blocks, repeatable, reads = works("kv_blocks"), works("graph"), works("kv_gather")
     computes_states = works("convolution") and works("recurrence")
     every_size = all(sizes == Tiles.for_layer(*kind) for kind, sizes in tiles.items())
-    by_mlx, long = _faster_by_mlx(found), _long_prompt(found, tuned)
+    by_mlx, long = _faster_by_mlx(found, tuned), _long_prompt(found, tuned)
     whole = moves_blocks and repeatable and computes_states and every_size and reads
     if whole and not by_mlx and long is None:
         return KernelKVCache
@@ -228,17 +227,32 @@ def _fewest_rows(outcome: Outcome, tuned: Choices) -> int | None:
     """Rows of one kind, by the tuner, who timed more prompts, else by the self-check."""
     kind = str(outcome.case)
     known = outcome.ok and kind in tuned.long_prompt
-    return tuned.long_prompt[kind] if known else long_prompt(outcome)
+    return tuned.long_prompt[kind] if known else outcome.fewest_rows
 
 
-def _faster_by_mlx(found: Sequence[Outcome]) -> dict[AttentionKind, frozenset[Phase]]:
+def _faster_by_mlx(found: Sequence[Outcome], tuned: Choices) -> dict[AttentionKind, ByMLX]:
     """Rows that MLX's attention serves faster over gathered contexts, by kind of layer."""
-    faster: dict[AttentionKind, frozenset[Phase]] = {}
+    faster: dict[AttentionKind, ByMLX] = {}
     for outcome in found:
-        if outcome.kernel in _PHASES and outcome.fastest == "mlx":
-            kind = AttentionKind(outcome.case.shape, outcome.case.window)
-            faster[kind] = faster.get(kind, frozenset()) | {_PHASES[outcome.kernel]}
-    return faster
+        kind = AttentionKind(outcome.case.shape, outcome.case.window)
+        before = faster.get(kind, ByMLX())
+        if outcome.kernel == "decode_way" and outcome.fastest == "mlx":
+            faster[kind] = replace(before, decodes=True)
+        elif outcome.kernel == "prefill_way" and (rows := _prompt_rows(outcome, tuned)):
+            force_fused = tuned.force_fused.get(str(outcome.case))
+            faster[kind] = replace(before, prompts=rows, force_fused=force_fused)
+    return {kind: rows for kind, rows in faster.items() if rows}
+
+
+def _prompt_rows(outcome: Outcome, tuned: Choices) -> Mapping[int, int | None]:
+    """Rows of a prompt from which on MLX attends faster, by contexts.
+
+    By the tuner, who timed more of them, else by the self-check, for any context.
+    """
+    chosen = tuned.prompt_rows.get(str(outcome.case)) if outcome.ok else None
+    if chosen is not None:
+        return {int(context): rows for context, rows in chosen.items()}
+    return {} if outcome.fewest_rows is None else {1: outcome.fewest_rows}
 
 
 def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]:
@@ -246,16 +260,27 @@ def _described_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str
     for outcome in found:
         if outcome.kernel not in CHOICES:
             continue
-        phase, case = _PHASES.get(outcome.kernel, "long prompts"), outcome.case
+        rows, case = _ROWS[outcome.kernel], outcome.case
         if not outcome.ok:
-            yield f"{phase} ({case}) by our kernels: no times, {outcome.detail}"
+            yield f"{rows} ({case}) by our kernels: no times, {outcome.detail}"
         elif outcome.times:
-            serves = "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
-            if outcome.kernel not in _PHASES:
-                rows = _fewest_rows(outcome, tuned)
-                serves = "our kernels" if rows is None else f"MLX from {rows} rows on"
             ours, others = (outcome.times[way] for way in WAYS)
             times = ", ".join(
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours
             )
-            yield f"{phase} ({case}) by {serves}; our kernels' time and MLX's for {times}"
+            serves = _serves(outcome, tuned)
+            yield f"{rows} ({case}) by {serves}; our kernels' time and MLX's for {times}"
+
+
+def _serves(outcome: Outcome, tuned: Choices) -> str:
+    """What serves after a choice, in words."""
+    if outcome.kernel == "decode_way":
+        return "MLX's attention" if outcome.fastest == "mlx" else "our kernels"
+    if outcome.kernel == "recurrence_way":
+        fewest = _fewest_rows(outcome, tuned)
+        return "our kernels" if fewest is None else f"MLX from {fewest} rows on"
+    counts = _prompt_rows(outcome, tuned)
+    if len(counts) == 1:
+        return f"MLX's attention from {next(iter(counts.values()))} rows on"
+    known = [f"{rows} rows of {context}" for context, rows in counts.items() if rows is not None]
+    return f"MLX's attention from {', '.join(known)} on" if known else "our kernels"

@@ -22,11 +22,10 @@ from metal_kernels import (
 )
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.pace import Pace, pace_of
-from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, buckets
-from metal_kernels.paged_attention import gathered as by_gathering
+from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
 from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.kv_cache import gathered
-from vllm_metal.kv_cache.gathered import GatheredPlan, Phase
+from vllm_metal.kv_cache.gathered import ByMLX, GatheredPlan
 from vllm_metal.kv_cache.latent_prompts import LatentPrompts
 from vllm_metal.kv_cache.layer_cache import AttentionKind, LayerKVCache
 from vllm_metal.kv_cache.layer_state import Fenced, Pending, StepLayout
@@ -69,7 +68,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     pipelined = True
     gathers = False
     #: Rows that MLX's attention serves, over gathered contexts, by kind of layer.
-    by_mlx: ClassVar[Mapping[AttentionKind, frozenset[Phase]]] = {}
+    by_mlx: ClassVar[Mapping[AttentionKind, ByMLX]] = {}
     #: Tiles that attention may use, by kind of layer; all, for one that is not here.
     tiles: ClassVar[Mapping[AttentionKind, Tiles]] = {}
     #: How contexts are cut into parts.
@@ -93,7 +92,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         tiles: Mapping[AttentionKind, Tiles],
         moves_blocks: bool,
         repeatable: bool = True,
-        by_mlx: Mapping[AttentionKind, frozenset[Phase]] | None = None,
+        by_mlx: Mapping[AttentionKind, ByMLX] | None = None,
         computes_states: bool = True,
         long_prompt: int | None = None,
         reads_contexts: bool = True,
@@ -123,9 +122,9 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         attention, split = None, None
         parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
         behind, work = layout.behind, 0
-        phases = cls.by_mlx.get(kind)
-        if phases and (requests := gathered.chosen(layout, phases)).any():
-            split = gathered.plan(layout, requests, kind.window)
+        by_mlx = cls.by_mlx.get(kind)
+        if by_mlx and (requests := gathered.chosen(layout, by_mlx)).any():
+            split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
             parts, work = layout.others_than(requests), split.work(kind)
             behind = behind and behind.of(np.flatnonzero(~requests))
         if len(parts[1]):
@@ -133,7 +132,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             attention = paged_attention.plan(*parts, *kind, tiles, behind=behind, splits=cls.splits)
             work += attention.work
         pace = layout.pace
-        if pace is not None:
+        # Layers that share a command buffer would have all of their contexts gathered at once.
+        if pace is not None and (split is None or split.prompts is None):
             pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
         slots = layout.slot_mapping
         if slots is None:
@@ -146,8 +146,23 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         for trial in paged_attention.trials(*kind, cls._tiles_of(kind)):
             slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
             yield KernelPlan(slots, trial, None, None)
-        for phase in sorted(cls.by_mlx.get(kind, ())):
-            yield cls.plan(_trial_of(phase, block_size), kind)
+        by_mlx = cls.by_mlx.get(kind, ByMLX())
+        counts = (1 if by_mlx.decodes else None, by_mlx.fewest_rows)
+        for num_rows in (count for count in counts if count is not None):
+            layout = _trial_of(num_rows, block_size)
+            split = gathered.plan(layout, np.ones(1, bool), kind, by_mlx.force_fused)
+            yield KernelPlan(_padded(layout.slot_mapping_np), None, split, None)
+
+    @classmethod
+    def waiting(
+        cls, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
+    ) -> tuple[int, int]:
+        fewest_rows = cls.by_mlx.get(kind, ByMLX()).fewest_rows
+        if fewest_rows is None:
+            return 0, 0
+        slots = context if kind.window is None else min(context, kind.window + num_tokens)
+        most = max(num_tokens // fewest_rows, 1)
+        return prompts.waiting_bytes(kind.shape, slots, most, dtype), fewest_rows
 
     @classmethod
     def _tiles_of(cls, kind: AttentionKind) -> Tiles:
@@ -260,21 +275,24 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
             plan.pace.end(written)  # the layers before
         # Some models hand queries over in float32, lest products overflow: the kernels' do not.
         rows = queries.astype(self._row_dtype)
-        outputs, reads = [], []
+        outputs: list[mx.array] = []
+        reads: Sequence[mx.array] = []
         split, held = plan.gathered, self.held_values
-        scale, sinks, softcap = scoring
-        pools = self.keys.elements, held.elements, written, scale, softcap, sinks
-        rest = self.keys.scales, held.scales, plan.pace
         if plan.attention is not None:
+            scale, sinks, softcap = scoring
             picked = rows if split is None else rows[split.others]
-            out, read = paged_attention.run(plan.attention, picked, *pools, *rest)
+            out, reads = paged_attention.run(
+                plan.attention,
+                picked,
+                *(self.keys.elements, held.elements, written, scale, softcap, sinks),
+                *(self.keys.scales, held.scales, plan.pace),
+            )
             outputs.append(out)
-            reads += read
         if split is not None:
             picked = rows if split.rows is None else rows[split.rows]
-            out, read = by_gathering.run(split.attention, picked, *pools, *rest)
-            outputs.append(out[..., : self.value_size])
-            reads += read
+            found, read = gathered.run(split, picked, self.keys, held, written, scoring, plan.pace)
+            outputs += [out[..., : self.value_size] for out in found]
+            reads = [*reads, *read]
         # A reader comes after the write, and stands for it; several readers stand side by side.
         self._since = [*(fence for fence in self._since if fence is not written), *reads]
         out = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -295,6 +313,7 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
                 self._row_dtype,
                 [written],
                 self.keys.scales,
+                prompt.places.bounds,
             )
             found.append(context[0, 0, : prompt.context])
             reads.append(read)
@@ -302,12 +321,11 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         return found
 
 
-def _trial_of(phase: Phase, block_size: int) -> StepLayout:
-    """One request of as few rows as make such a phase, in the first blocks of the pool."""
-    rows = 1 if phase == "decode" else buckets.DECODE_ROWS + 1
-    slots = np.arange(rows, dtype=np.int32)
-    table = np.arange(-(-rows // block_size), dtype=np.int32)[None]
-    starts, lens = np.array([0, rows], np.int32), np.array([rows], np.int32)
+def _trial_of(num_rows: int, block_size: int) -> StepLayout:
+    """One request of so many rows, in the first blocks of the pool."""
+    slots = np.arange(num_rows, dtype=np.int32)
+    table = np.arange(-(-num_rows // block_size), dtype=np.int32)[None]
+    starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows], np.int32)
     return StepLayout(starts, lens, table, slots, block_size)
 
 

@@ -130,6 +130,7 @@ def _prompt(layout: StepLayout, index: int) -> Prompt:
         layout.block_tables_np[request],
         layout.slot_mapping_np,
         layout.block_size,
+        bounded=True,
     )
     return Prompt(first, end - first, int(layout.seq_lens_np[index]), plan.buckets[0])
 

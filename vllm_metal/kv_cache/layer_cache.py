@@ -192,6 +192,24 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         """
         return ()
 
+    @classmethod
+    def waiting(
+        cls, kind: AttentionKind, context: int, num_tokens: int, dtype: mx.Dtype
+    ) -> tuple[int, int]:
+        """What prompts have gathered in several layers while the device is at the first of them.
+
+        Args:
+            kind: of the layers.
+            context: tokens of a request, at most.
+            num_tokens: of a step, at most.
+            dtype: of their queries.
+
+        Returns:
+            Bytes, beside what one prompt gathers in one layer, and the rows of the shortest prompt
+            that does.
+        """
+        return 0, 0
+
     @abstractmethod
     def write(self, plan: PlanT, keys: mx.array, values: mx.array) -> None:
         """Takes the step's K/V, each [T, Hkv, D], of the layer that attends next."""

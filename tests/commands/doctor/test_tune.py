@@ -15,7 +15,7 @@ from commands.doctor.conftest import script  # noqa: F401 (a fixture)
 
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
-from metal_kernels.selfcheck import Case
+from metal_kernels.selfcheck import Case, Outcome, StateKind
 from metal_kernels.tuner import decode_rows
 from metal_kernels.tuner.choice import Layer
 from metal_kernels.tuner.shares import Share
@@ -27,6 +27,7 @@ from vllm_metal.commands.doctor.children import tuning
 from vllm_metal.commands.doctor.report import Report
 from vllm_metal.commands.doctor.tune import Commands
 from vllm_metal.device import child, identity, steadiness, tuned
+from vllm_metal.device.record import Record
 from vllm_metal.device.tuned import Choices
 
 FACTS = {"copy_bytes_per_second": 4e11, "matmul_flops_per_second": 1.4e13, "dispatch_seconds": 2e-6}
@@ -38,6 +39,8 @@ say(shares=[{{'name': '1 x 1 of 32768', 'moved': 10**8, 'ours': 5e-4, 'mlx': 4e-
 say(chosen='parts of contexts', kind=None, values={{'part_cost': 48, 'slots': 90}}, gain=1.3)
 for kind, rows in (('llama', 32), ('gemma', 16)):
     say(chosen=f'tiles of drafts ({{kind}})', kind=kind, values={{'decode_rows': rows}}, gain=1.1)
+say(chosen='prompts (llama)', kind='llama',
+    values={{'prompt_rows': {{'1024': 64, '8192': None}}}}, gain=1.2)
 say(left=LEFT, timings=[{{'arm': 'a', 'windows': [1.0] * 5}}])
 """
 #: A step takes so many milliseconds by MLX_MAX_OPS_PER_BUFFER; 200 is quickest.
@@ -76,7 +79,11 @@ def test_what_was_found_is_kept_for_servers_and_shown(run):
     assert tuned.load().complaint is None
     kept = tuned.load().choices
     assert kept == Choices(
-        dispatches=200, part_cost=48, slots=90, decode_rows={"llama": 32, "gemma": 16}
+        dispatches=200,
+        part_cost=48,
+        slots=90,
+        decode_rows={"llama": 32, "gemma": 16},
+        prompt_rows={"llama": {"1024": 64, "8192": None}},
     )
     assert Choices.from_json(report["tuning"]["choices"]) == kept
     assert len(report["tuning"]["timings"]) > 8 and report["tuning"]["facts"] == FACTS
@@ -85,6 +92,7 @@ def test_what_was_found_is_kept_for_servers_and_shown(run):
         "A copy moves 400 GB/s here, a float16 product does 14.0 TFLOP/s",
         "parts of contexts: part_cost 48, slots 90 (1.30 times",
         "tiles of drafts (gemma): decode_rows 16",
+        "prompts (llama): prompt_rows 1024:64 8192:None (1.20 times",
         "dispatches of a command buffer: dispatches 200 (1.50 times",
         "not tuned, for time: long prompts",
     ):
@@ -156,6 +164,17 @@ def test_the_process_says_what_it_finds(capsys):
     assert shares == [{"name": "one", "moved": 1, "ours": 1.0, "mlx": None}]
     assert not any("chosen" in told for told in late)
     assert late[-1]["left"] == [f"tiles of drafts ({case})"]
+
+
+@pytest.mark.parametrize("passed", ["recurrence", "gathered"])
+def test_a_way_by_mlx_is_timed_where_the_self_check_found_it_right(passed, tmp_path):
+    states = StateKind((2, 64, 4, 32), delta=True)
+    case = Case(AttentionShape(4, 1, 64, 64), mx.float16, mx.float16, 16, states=states)
+    known = Record(tmp_path)
+    for name in ("recurrence", "gathered"):
+        known.add_outcome(Outcome(name, case, name == passed))
+    layer = tuning.layer_of(case, known)
+    assert (layer.states, layer.gathered) == (passed == "recurrence", passed == "gathered")
 
 
 def test_the_process_stops_where_the_machine_says_that_it_is_unsteady(monkeypatch):

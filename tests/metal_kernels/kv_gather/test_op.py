@@ -26,7 +26,7 @@ KINDS = [
     (256, F16, F32),
     (512, F32, F16),
     (576, FP8, F16),
-    (7, INT8, F32),
+    (48, INT8, F32),
 ]
 
 
@@ -59,7 +59,7 @@ def decoded(pool, scales):
     return codes.float().numpy() * np.array(scales.astype(F32))[..., None]
 
 
-def check(pool, scales, table, dtype):
+def check(pool, scales, table, dtype, bounds=None, heads=None):
     """Tables may name blocks that the pool lacks."""
     num_heads, num_blocks, _, head_size = pool.shape
     lacking = (table < 0) | (table >= num_blocks)
@@ -67,10 +67,16 @@ def check(pool, scales, table, dtype):
     wanted[:, lacking] = 0
     wanted = torch.from_numpy(wanted).to(TORCH[dtype]).float().numpy()
     wanted = wanted.reshape(num_heads, len(table), -1, head_size)
+    if heads is not None:
+        wanted = wanted[heads[0] : sum(heads)]
+    if bounds is not None:
+        for request, (begin, end) in enumerate(bounds):
+            wanted[:, request, :begin], wanted[:, request, end:] = 0, 0
+        bounds = mx.array(np.array(bounds, np.int32))
     blocks = mx.array(table.astype(np.int32))
-    found, fence = kv_gather.gather(pool, blocks, dtype, scales=scales)
+    found, fence = kv_gather.gather(pool, blocks, dtype, scales=scales, bounds=bounds, heads=heads)
     mx.eval(found, fence)
-    for context in (found, reference.gather(pool, blocks, dtype, scales)):
+    for context in (found, reference.gather(pool, blocks, dtype, scales, bounds, heads)):
         assert context.dtype == dtype
         np.testing.assert_array_equal(np.array(context.astype(F32)), wanted)
 
@@ -95,8 +101,32 @@ def test_contexts_are_the_blocks_in_order(
     check(pool, scales, np.array(table), dtype)
 
 
+@pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS)
+@settings(max_examples=6, deadline=None)
+@given(
+    heads=st.integers(0, 2).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, 3 - at))),
+    bounds=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 48)), min_size=1, max_size=3),
+    nan=st.booleans(),
+)
+def test_what_is_not_the_requests_reads_as_zeros_whatever_lies_there(
+    head_size, pool_dtype, dtype, heads, bounds, nan
+):
+    rng = np.random.default_rng(0)
+    pool, scales = make_pool(rng, (3, 9, 16, head_size), pool_dtype)
+    table = np.arange(9).reshape(3, 3)[: len(bounds)]
+    bounds = [(begin, max(begin, end)) for begin, end in bounds]
+    if nan:  # in every slot that no bounds name
+        free = np.ones((9, 16), bool)
+        for blocks, (begin, end) in zip(table, bounds, strict=True):
+            free[blocks] = ~((np.arange(48) >= begin) & (np.arange(48) < end)).reshape(3, 16)
+        spoiled = pool if scales is None else scales
+        spoiled[:, mx.array(free.nonzero()[0]), mx.array(free.nonzero()[1])] = mx.nan
+    with kernel.using(metal_interpreter.Checker("random:1").metal_kernel):
+        check(pool, scales, table, dtype, bounds, heads)
+
+
 @pytest.mark.parametrize("schedule", ["forward", "reverse", "random:1", "random:2"])
-@pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS[:2])
+@pytest.mark.parametrize(("head_size", "pool_dtype", "dtype"), KINDS[:3])
 def test_any_order_of_threads_moves_the_same_and_no_byte_more(
     head_size, pool_dtype, dtype, schedule
 ):
@@ -115,14 +145,14 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(
 def test_offsets_beyond_32_bits_are_written_and_read():
     """A pool of more than 2^32 elements: head 1 begins beyond what 32 bits can count."""
     num_blocks = 2**21
-    pool = mx.zeros((2, num_blocks, 16, 72), FP8)
+    pool = mx.zeros((2, num_blocks, 16, 80), FP8)
     scales = mx.zeros((2, num_blocks, 16), mx.bfloat16)
     slots = mx.array([0, num_blocks * 16 - 1, num_blocks * 16 - 2], dtype=mx.int32)
-    keys = mx.array(np.random.default_rng(0).normal(size=(3, 2, 72)).astype(np.float32))
+    keys = mx.array(np.random.default_rng(0).normal(size=(3, 2, 80)).astype(np.float32))
     written = kv_write.write(keys, None, slots, pool, None, key_scales=scales)
     table = mx.array([[num_blocks - 1, 0]], dtype=mx.int32)
     context, _ = kv_gather.gather(pool, table, F32, after=[written], scales=scales)
-    found = np.array(context[:, 0]).swapaxes(0, 1)  # [32, 2, 72]
+    found = np.array(context[:, 0]).swapaxes(0, 1)  # [32, 2, 80]
     wanted = np.zeros_like(found)
     for place, row in ((16, 0), (15, 1), (14, 2)):
         wanted[place] = np.array(keys[row])
@@ -149,6 +179,10 @@ def changed(**other):
         changed(block_table=mx.zeros(2, mx.int32)),
         changed(block_table=mx.zeros((1, 2), F32)),
         changed(dtype=mx.int8),
+        changed(pool=mx.zeros((2, 3, 16, 60), FP8)),
+        changed(bounds=mx.zeros((2, 2), mx.int32)),
+        changed(bounds=mx.zeros((1, 2), mx.uint32)),
+        changed(heads=(1, 2)),
         changed(scales=None),
         changed(scales=mx.zeros((2, 3, 16, 1), mx.bfloat16)),
         changed(scales=mx.zeros((2, 3, 16), F32)),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each choice finds its planted optimum within 24 timings in noise, and times what it says."""
 
+import random
 from dataclasses import replace
 
 import metal_interpreter
@@ -10,14 +11,16 @@ import pytest
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape, Tiles
 from metal_kernels.selfcheck import Case, StateKind
-from metal_kernels.tuner import decode_rows, dispatches, long_prompt
+from metal_kernels.tuner import decode_rows, dispatches, force_fused, long_prompt, prompt_rows
 from metal_kernels.tuner.choice import Layer
 from metal_kernels.tuner.long_prompt import Arm
 from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
 from metal_kernels.tuner.shares import facts, shares
+from metal_kernels.tuner.stopwatch import Timing
 from tests.metal_kernels.tuner.fakes import Machine, Once
 
 CASE = Case(AttentionShape(4, 1, 64, 64), mx.float16, mx.float16, 16)
+LARGE = replace(CASE, shape=AttentionShape(2, 1, 192, 128))
 STATES = replace(
     CASE, states=StateKind((2, 64, 4, 32), delta=True, channels=24), kernels=("recurrence",)
 )
@@ -27,7 +30,7 @@ SEEDS = range(20)
 
 def layer_of(case: Case) -> Layer:
     tiles = Tiles.for_layer(case.shape)
-    return Layer(case, tiles, states=True, context=256, prompts=(8, 16))
+    return Layer(case, tiles, states=True, gathered=True, context=256, prompts=(20, 24))
 
 
 @pytest.mark.parametrize("best", [8, 16, 32, 64])
@@ -66,6 +69,56 @@ def test_a_prompt_by_mlx_must_be_faster_by_5_per_cent():
         assert found.values == {"long_prompt": None}
 
 
+CONTEXTS = (1024, 8192, 32768)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_planted_rows_of_prompts_by_mlx_are_found_for_each_context(seed):
+    drawn = random.Random(seed)
+    first = {context: drawn.choice([*PROMPTS[:4], None]) for context in CONTEXTS}
+
+    def seconds(arm: prompt_rows.Arm) -> float:
+        wins = first[arm.context] is not None and arm.rows >= first[arm.context]
+        return arm.rows * arm.context * 1e-8 * ((0.7 if wins else 1.3) if arm.way == "mlx" else 1.0)
+
+    machine = Machine(seed, noise=0.1)
+    found = prompt_rows.search(lambda arm: machine.time(arm, seconds(arm)), CONTEXTS, PROMPTS[:4])
+    assert found.values == {"prompt_rows": {str(at): rows for at, rows in first.items()}}
+    assert len(machine.stopwatch.timings) <= 24
+    wins = sum(rows is not None for rows in first.values())
+    assert found.gain == pytest.approx((1 / 0.7) ** (wins / 3), rel=0.1)
+
+
+def test_prompts_by_mlx_must_be_faster_by_5_per_cent_in_both_orders():
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = prompt_rows.search(
+            lambda arm: machine.time(arm, 1e-3 if arm.way == "mlx" else 1.04e-3),  # noqa: B023
+            CONTEXTS,
+            PROMPTS[:4],
+        )
+        assert set(found.values["prompt_rows"].values()) == {None}
+    # The second of a pair is slower, whichever it is, where ours is timed last.
+    times = {"metal": iter([1.3, 1.3, 1.3, 1.0]), "mlx": iter([1.0] * 4)}
+
+    def measure(arm: prompt_rows.Arm) -> Timing:
+        return Timing(str(arm), (next(times[arm.way]),) * 5)
+
+    found = prompt_rows.search(measure, (1024,), PROMPTS[:4])
+    assert found.values == {"prompt_rows": {"1024": None}} and found.gain == 1.0
+
+
+@pytest.mark.parametrize(("forced", "kept"), [(1.0, True), (1.04, True), (1.3, False)])
+def test_a_fused_kernel_is_forced_unless_mlx_knows_better(forced, kept):
+    for seed in SEEDS:
+        machine = Machine(seed, noise=0.1)
+        found = force_fused.search(
+            lambda arm: machine.time(arm, 1e-3 * (forced if arm else 1.0))  # noqa: B023
+        )
+        assert found.values == {"force_fused": kept}
+        assert len(machine.stopwatch.timings) <= 24
+
+
 @pytest.mark.parametrize("best", [50, 100, 200, 500, 1000])
 @pytest.mark.parametrize("current", [50, 200])
 def test_the_planted_number_of_dispatches_is_found(best, current):
@@ -80,23 +133,34 @@ def test_the_planted_number_of_dispatches_is_found(best, current):
 
 
 @pytest.mark.parametrize("choice", CHOICES[1:], ids=lambda choice: choice.name)
-def test_every_choice_runs_on_a_layer(choice):
+def test_every_choice_runs_on_a_layer(choice, monkeypatch):
     """Interpreted."""
-    layer = layer_of(STATES if choice is long_prompt.CHOICE else CASE)
+    attend, forced = mx.fast.scaled_dot_product_attention, set()
+
+    def on_a_cpu(*args, force_fused, **options):  # which has no fused kernels
+        forced.add(force_fused)
+        return attend(*args, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", on_a_cpu)
+    layer = layer_of({long_prompt.CHOICE: STATES, force_fused.CHOICE: LARGE}.get(choice, CASE))
     assert choice.wanted(layer)
     stopwatch = Once()
     with kernel.using(metal_interpreter.metal_kernel):
         chosen = choice.search(layer, stopwatch)
     assert chosen.values and chosen.gain > 0
     assert 0 < len(stopwatch.timings) <= 24
+    by_mlx = {prompt_rows.CHOICE: {False}, force_fused.CHOICE: {False, True}}
+    assert forced == by_mlx.get(choice, set())
 
 
 def test_choices_are_left_where_there_is_nothing_to_choose():
     wanted = {choice.name for choice in CHOICES if choice.wanted(layer_of(CASE))}
-    assert wanted == {"parts of contexts", "tiles of drafts"}
-    one_tile = replace(layer_of(CASE), tiles=Tiles((8,), (64,), False))
+    assert wanted == {"parts of contexts", "tiles of drafts", "prompts by MLX's attention"}
+    one_tile = replace(layer_of(CASE), tiles=Tiles((8,), (64,), False), gathered=False)
     assert not any(choice.wanted(one_tile) for choice in CHOICES)
-    unchecked = replace(layer_of(STATES), states=False)
+    assert force_fused.CHOICE.wanted(layer_of(LARGE))
+    assert not force_fused.CHOICE.wanted(replace(layer_of(LARGE), gathered=False))
+    unchecked = replace(layer_of(STATES), states=False, gathered=False)
     assert not any(choice.wanted(unchecked) for choice in CHOICES)
 
 

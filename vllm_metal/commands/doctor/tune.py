@@ -150,8 +150,15 @@ def table(tuning: Tuning) -> Iterator[str]:
     yield "of MLX: the speed beside MLX's own attention over K and V side by side, without a pool"
     yield "\nchosen:"
     for chosen in tuning.chosen:
-        values = ", ".join(f"{name} {value}" for name, value in chosen["values"].items())
+        values = ", ".join(f"{name} {_shown(value)}" for name, value in chosen["values"].items())
         yield f"  {chosen['chosen']}: {values} ({chosen['gain']:.2f} times as fast as by default)"
+
+
+def _shown(value: Any) -> str:
+    """A value; of several contexts, one for each."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return " ".join(f"{context}:{chosen}" for context, chosen in value.items())
 
 
 def _kernels_work(full: bool) -> bool:

@@ -41,7 +41,7 @@ def main() -> None:
             return
         kernel.use(mx.fast.metal_kernel)
         known = record.Record()
-        layers = [_layer(case, known) for case in cases(args.all)]
+        layers = [layer_of(case, known) for case in cases(args.all)]
         tune(layers, stopwatch, args.seconds)
     except Unsteady as error:
         say(unsteady=str(error))
@@ -98,10 +98,12 @@ def watch() -> None:
         raise Unsteady(why)
 
 
-def _layer(case: Case, known: record.Record) -> Layer:
+def layer_of(case: Case, known: record.Record) -> Layer:
+    """The kind of layer, with what passed its self-check."""
     found = known.outcomes([case])
-    states = any(outcome.check == Check("recurrence") and outcome.ok for outcome in found)
-    return Layer(case, usable(case, found), states, gpu_cores.count())
+    right = {outcome.check for outcome in found if outcome.ok}
+    states, gathered = (Check(name) in right for name in ("recurrence", "gathered"))
+    return Layer(case, usable(case, found), states, gathered, gpu_cores.count())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says for which heads MLX has a fused attention kernel for prompts, on this device."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+import mlx.core as mx
+
+from metal_kernels.paged_attention.plan import AttentionShape
+
+#: Rows that MLX takes other kernels for, which have some heads at once and not every size: to force
+#: one for so few is an error where there is none.
+FEW_ROWS = 8
+_ROWS = 64
+
+
+def even_cuts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of as few calls as have so many rows at most, all alike.
+
+    None has FEW_ROWS rows or fewer, unless `most` or `num_rows` is little more.
+    """
+    count = -(-num_rows // most)
+    ends = [num_rows * call // count for call in range(count + 1)]
+    for first, end in pairwise(ends):
+        yield first, end - first
+
+
+@cache
+def is_fused(key_size: int, value_size: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
+    """Whether MLX has one for prompts with such heads; `device`: the default one."""
+    rows = (mx.zeros((1, 1, _ROWS, size), dtype) for size in (key_size, key_size, value_size))
+    try:
+        mx.fast.scaled_dot_product_attention(*rows, scale=1.0, mask="causal", force_fused=True)
+    except ValueError:
+        return False
+    return True
+
+
+def fused_value_size(key_size: int, value_size: int, dtype: mx.Dtype) -> int | None:
+    """Elements that values are padded to for such a kernel; None: there is none, as on a CPU."""
+    device = mx.default_device().type
+    sizes = (value_size, max(key_size, value_size))
+    return next((size for size in sizes if is_fused(key_size, size, dtype, device)), None)
+
+
+def serves_prompts(shape: AttentionShape, dtype: mx.Dtype, softcap: float | None) -> bool:
+    """Whether MLX's attention may serve prompts of such layers: on a GPU by a fused kernel alone.
+
+    None has a soft cap, or latents of 576 elements.
+    """
+    if softcap is not None or shape.latent:
+        return False
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    sizes = shape.head_size, shape.value_size
+    return not on_gpu or fused_value_size(*sizes, dtype) is not None

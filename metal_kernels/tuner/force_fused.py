@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds whether MLX's attention of prompts is to take a fused kernel that it passes over."""
+
+from __future__ import annotations
+
+from metal_kernels.selfcheck import timing
+from metal_kernels.tuner.choice import Choice, Chosen, Layer
+from metal_kernels.tuner.search import Measure, confirmed
+from metal_kernels.tuner.stopwatch import Stopwatch, Timing
+
+#: Head sizes that MLX has fused kernels for, but takes plain operations by default.
+_SIZES = (192, 256)
+_ROWS = 512
+
+
+def search(measure: Measure[bool]) -> Chosen:
+    """Four timings; a fused kernel stays unless MLX's own choice is clearly faster.
+
+    Args:
+        measure: times a prompt whose attention is forced, or not.
+    """
+    found = confirmed(measure, True, False)
+    return Chosen({"force_fused": found.value}, found.gain)
+
+
+def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
+    over = timing.Layer(layer.case, layer.context)
+    rows = min(_ROWS, layer.prompts[-1])
+    batch = timing.bounded(layer.case, (1, rows, layer.context // 4), 1)
+    calls = {forced: over.attend_gathered(*batch, force_fused=forced) for forced in (True, False)}
+
+    def measure(forced: bool) -> Timing:
+        how = "forced" if forced else "as MLX chooses"
+        return stopwatch.time_call(f"{rows} rows, fused {how}", calls[forced])
+
+    return search(measure)
+
+
+def _wanted(layer: Layer) -> bool:
+    return layer.gathered and layer.case.shape.head_size in _SIZES
+
+
+CHOICE = Choice("MLX's fused attention", _wanted, _search)
