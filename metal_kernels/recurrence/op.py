@@ -130,7 +130,7 @@ def _template(
 
 
 def _kept_shapes(count: int, inputs: RecurrenceInputs) -> list[tuple[int, ...]]:
-    """Of so many drafts' inputs, in the order of _KINDS."""
+    """Shapes of so many drafts' inputs, in the order of _KINDS."""
     kinds = [inputs.keys, inputs.values, inputs.rates]
     if inputs.decays is not None:
         kinds.append(inputs.decays)
