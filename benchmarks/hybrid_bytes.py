@@ -15,14 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from _macs import BY_NAME, GB
+
 DRAFTS = (0, 1, 3, 5)
-#: GB/s of memory, as Apple states them.
-BANDWIDTHS = {"M4 Pro": 273, "M4 Max": 546, "M3 Ultra": 819}
+#: GB/s of memory.
+BANDWIDTHS = {name: BY_NAME[name].bandwidth for name in ("M4 Pro", "M4 Max", "M3 Ultra")}
 ACCEPTANCE = 0.7  # of each draft whose predecessors were accepted
 CONTEXT = 4096  # tokens, whose K and V a step reads
 WEIGHT_BYTES = 4.5 / 8
 _HALF, _FLOAT = 2, 4  # bytes of a number
-GB, MB = 1e9, 1e6
 
 
 @dataclass(frozen=True)

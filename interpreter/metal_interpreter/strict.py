@@ -9,14 +9,12 @@ of a call; nothing runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import mlx.core as mx
-
 from . import toolchain, translate
-from .kernel_call import Scalar
-from .signature import Input, Mentions, Signature, TemplateArgument
+from .signature import Signature
+from .unrun import Call, UnrunKernel, unrun
 
 _FLAGS = (
     "-DMETAL_CPU_ADDRESS_SPACES",
@@ -51,79 +49,23 @@ class Strict:
 
     # What was compiled: names of generated functions, which tell types and template arguments.
     functions: list[str] = field(default_factory=list)
+    _compiled: set[tuple[Signature, str, str]] = field(default_factory=set)
 
-    def metal_kernel(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str = "",
-        ensure_row_contiguous: bool = True,
-        atomic_outputs: bool = False,
-        compile_options: dict[str, str] | None = None,
-    ) -> StrictKernel:
-        """As `mx.fast.metal_kernel`."""
-        return StrictKernel(
-            self.functions,
-            name,
-            tuple(input_names),
-            tuple(output_names),
-            source,
-            header,
-            atomic_outputs,
-        )
+    @property
+    def metal_kernel(self) -> Callable[..., UnrunKernel]:
+        """As `mx.fast.metal_kernel`.
 
-
-@dataclass(frozen=True, eq=False)
-class StrictKernel:
-    """A kernel; compiled when first called with a combination of types."""
-
-    functions: list[str]  # of all kernels
-    name: str
-    input_names: tuple[str, ...]
-    output_names: tuple[str, ...]
-    source: str
-    header: str
-    atomic_outputs: bool
-    compiled: set[Signature] = field(default_factory=set)
-
-    def __call__(
-        self,
-        *,
-        inputs: Sequence[Scalar | mx.array],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-        template: Sequence[TemplateArgument] | None = None,
-        **dispatch: object,
-    ) -> list[mx.array]:
-        """Takes MLX's arguments; those that say how to run are ignored.
-
-        Returns:
-            Zeros of the shapes and dtypes asked for.
-
-        Raises:
-            CompileError: the address spaces do not fit.
+        A call of a kernel raises CompileError if the address spaces do not fit.
         """
-        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        signature = Signature(
-            self.name,
-            self.input_names,
-            self.output_names,
-            tuple(Input.of(array) for array in arrays),
-            tuple(output_dtypes),
-            tuple(template or ()),
-            Mentions.of(self.source, self.input_names),
-            self.atomic_outputs,
-        )
-        if signature not in self.compiled:
-            _compile(_unit(signature, self.header, self.source))
-            self.compiled.add(signature)
-            self.functions.append(signature.function)
-        return [
-            mx.zeros(tuple(shape), dtype)
-            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
-        ]
+        return unrun(self._compile)
+
+    def _compile(self, call: Call) -> None:
+        """Compiles each kernel once for a combination of types."""
+        compiled = call.signature, call.header, call.source
+        if compiled not in self._compiled:
+            _compile(_unit(*compiled))
+            self._compiled.add(compiled)
+            self.functions.append(call.signature.function)
 
 
 def _unit(signature: Signature, header: str, source: str) -> str:

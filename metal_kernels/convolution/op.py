@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -69,10 +70,9 @@ def run(
         ValueError: shapes or dtypes are not as above.
     """
     table, blocks = token_ops.step_inputs(sequences)
-    num_channels, num_taps = _check(sequences, inputs, kept, weight, bias)
-    state = token_ops.state_template(pools, part, (num_taps - 1, num_channels), split)
-    num_rows, end = len(inputs), part.start + math.prod(part.shape) * part.dtype.size
-    cleared = (end, end) if state_bytes is None else (state_bytes, _used(pools, state_bytes, split))
+    num_channels = _check(sequences, inputs, kept, weight, bias)
+    template = _template(sequences, inputs.dtype, weight, bias, pools, part, split, state_bytes)
+    num_rows = len(inputs)
     out, next_kept, fence = _KERNEL(
         inputs=[
             table,
@@ -86,17 +86,7 @@ def run(
             pools[-1],
             *op_common.fences(after),
         ],
-        template=[
-            ("T", inputs.dtype),
-            ("TAPS", num_taps),
-            ("HAS_BIAS", bias is not None),
-            ("BLOCK_SIZE", sequences.block_size),
-            ("TILE_ROWS", TILE_ROWS),
-            ("END", end),
-            ("CLEAR_FROM", cleared[0]),
-            ("CLEAR_TO", cleared[1]),
-            *state,
-        ],
+        template=template,
         grid=(num_channels, len(sequences.tiles), 1),
         threadgroup=(min(_THREADS, num_channels), 1, 1),
         output_shapes=[
@@ -107,6 +97,34 @@ def run(
         output_dtypes=[inputs.dtype, inputs.dtype, op_common.FENCE_DTYPE],
     )
     return (out if num_rows else out[:0]), next_kept, fence
+
+
+def _template(
+    sequences: Sequences,
+    dtype: mx.Dtype,
+    weight: mx.array,
+    bias: mx.array | None,
+    pools: Sequence[mx.array],
+    part: StatePart,
+    split: int,
+    state_bytes: int | None,
+) -> list[tuple[str, Any]]:
+    """What a pipeline is compiled for."""
+    num_channels, num_taps = weight.shape[:2]
+    state = token_ops.state_template(pools, part, (num_taps - 1, num_channels), split)
+    end = part.start + math.prod(part.shape) * part.dtype.size
+    cleared = (end, end) if state_bytes is None else (state_bytes, _used(pools, state_bytes, split))
+    return [
+        ("T", dtype),
+        ("TAPS", num_taps),
+        ("HAS_BIAS", bias is not None),
+        ("BLOCK_SIZE", sequences.block_size),
+        ("TILE_ROWS", TILE_ROWS),
+        ("END", end),
+        ("CLEAR_FROM", cleared[0]),
+        ("CLEAR_TO", cleared[1]),
+        *state,
+    ]
 
 
 def _used(pools: Sequence[mx.array], state_bytes: int, split: int) -> int:
@@ -121,8 +139,8 @@ def _check(
     kept: mx.array | None,
     weight: mx.array,
     bias: mx.array | None,
-) -> tuple[int, int]:
-    """(C, K)."""
+) -> int:
+    """C."""
     floats = op_common.VALUE_DTYPES
     token_ops.check_rows("inputs", inputs, (sequences.num_rows, -1), floats)
     behind = (1,) if weight.ndim == 3 else ()
@@ -137,4 +155,4 @@ def _check(
         token_ops.check_rows("kept", kept, (-1, num_channels), (inputs.dtype,))
     if bias is not None:
         token_ops.check_rows("bias", bias, (num_channels,), floats)
-    return num_channels, num_taps
+    return num_channels

@@ -17,8 +17,7 @@ WHOLE = 256
 _SHORTEST = 64
 #: What the reduction costs, in keys: 3 µs for a small dispatch that waits for another (2 µs in
 #: qwisp#143, 6 µs on an M3 Ultra in mlx-vlm#2105) at 7 keys a µs, a slot's share of bandwidth for
-#: heads of 128 in 16 bits (800 GB/s over 240 slots; 100 over 30). It then walks a row's parts one
-#: after the other, a key's time each.
+#: heads of 128 in 16 bits (800 GB/s over 240 slots; 100 over 30).
 _JOIN = 20
 #: Keys that cost what it takes to read a row of a part's result, in float32. From so many rows on,
 #: a key's time is arithmetic and grows with the rows as well.
@@ -28,6 +27,11 @@ _ROW, _LOADING_ROWS = 1, 16
 MOST_RESULTS = 2**25
 #: The most rows of a request in fixed parts: more are a prompt's, which has tiles enough.
 MOST_FIXED_ROWS = 16
+
+
+def join_cost(parts: float) -> float:
+    """What a reduction costs, in keys: it walks a row's parts in turn, a key's time each."""
+    return _JOIN + parts
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,8 @@ class Splits:
         if longest <= length:
             return None
         cost = self.part_cost + _ROW * min(contexts.tile_rows, _LOADING_ROWS)
-        join = _JOIN + longest / length
-        in_parts = share + (total / length + tiles) * cost / self.slots + length / 2 + join
+        in_parts = share + (total / length + tiles) * cost / self.slots + length / 2
+        in_parts += join_cost(longest / length)
         return length if in_parts < self._end_of_whole(longest, share, tiles, heads) else None
 
     def _end_of_whole(self, longest: int, share: float, tiles: int, heads: int) -> float:

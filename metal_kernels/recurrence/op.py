@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -68,19 +69,10 @@ def run(
     """
     table, blocks = token_ops.step_inputs(sequences)
     decays = _check(sequences, queries, inputs, kept, log_rates)
-    (num_rows, num_keys, key_size), (num_heads, value_size) = queries.shape, inputs.values.shape[1:]
-    state = token_ops.state_template(pools, part, (num_heads, value_size, key_size), split)
-    run_size = 4 if key_size % 4 == 0 else 1
-    lanes = _lanes(key_size // run_size)
-    threads = -(-num_heads * value_size * lanes // 32) * 32
-    rates, num_kept = inputs.rates, sequences.num_kept
-    kept_shapes = [
-        (num_kept, num_keys, key_size),
-        (num_kept, num_heads, value_size),
-        (num_kept, num_heads),
-        (kernel.MIN_ELEMENTS,) if inputs.decays is None else (num_kept, *inputs.decays.shape[1:]),
-    ]
-    dtypes = [queries.dtype, inputs.values.dtype, rates.dtype, rates.dtype]
+    num_rows, (num_heads, value_size) = len(queries), inputs.values.shape[1:]
+    pipeline = _template(sequences, queries, inputs, pools, part, split, delta, decays)
+    threads = -(-num_heads * value_size * pipeline["LANES"] // 32) * 32
+    dtypes = [queries.dtype, inputs.values.dtype, inputs.rates.dtype, inputs.rates.dtype]
     y, *next_kept, fence = _KERNEL(
         inputs=[
             table,
@@ -93,25 +85,12 @@ def run(
             pools[-1],
             *op_common.fences(after),
         ],
-        template=[
-            ("T", queries.dtype),
-            ("V", inputs.values.dtype),
-            ("HK", num_keys),
-            ("DK", key_size),
-            ("HV", num_heads),
-            ("DV", value_size),
-            ("DELTA", delta),
-            ("DECAYS", decays),
-            ("LANES", lanes),
-            ("RUN", run_size),
-            ("BLOCK_SIZE", sequences.block_size),
-            *state,
-        ],
+        template=list(pipeline.items()),
         grid=(threads, len(table), 1),
         threadgroup=(min(_THREADS, threads), 1, 1),
         output_shapes=[
             (max(num_rows, 1), num_heads, value_size),
-            *kept_shapes,
+            *_kept_shapes(sequences.num_kept, inputs),
             op_common.FENCE_SHAPE,
         ],
         output_dtypes=[inputs.values.dtype, *dtypes, op_common.FENCE_DTYPE],
@@ -119,6 +98,44 @@ def run(
     keys, values, rates, found = next_kept
     drafts = RecurrenceInputs(keys, values, rates, None if inputs.decays is None else found)
     return (y if num_rows else y[:0]), drafts, fence
+
+
+def _template(
+    sequences: Sequences,
+    queries: mx.array,
+    inputs: RecurrenceInputs,
+    pools: Sequence[mx.array],
+    part: StatePart,
+    split: int,
+    delta: bool,
+    decays: int,
+) -> dict[str, Any]:
+    """What a pipeline is compiled for."""
+    (num_keys, key_size), (num_heads, value_size) = queries.shape[1:], inputs.values.shape[1:]
+    run_size = 4 if key_size % 4 == 0 else 1
+    return {
+        "T": queries.dtype,
+        "V": inputs.values.dtype,
+        "HK": num_keys,
+        "DK": key_size,
+        "HV": num_heads,
+        "DV": value_size,
+        "DELTA": delta,
+        "DECAYS": decays,
+        "LANES": _lanes(key_size // run_size),
+        "RUN": run_size,
+        "BLOCK_SIZE": sequences.block_size,
+        **dict(token_ops.state_template(pools, part, (num_heads, value_size, key_size), split)),
+    }
+
+
+def _kept_shapes(count: int, inputs: RecurrenceInputs) -> list[tuple[int, ...]]:
+    """Shapes of so many drafts' inputs, in the order of _KINDS."""
+    kinds = [inputs.keys, inputs.values, inputs.rates]
+    if inputs.decays is not None:
+        kinds.append(inputs.decays)
+    shapes = [(count, *rows.shape[1:]) for rows in kinds]
+    return shapes if inputs.decays is not None else [*shapes, (kernel.MIN_ELEMENTS,)]
 
 
 def _lanes(runs: int) -> int:

@@ -14,6 +14,7 @@ from math import log
 from statistics import variance
 
 from metal_kernels.paged_attention import Splits
+from metal_kernels.paged_attention.splits import join_cost
 from metal_kernels.selfcheck import timing
 from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, confirmed
@@ -26,8 +27,6 @@ _COSTS = (6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # keys
 #: Threadgroups of a core.
 _THREADGROUPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _CORES = 24  # where they are not known
-#: Keys that a reduction costs, beside a key for each part of a row (paged_attention/splits.py).
-_JOIN = 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class LongContext:
         """In keys' time, of parts of so many keys."""
         parts = -(-self.keys // length)
         turns = -(-parts * self.heads // splits.slots)
-        return turns * (min(length, self.keys) + splits.part_cost) + _JOIN + parts
+        return turns * (min(length, self.keys) + splits.part_cost) + join_cost(parts)
 
 
 def search(

@@ -80,8 +80,10 @@ def assert_nothing_is_held(llm, free):
 SPECULATION = {"plain": None, "ngram": NGRAM, "draft model": "draft"}
 
 
-#: Of pools in which four sessions have no room at once.
-BLOCKS = {"full": 12, "windowed": 36, "hybrid": 26}
+#: Of pools in which four sessions have no room at once. What they take depends on the texts, which
+#: random models write, and so on the BLAS: windowed is the least for a request of max_model_len;
+#: with a few less in hybrid nothing stays to be found.
+BLOCKS = {"full": 12, "windowed": 33, "hybrid": 28}
 #: Model, speculation, whether steps overlap, and what ends turns. Those that `make test` plays.
 QUICK = {("hybrid", "ngram", "async", "stop tokens")}
 #: Those that CI plays besides.
@@ -145,7 +147,10 @@ def test_five_turns(tiny_models, name, speculation, scheduling, ends):
         assert found["vllm:num_preemptions"] > 0
         assert found["vllm:prefix_cache_hits"] > 0
         if config:
-            assert found["vllm:spec_decode_num_accepted_tokens"] > 0
+            # The hybrid's draft network knows nothing of it: by luck one of VOCAB drafts is right.
+            guesses = (name, speculation) != ("hybrid", "draft model")
+            kind = "accepted" if guesses else "draft"
+            assert found[f"vllm:spec_decode_num_{kind}_tokens"] > 0
         # Asked at once, the longest texts get the same answers.
         whole = {session: whole_texts(turns, session.answers) for session, turns in scripts.items()}
         asked = generate(

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,14 @@ from vllm_metal.attention.inside import Inside, inside_of
 from vllm_metal.kv_cache import formats
 from vllm_metal.kv_cache.kernels import KernelKVCache
 from vllm_metal.kv_cache.layer_cache import LayerKVCache
-from vllm_metal.kv_cache.layer_state import Fenced, LayerState, StepLayout, StepScope, Storage
+from vllm_metal.kv_cache.layer_state import (
+    Fenced,
+    LayerState,
+    PlanT,
+    StepLayout,
+    StepScope,
+    Storage,
+)
 from vllm_metal.kv_cache.recurrent_state import RecurrentState, StateFormat
 from vllm_metal.kv_cache.run_plan import RunPlan
 from vllm_metal.kv_cache.run_state import RunState
@@ -53,6 +60,7 @@ _STATES_ALONE = Case(
 _OF_SEQUENCES = ("convolution", "recurrence", "recurrence_way")
 _TRIAL_BLOCKS = 2
 _CONTEXT = "the state at its newest token"
+StateT = TypeVar("StateT", bound=RecurrentState)
 
 
 @dataclass(frozen=True)
@@ -220,10 +228,10 @@ class SequenceLayer(RecurrentLayer):
         return RowsCache(state, scope)
 
 
-class RowsCache(SequenceCache):
-    """Stands where a model expects the ArraysCache of a layer whose inside is known."""
+class _StepCache(SequenceCache, Generic[StateT, PlanT]):
+    """Stands where a model expects the ArraysCache of a layer, in the step at hand."""
 
-    def __init__(self, state: SequenceState, scope: StepScope[SequencePlan]) -> None:
+    def __init__(self, state: StateT, scope: StepScope[PlanT]) -> None:
         """
         Args:
             state: the layer's storage.
@@ -231,6 +239,10 @@ class RowsCache(SequenceCache):
         """
         self._state = state
         self._scope = scope
+
+
+class RowsCache(_StepCache[SequenceState, SequencePlan]):
+    """Stands where a model expects the ArraysCache of a layer whose inside is known."""
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size
@@ -258,17 +270,8 @@ def _one_sequence_of(tree: Any, num_rows: int) -> Any:
     return tree_map(regrouped, tree)
 
 
-class RunCache(SequenceCache):
+class RunCache(_StepCache[RunState, RunPlan]):
     """Stands where a model expects the ArraysCache of a layer that is called run by run."""
-
-    def __init__(self, state: RunState, scope: StepScope[RunPlan]) -> None:
-        """
-        Args:
-            state: the layer's storage.
-            scope: the step at hand; outside one, a call raises RuntimeError.
-        """
-        self._state = state
-        self._scope = scope
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size

@@ -9,10 +9,10 @@ with kernel.using(recorder.metal_kernel):
 figures = [proxy.measure(call) for call in recorder.calls]
 """
 
+from ..unrun import Call
 from .assembly import FAST_SUM, SLOW_SUM, Batch, Figures, read
 from .measure import measure
 from .recorder import Recorder
-from .unit import Call
 
 __all__ = [
     "FAST_SUM",

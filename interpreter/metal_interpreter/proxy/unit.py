@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
-from ..signature import ATTRIBUTES, Parameter, Signature, type_name
+from ..signature import ATTRIBUTES, Parameter, type_name
 from ..translate import with_made_vectors, with_variables
+from ..unrun import Call
 
 #: The kernel's name in the unit.
 NAME = "proxy"
@@ -36,29 +35,6 @@ _MACROS = """\
 #define Z(OF) __builtin_amdgcn_##OF##_id_z()
 #define INDEX (X(workitem) + SIZE_X * (Y(workitem) + SIZE_Y * Z(workitem)))
 """
-
-
-@dataclass(frozen=True)
-class Call:
-    """A kernel, and what its compiler knows of a call: types, template arguments, threadgroup."""
-
-    signature: Signature
-    header: str
-    source: str
-    threadgroup: tuple[int, int, int]
-
-    @property
-    def kernel(self) -> str:
-        return self.signature.name
-
-    @property
-    def template(self) -> dict[str, bool | int | mx.Dtype]:
-        return dict(self.signature.template)
-
-    @property
-    def threads(self) -> int:
-        x, y, z = self.threadgroup
-        return x * y * z
 
 
 def unit(call: Call) -> str:

@@ -5,17 +5,21 @@
 steps of 256 rows and without a bound on the pool that nobody asked for.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import vllm_metal.platform.metal_platform  # noqa: F401  # first: it loads a BLAS before MLX
 
 # isort: split
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
 import torch
+from _published import GRANITE, QWEN_27B, QWEN_80B
 
 from metal_kernels.layout import BLOCK_SIZES
 from vllm_metal.commands.fit import engine
 from vllm_metal.commands.fit.estimate import Model, estimate
-from vllm_metal.commands.fit.known import KnownModel
 from vllm_metal.commands.fit.machine import Machine
 
 GIB = 2**30
@@ -23,106 +27,8 @@ MACS = (32, 64, 128)  # GB
 DRAFTS = (0, 5)
 REQUESTS = (4, 32)  # at once, --max-num-seqs
 ROWS = 256  # --max-num-batched-tokens; 2,048 take no longer
-_COMMON = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "quantization": {"group_size": 64, "bits": 4},
-}
-_DELTA = _COMMON | {
-    "head_dim": 256,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10000000,
-}
-_QWEN_27B = _DELTA | {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "linear_num_value_heads": 48,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
-    },
-}
-_QWEN_80B = _DELTA | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "linear_num_value_heads": 32,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-_GRANITE = _COMMON | {
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "model_type": "granitemoehybrid",
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "vocab_size": 100352,
-    "hidden_size": 4096,
-    "intermediate_size": 768,
-    "shared_intermediate_size": 1536,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 72,
-    "num_experts_per_tok": 10,
-    "max_position_embeddings": 131072,
-    "layer_types": ["attention" if index % 10 == 5 else "mamba" for index in range(40)],
-    "position_embedding_type": "nope",
-    "rope_theta": 10000,
-    "attention_bias": False,
-    "embedding_multiplier": 12,
-    "attention_multiplier": 0.0078125,
-    "logits_scaling": 16,
-    "residual_multiplier": 0.22,
-    "mamba_n_heads": 128,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 256,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-}
-#: config.json of each, as the hub has it, for the keys that matter here.
-MODELS = (
-    KnownModel(
-        "Qwen3.5-27B",
-        {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "model_type": "qwen3_5",
-            "text_config": _QWEN_27B,
-            "torch_dtype": "bfloat16",
-            "quantization": _COMMON["quantization"],
-        },
-    ),
-    KnownModel("Qwen3-Next-80B-A3B", _QWEN_80B),
-    KnownModel("Granite-4.0-H-Small", _GRANITE),
-)
+#: Their configurations are those of benchmarks/mac_tokens.py.
+MODELS = (QWEN_27B, QWEN_80B, GRANITE)
 
 
 def estimated(known):
