@@ -11,9 +11,10 @@ from metal_interpreter import CompileError, Strict
 
 import metal_kernels
 from metal_kernels import kernel
+from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES
-from tests.metal_kernels.launches import attend, convolve, gather, move, recur, write
+from tests.metal_kernels.launches import attend, convolve, gather, move, recur, rotate, write
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
 VALUES = (F16, BF16, F32)
@@ -61,10 +62,12 @@ def test_kernels_of_the_cache_keep_to_their_address_spaces():
             gather(dtype, cache)
         write(BF16, FP8, key_size=576, value_size=None)
         write(F16, F16, key_size=7, value_size=9)
+        rotate(BF16, FP8, RotationKind(64))
+        rotate(F16, F16, RotationKind(64, 512, True, True), 576, values=False)
         for dtype in VALUES + CODES:
             move(dtype)
     # float pools and scales of a float pool differ in size of a block
-    assert len(strict.functions) == 2 * 15 + 2 + 2 * (5 + 1) + 2 * 5
+    assert len(strict.functions) == 2 * 15 + 2 + 2 + 2 * (5 + 1) + 2 * 5
 
 
 @pytest.mark.more
