@@ -52,6 +52,7 @@ _READERS: Mapping[str, values.Reader] = {
     "max_step_ms": _milliseconds,
     "wire_memory": values.flag,
     "dense_check": values.flag,
+    "explain_prefix_misses": values.flag,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -75,6 +76,8 @@ class AdditionalConfig:
     wire_memory: bool = False
     #: Refuse a model whose own dense forward computes something else than the engine does.
     dense_check: bool = True
+    #: Say of each request why it was not found in the prefix cache, if one like it came before.
+    explain_prefix_misses: bool = True
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.
