@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a prefix was missed, as a client of the real server reads it: each route, and each shape."""
 
+import httpx
 import pytest
 from e2e.server import serve
 from serving.prefix_misses.shapes import PLAIN, RULES, SHAPES
@@ -12,6 +13,7 @@ OPTIONS = (
     *("--kv-cache-memory-bytes", str(128 << 20)),
     "--enable-prompt-tokens-details",
 )
+pytestmark = pytest.mark.more
 #: Of SmolLM2's template nothing comes of tools.
 TOLD = [name for name, shape in SHAPES.items() if not any(shape.tools)]
 
@@ -94,8 +96,7 @@ def test_streams_texts_and_the_other_routes_say_it_too(client, server):
     def messages(day):
         body = {"model": "smollm2", "max_tokens": 1, "system": f"{day}: {RULES}"}
         body["messages"] = [{"role": "user", "content": "Hello"}]
-        headers = client.with_raw_response.post("/messages", body=body, cast_to=object).headers
-        return read(headers)
+        return read(httpx.post(f"{server.url}/v1/messages", json=body, timeout=120).headers)
 
     messages("at turn 7")
     assert messages("at turn 8")["cause"] == "counter"
@@ -108,5 +109,5 @@ def test_streams_texts_and_the_other_routes_say_it_too(client, server):
 def test_what_was_found_has_no_header(client):
     missed(client, PLAIN, "found")
     cached, miss = missed(client, PLAIN, "found")
-    assert cached > 300
+    assert cached > 64
     assert miss == {"cause": ""}

@@ -84,7 +84,7 @@ def test_parts_that_can_be_asked_for_are_those_that_kernels_can_have():
         ({"fixed_draft_lenght": True}, "no key 'fixed_draft_lenght' .*mean 'fixed_draft_length'"),
         (
             {"else": 1},
-            r"no key 'else' \(known: 'fixed_.*', 'wire_memory', 'dense_check', 'prefix_.*'\)$",
+            r"no key 'else' \(known: 'fixed_.*', 'dense_check', 'explain_.*', 'prefix_.*'\)$",
         ),
         ({"fixed_draft_length": 1}, "'fixed_draft_length' must be true or false, not 1"),
         ({"fixed_draft_length": "true"}, "must be true or false, not 'true'"),

@@ -6,7 +6,7 @@ from typing import Any
 
 #: Long enough that a miss is worth a word.
 RULES = "You are a careful assistant for a bakery. " + " ".join(
-    f"Rule {number}: ask before you bake batch number {number}." for number in range(12)
+    f"Rule {number}: ask before you bake batch number {number}." for number in range(6)
 )
 TALK = [
     {"role": "user", "content": "Which flour is best for a baguette of the French kind?"},

@@ -45,7 +45,7 @@ def _role(message: Any) -> str:
 
 
 def _fingerprint(value: Any) -> int:
-    """The same number for the same JSON value, in this process.
+    """A number, the same for the same JSON value in this process.
 
     Python's hash of a text is fast, and another in each process, so that it tells nothing of it.
     """

@@ -41,7 +41,7 @@ class Remembered:
     answered: bool = False  # whether its K/V are there, as its first token is
 
     def tokens(self, first: int, end: int) -> list[int]:
-        """Those from place `first` to `end`, or to the last."""
+        """The tokens from place `first` to `end`, or to the last."""
         chunks, chunk = [], self.last
         place = self.num_tokens
         while place > first and chunk.parent is not None:
@@ -88,13 +88,16 @@ class RecentPrompts:
             It, and the one before it that it begins like; None: no prompt has its first token, nor
             any of its messages.
         """
-        chunks = list(_chunks(prompt.tokens))
-        chunk, depth = self._root, 0
-        while depth < len(chunks) and (found := chunk.following.get(chunks[depth][0])):
-            chunk, depth = found, depth + 1
-        closest = self._closest(prompt, chunk, chunks[depth:])
+        chunk, rest = self._root, list[_Cut]()
+        chunks = _chunks(prompt.tokens)
+        for cut in chunks:
+            if (found := chunk.following.get(cut[0])) is None:
+                rest = [cut, *chunks]
+                break
+            chunk = found
+        closest = self._closest(prompt, chunk, rest)
         self._number += 1
-        for key, tokens in chunks[depth:]:
+        for key, tokens in rest:
             chunk.following[key] = chunk = _Chunk(array(_ITEM, tokens), chunk)
             self.nbytes += len(tokens) * chunk.tokens.itemsize
         whole = Prompt((), prompt.messages, prompt.tools)

@@ -45,7 +45,7 @@ class Question:
 
 
 class Watch:
-    """Of one engine. Not thread-safe: a server's loop calls it."""
+    """What is said of one engine's prompts. Not thread-safe: a server's loop calls it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Watch:
 
     @property
     def nbytes(self) -> int:
-        """Of the tokens that are remembered."""
+        """Bytes of the tokens that are remembered."""
         return sum(recent.nbytes for recent in self._owners.values())
 
     def asked(
