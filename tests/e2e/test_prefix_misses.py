@@ -12,6 +12,7 @@ OPTIONS = (
     *("--max-num-batched-tokens", "512"),
     *("--kv-cache-memory-bytes", str(128 << 20)),
     "--enable-prompt-tokens-details",
+    *("--additional-config", '{"normalise_prompts": ["token_countdown"]}'),
 )
 pytestmark = pytest.mark.more
 #: Of SmolLM2's template nothing comes of tools.
@@ -104,6 +105,14 @@ def test_streams_texts_and_the_other_routes_say_it_too(client, server):
     log = server.log.read_text()
     assert "were not found in the prefix cache" in log
     assert "bakery" not in log
+
+
+def test_what_is_taken_out_of_system_messages_costs_no_prefix(client):
+    for left in ("14,000", "13,500"):
+        system = {"role": "system", "content": f"<t>{left} tokens left</t>\n{RULES}"}
+        cached, miss = missed(client, [system, *PLAIN[1:]], "normalised")
+    assert cached > 64
+    assert miss == {"cause": ""}
 
 
 def test_what_was_found_has_no_header(client):

@@ -602,6 +602,13 @@ def who_sees_prompts(folder):
     return not hooks, sorted(hooks)
 
 
+@probe("prompts.rewrite", at_once=False)
+def who_changes_messages(folder):
+    """No setting has messages changed before the template gets them."""
+    names = [name for name in vars(arguments(folder)) if re.search("messages|rewrit|normali", name)]
+    return not names, names
+
+
 @probe("prompts.around_servers", at_once=False)
 def middlewares(folder):
     """A platform has no say in what stands around a server's application."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a server's prompts to whoever watches them: what they were made of, and what was found."""
+"""Shows a server's prompts to who watches them; has messages rewritten before templating."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from vllm_metal.vllm_patches.replacing import replace
 
 _WATCHER = "vllm_metal_watcher"  # an engine's attribute
+_REWRITE = "vllm_metal_rewrite"  # a renderer's
 
 
 class Watcher(Protocol):
@@ -51,23 +52,16 @@ _CHAT: ContextVar[tuple[Sequence[Any], Sequence[Any]]] = ContextVar(
 
 
 def watch(engine: Any, watcher: Watcher) -> None:
-    """Tells a watcher of all prompts that a server asks this engine. Once a process is enough for
-    the patches, which do nothing for engines without one.
+    """Tells a watcher of all prompts that a server asks this engine.
 
     vLLM makes a prompt's tokens, asks for its answer and reads it in one task.
     """
-    from vllm.renderers.online_renderer import OnlineRenderer
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    replace(OnlineRenderer, "preprocess_chat", _noting_chat)
-    replace(OnlineRenderer, "_make_request_with_harmony", _noting_harmony)
-    replace(OnlineRenderer, "preprocess_cmpl", _noting_text)
-    replace(AsyncLLM, "generate", _telling)
+    _patch()
     setattr(engine, _WATCHER, watcher)
 
 
 def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
-    """Has each server run what `wrap` makes of its application and its engine.
+    """Has each server run what `wrap` makes of its application and that one's state.
 
     Call this where uvicorn is loaded.
     """
@@ -76,10 +70,27 @@ def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
     async def serving(serve_http: Callable[..., Any], app: Any, *args: Any, **options: Any) -> Any:
         # vLLM has put the middlewares together already.
         stack = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = wrap(stack, app.state.engine_client)
+        app.middleware_stack = wrap(stack, app.state)
         return await serve_http(app, *args, **options)
 
     replace(entry, "serve_http", serving)
+
+
+def rewrite(renderer: Any, change: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    """Has a server's renderer make prompts of what `change` makes of messages."""
+    _patch()
+    setattr(renderer, _REWRITE, change)
+
+
+def _patch() -> None:
+    """Nothing is another than before for renderers and engines without the attributes."""
+    from vllm.renderers.online_renderer import OnlineRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    replace(OnlineRenderer, "preprocess_chat", _noting_chat)
+    replace(OnlineRenderer, "_make_request_with_harmony", _noting_harmony)
+    replace(OnlineRenderer, "preprocess_cmpl", _noting_text)
+    replace(AsyncLLM, "generate", _telling)
 
 
 async def _noting_chat(
@@ -91,6 +102,7 @@ async def _noting_chat(
     tool_dicts: Sequence[Any] | None = None,
     **options: Any,
 ) -> Any:
+    messages = _rewritten(renderer, messages)
     _CHAT.set((messages, tool_dicts or ()))
     return await preprocess(renderer, request, messages, *args, tool_dicts=tool_dicts, **options)
 
@@ -98,8 +110,14 @@ async def _noting_chat(
 def _noting_harmony(
     make: Callable[..., Any], renderer: Any, request: Any, *args: Any, **options: Any
 ) -> Any:
+    request.messages = _rewritten(renderer, request.messages)
     _CHAT.set((request.messages, [tool.model_dump() for tool in request.tools or ()]))
     return make(renderer, request, *args, **options)
+
+
+def _rewritten(renderer: Any, messages: Sequence[Any]) -> list[Any]:
+    change = getattr(renderer, _REWRITE, None)
+    return list(messages if change is None else change(messages))
 
 
 async def _noting_text(preprocess: Callable[..., Any], *args: Any, **options: Any) -> Any:

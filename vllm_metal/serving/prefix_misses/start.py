@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a server say why prompts were not found in its prefix cache."""
+"""Has a server say why prompts were not found in its prefix cache, and take out what changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal.serving import metrics
 from vllm_metal.serving.prefix_misses.header import MissHeader
+from vllm_metal.serving.prefix_misses.normalise import normaliser
 from vllm_metal.serving.prefix_misses.watch import Watch
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.vllm_patches import prompts
@@ -15,17 +16,20 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
-def around(app: ASGIApp, engine: Any) -> ASGIApp:
+def around(app: ASGIApp, state: Any) -> ASGIApp:
     """The application with the header on its answers, whose engine's prompts are watched.
 
     Args:
         app: vLLM's, with its middlewares.
-        engine: that it asks; None: it has none.
+        state: that vLLM gave it.
     """
-    config = None if engine is None else engine.vllm_config
-    if config is None or not config.cache_config.enable_prefix_caching:
+    if (engine := state.engine_client) is None:
         return app
-    if not AdditionalConfig.of(config).explain_prefix_misses:
+    config = engine.vllm_config
+    settings = AdditionalConfig.of(config)
+    if settings.normalise_prompts:
+        prompts.rewrite(state.online_renderer, normaliser(settings.normalise_prompts))
+    if not (settings.explain_prefix_misses and config.cache_config.enable_prefix_caching):
         return app
     tokenizer = engine.renderer.get_tokenizer()
     block_size = None if config.model_config.is_hybrid else config.cache_config.block_size
