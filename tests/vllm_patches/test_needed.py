@@ -20,6 +20,7 @@ PROGRAM = Path(unpatched.__file__)
 QUESTIONS = {
     "http_protocol.LimitedHttp",
     "processes.in_users_process",
+    "prompts.Watcher",
     "processes.is_engine_process",
     "server_end.TurnAway",
     "shutdown.ignore_ctrl_c",

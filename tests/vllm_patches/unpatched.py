@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -588,6 +589,33 @@ def mistakes(folder):
         except ValidationError as error:
             found.append(error.error_count())
     return found[1] > found[0] + 5, found
+
+
+@probe("prompts.watch", at_once=False)
+def who_sees_prompts(folder):
+    """Nobody is shown a prompt with its messages, nor what was found of it."""
+    from vllm.renderers.online_renderer import OnlineRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    names = {name for owner in (OnlineRenderer, AsyncLLM) for name in dir(owner)}
+    hooks = {name for name in names if re.search("(?<!class)hook|observe|watch|listener", name)}
+    return not hooks, sorted(hooks)
+
+
+@probe("prompts.rewrite", at_once=False)
+def who_changes_messages(folder):
+    """No setting has messages changed before the template gets them."""
+    names = [name for name in vars(arguments(folder)) if re.search("messages|rewrit|normali", name)]
+    return not names, names
+
+
+@probe("prompts.around_servers", at_once=False)
+def middlewares(folder):
+    """A platform has no say in what stands around a server's application."""
+    from vllm.platforms.interface import Platform
+
+    names = [name for name in dir(Platform) if re.search("middleware|server|app_|asgi", name)]
+    return not names, names
 
 
 @probe("http_protocol.limit_connections", at_once=False)

@@ -64,6 +64,13 @@ class Figures:
             buckets=_BUCKETS,
             registry=registry,
         )
+        self.lost_tokens = Counter(
+            "vllm:prefix_cache_lost_tokens",
+            "Tokens of prompts that were not found in the prefix cache, though an earlier prompt "
+            "began like it or had its messages, by the reason.",
+            ("cause",),
+            registry=registry,
+        )
         # There before the first request: a rate sees nothing of a series' first value.
         for result in ("hit", "miss", "bypass"):
             self.kept_answers.labels(result)

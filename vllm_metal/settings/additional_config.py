@@ -46,12 +46,25 @@ def _fixed_splits(value: Any) -> int | None:
     raise ValueError(f"must be {wanted}, not {value!r}")
 
 
+#: What can be taken out of system messages; serving/prefix_misses/normalise.py says how.
+NORMALISED = ("billing_header", "token_countdown", "times", "uuids")
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names of NORMALISED, in its order."""
+    if not isinstance(value, list) or not set(map(str, value)) <= set(NORMALISED):
+        raise ValueError(f"must be a list of {', '.join(NORMALISED)}, not {value!r}")
+    return tuple(name for name in NORMALISED if name in value)
+
+
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
     "fixed_splits": _fixed_splits,
     "max_step_ms": _milliseconds,
     "wire_memory": values.flag,
     "dense_check": values.flag,
+    "explain_prefix_misses": values.flag,
+    "normalise_prompts": _names,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -75,6 +88,10 @@ class AdditionalConfig:
     wire_memory: bool = False
     #: Refuse a model whose own dense forward computes something else than the engine does.
     dense_check: bool = True
+    #: Say of each request why it was not found in the prefix cache, if one like it came before.
+    explain_prefix_misses: bool = True
+    #: What is taken out of system messages before templating, as it changes with each request.
+    normalise_prompts: tuple[str, ...] = ()
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.

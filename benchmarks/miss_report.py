@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs a server to say why a prompt was missed: microseconds a request, by its length.
+
+    python benchmarks/miss_report.py
+
+A conversation of so many tokens comes for the first time, then with a turn behind it, then with its
+first line changed. Beside them stands what Python needs to add up as many numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.prefix_misses.watch import Watch
+
+_LENGTHS = (1_000, 10_000, 100_000)
+_TURN = 1_000  # tokens that a turn adds
+_CHARACTERS = 4  # of a token
+_RUNS = 9
+
+
+def main() -> None:
+    """Prints the table."""
+    print(
+        f"{'tokens':>10}{'first':>10}{'next turn':>10}{'changed':>10}{'a sum':>10}   microseconds"
+    )
+    for length in _LENGTHS:
+        times = [min(column) for column in zip(*(_run(length) for _ in range(_RUNS)), strict=True)]
+        print(f"{length:>10}" + "".join(f"{1e6 * seconds:>10.0f}" for seconds in times))
+
+
+def _run(length: int) -> list[float]:
+    """Seconds of each column."""
+    watch = Watch(str, Figures(CollectorRegistry()).lost_tokens, 16)
+    tokens = [random.randrange(150_000) for _ in range(length + _TURN)]
+    changed = [7, *tokens]
+
+    def ask(prompt: list[int], cached: int) -> float:
+        messages = _messages(len(prompt))
+        return _seconds(lambda: watch.answered(watch.asked(prompt, None, messages), cached))
+
+    return [
+        ask(tokens[:length], 0),
+        ask(tokens, length // 16 * 16),
+        ask(changed, 0),
+        _seconds(lambda: sum(tokens)),
+    ]
+
+
+def _messages(length: int) -> list[dict[str, str]]:
+    """A conversation of texts that nobody has hashed yet."""
+    return [
+        {"role": "user", "content": f"{turn} {random.random()}" + "x" * _TURN * _CHARACTERS}
+        for turn in range(length // _TURN)
+    ]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a prefix was missed, as a client of the real server reads it: each route, and each shape."""
+
+import httpx
+import pytest
+from e2e.server import serve
+from serving.prefix_misses.shapes import PLAIN, RULES, SHAPES
+
+OPTIONS = (
+    *("--served-model-name", "smollm2"),
+    *("--max-model-len", "1024"),
+    *("--max-num-batched-tokens", "512"),
+    *("--kv-cache-memory-bytes", str(128 << 20)),
+    "--enable-prompt-tokens-details",
+    *("--additional-config", '{"normalise_prompts": ["token_countdown"]}'),
+)
+pytestmark = pytest.mark.more
+#: Of SmolLM2's template nothing comes of tools.
+TOLD = [name for name, shape in SHAPES.items() if not any(shape.tools)]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    with serve(smollm2, OPTIONS, tmp_path_factory.mktemp("server") / "log") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as connected:
+        yield connected
+
+
+def missed(client, messages, salt, **options):
+    """Cached tokens of a chat, and what its header says by name; the cause is "cause"."""
+    settings = {"messages": messages, "temperature": 0, "max_tokens": 1, **options}
+    reply = client.chat.completions.with_raw_response.create(
+        model="smollm2", extra_body={"cache_salt": salt}, **settings
+    )
+    details = reply.parse().usage.prompt_tokens_details
+    return details.cached_tokens if details else 0, read(reply.headers)
+
+
+def read(headers):
+    cause, *parts = headers.get("prefix-cache-miss", "").split("; ")
+    return {"cause": cause} | dict(part.split("=", 1) for part in parts)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_shape_of_change_is_told(client, name):
+    shape = SHAPES[name]
+    missed(client, shape.before, name)
+    cached, miss = missed(client, shape.now, name)
+    if shape.cause is None:
+        assert miss["cause"] in ("", "first_seen")
+        return
+    role = None if shape.role is None else f'"{shape.role}"'
+    message = None if shape.message is None else str(shape.message)
+    assert (miss["cause"], miss.get("message"), miss.get("role")) == (shape.cause, message, role)
+    assert int(miss["cached"]) == cached
+    assert cached <= int(miss["token"]) < cached + 16
+    assert int(miss["lost"]) >= 64
+
+
+def test_streams_texts_and_the_other_routes_say_it_too(client, server):
+    before, now = (SHAPES["the day"].before, SHAPES["the day"].now)
+    missed(client, before, "streams")
+    with client.chat.completions.with_streaming_response.create(
+        *(), model="smollm2", messages=now, max_tokens=4, stream=True,
+        extra_body={"cache_salt": "streams"}, extra_headers={"Prefix-Cache-Miss": "text"},
+    ) as stream:  # fmt: skip
+        miss = read(stream.headers)
+        assert (miss["cause"], miss["before"], miss["now"]) == (
+            *("date", '%"2026-11-25"', '%"2026-11-26"'),
+        )
+        assert "[DONE]" in "".join(stream.iter_text())
+
+    def texts(day):
+        reply = client.completions.with_raw_response.create(
+            model="smollm2", prompt=f"{day}: {RULES}", max_tokens=1
+        )
+        return read(reply.headers)
+
+    assert texts("2026-11-25")["cause"] == "first_seen"
+    assert texts("2026-11-26")["cause"] == "date"
+
+    def responses(day):
+        reply = client.responses.with_raw_response.create(
+            model="smollm2", instructions=f"{day}: {RULES}", input="Hello", max_output_tokens=1
+        )
+        return read(reply.headers)
+
+    responses("10:11:12")
+    miss = responses("10:12:59")
+    assert (miss["cause"], miss["message"], miss["role"]) == ("date", "0", '"system"')
+
+    def messages(day):
+        body = {"model": "smollm2", "max_tokens": 1, "system": f"{day}: {RULES}"}
+        body["messages"] = [{"role": "user", "content": "Hello"}]
+        return read(httpx.post(f"{server.url}/v1/messages", json=body, timeout=120).headers)
+
+    messages("at turn 7")
+    assert messages("at turn 8")["cause"] == "counter"
+    assert server.metric("vllm:prefix_cache_lost_tokens_total", cause="counter") > 64
+    log = server.log.read_text()
+    assert "were not found in the prefix cache" in log
+    assert "bakery" not in log
+
+
+def test_what_is_taken_out_of_system_messages_costs_no_prefix(client):
+    for left in ("14,000", "13,500"):
+        system = {"role": "system", "content": f"<t>{left} tokens left</t>\n{RULES}"}
+        cached, miss = missed(client, [system, *PLAIN[1:]], "normalised")
+    assert cached > 64
+    assert miss == {"cause": ""}
+
+
+def test_what_was_found_has_no_header(client):
+    missed(client, PLAIN, "found")
+    cached, miss = missed(client, PLAIN, "found")
+    assert cached > 64
+    assert miss == {"cause": ""}

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has a server say why prompts were not found in its prefix cache, and take out what changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_metal.serving import metrics
+from vllm_metal.serving.prefix_misses.header import MissHeader
+from vllm_metal.serving.prefix_misses.normalise import normaliser
+from vllm_metal.serving.prefix_misses.watch import Watch
+from vllm_metal.settings.additional_config import AdditionalConfig
+from vllm_metal.vllm_patches import prompts
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+
+def around(app: ASGIApp, state: Any) -> ASGIApp:
+    """The application with the header on its answers, whose engine's prompts are watched.
+
+    Args:
+        app: vLLM's, with its middlewares.
+        state: that vLLM gave it.
+    """
+    if (engine := state.engine_client) is None:
+        return app
+    config = engine.vllm_config
+    settings = AdditionalConfig.of(config)
+    if settings.normalise_prompts:
+        prompts.rewrite(state.online_renderer, normaliser(settings.normalise_prompts))
+    if not (settings.explain_prefix_misses and config.cache_config.enable_prefix_caching):
+        return app
+    tokenizer = engine.renderer.get_tokenizer()
+    block_size = None if config.model_config.is_hybrid else config.cache_config.block_size
+    lost = metrics.of_process().lost_tokens
+    prompts.watch(engine, Watch(tokenizer.decode, lost, block_size))
+    return MissHeader(app)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows a server's prompts to who watches them; has messages rewritten before templating."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from vllm_metal.vllm_patches.replacing import replace
+
+_WATCHER = "vllm_metal_watcher"  # an engine's attribute
+_REWRITE = "vllm_metal_rewrite"  # a renderer's
+
+
+class Watcher(Protocol):
+    """What is told of an engine's prompts."""
+
+    def asked(
+        self,
+        tokens: Sequence[int],
+        salt: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Any:
+        """A prompt goes to the engine.
+
+        Args:
+            tokens: of the prompt.
+            salt: its `cache_salt`.
+            messages: that a chat template made it of; none of a plain text.
+            tools: likewise.
+
+        Returns:
+            What `answered` gets.
+        """
+
+    def answered(self, question: Any, cached: int) -> None:
+        """Its first token is there.
+
+        Args:
+            question: from `asked`.
+            cached: tokens of the prompt that were found in the prefix cache.
+        """
+
+
+#: Messages and tools of the prompt that this task makes.
+_CHAT: ContextVar[tuple[Sequence[Any], Sequence[Any]]] = ContextVar(
+    "prompts_chat", default=((), ())
+)
+
+
+def watch(engine: Any, watcher: Watcher) -> None:
+    """Tells a watcher of all prompts that a server asks this engine.
+
+    vLLM makes a prompt's tokens, asks for its answer and reads it in one task.
+    """
+    _patch()
+    setattr(engine, _WATCHER, watcher)
+
+
+def around_servers(wrap: Callable[[Any, Any], Any]) -> None:
+    """Has each server run what `wrap` makes of its application and that one's state.
+
+    Call this where uvicorn is loaded.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+
+    async def serving(serve_http: Callable[..., Any], app: Any, *args: Any, **options: Any) -> Any:
+        # vLLM has put the middlewares together already.
+        stack = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = wrap(stack, app.state)
+        return await serve_http(app, *args, **options)
+
+    replace(entry, "serve_http", serving)
+
+
+def rewrite(renderer: Any, change: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    """Has a server's renderer make prompts of what `change` makes of messages."""
+    _patch()
+    setattr(renderer, _REWRITE, change)
+
+
+def _patch() -> None:
+    """Nothing is another than before for renderers and engines without the attributes."""
+    from vllm.renderers.online_renderer import OnlineRenderer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    replace(OnlineRenderer, "preprocess_chat", _noting_chat)
+    replace(OnlineRenderer, "_make_request_with_harmony", _noting_harmony)
+    replace(OnlineRenderer, "preprocess_cmpl", _noting_text)
+    replace(AsyncLLM, "generate", _telling)
+
+
+async def _noting_chat(
+    preprocess: Callable[..., Any],
+    renderer: Any,
+    request: Any,
+    messages: Sequence[Any],
+    *args: Any,
+    tool_dicts: Sequence[Any] | None = None,
+    **options: Any,
+) -> Any:
+    messages = _rewritten(renderer, messages)
+    _CHAT.set((messages, tool_dicts or ()))
+    return await preprocess(renderer, request, messages, *args, tool_dicts=tool_dicts, **options)
+
+
+def _noting_harmony(
+    make: Callable[..., Any], renderer: Any, request: Any, *args: Any, **options: Any
+) -> Any:
+    request.messages = _rewritten(renderer, request.messages)
+    _CHAT.set((request.messages, [tool.model_dump() for tool in request.tools or ()]))
+    return make(renderer, request, *args, **options)
+
+
+def _rewritten(renderer: Any, messages: Sequence[Any]) -> list[Any]:
+    change = getattr(renderer, _REWRITE, None)
+    return list(messages if change is None else change(messages))
+
+
+async def _noting_text(preprocess: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    _CHAT.set(((), ()))
+    return await preprocess(*args, **options)
+
+
+def _telling(
+    generate: Callable[..., AsyncGenerator[Any, None]],
+    engine: Any,
+    prompt: Any,
+    *args: Any,
+    **options: Any,
+) -> AsyncGenerator[Any, None]:
+    watcher: Watcher | None = getattr(engine, _WATCHER, None)
+    outputs = generate(engine, prompt, *args, **options)
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if watcher is None or not tokens:
+        return outputs
+    return _told(outputs, watcher, watcher.asked(tokens, prompt.get("cache_salt"), *_CHAT.get()))
+
+
+async def _told(
+    outputs: AsyncGenerator[Any, None], watcher: Watcher, question: Any
+) -> AsyncGenerator[Any, None]:
+    told = False
+    async with aclosing(outputs):
+        async for output in outputs:
+            if not told:
+                watcher.answered(question, output.num_cached_tokens or 0)
+                told = True
+            yield output
