@@ -4,7 +4,7 @@
 import httpx
 import pytest
 from e2e.server import serve
-from serving.prefix_misses.shapes import PLAIN, RULES, SHAPES
+from prompt_shapes import PLAIN, RULES, SHAPES
 
 OPTIONS = (
     *("--served-model-name", "smollm2"),

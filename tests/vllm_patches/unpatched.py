@@ -605,7 +605,11 @@ def who_sees_prompts(folder):
 @probe("prompts.rewrite", at_once=False)
 def who_changes_messages(folder):
     """No setting has messages changed before the template gets them."""
-    names = [name for name in vars(arguments(folder)) if re.search("messages|rewrit|normali", name)]
+    names = [
+        name
+        for name in vars(arguments(folder))
+        if re.search("messages|rewrit|normali[sz]e_(prompt|text)", name)
+    ]
     return not names, names
 
 

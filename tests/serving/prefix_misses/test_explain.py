@@ -1,31 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the report says of changes, with characters for tokens."""
 
-import json
-
 import pytest
-from serving.prefix_misses.shapes import PLAIN, RULES, SHAPES, TALK
+from prompt_shapes import PLAIN, RULES, SHAPES, TALK, decode, rendered
 
 from vllm_metal.serving.prefix_misses.explain import LEAST, explain
 from vllm_metal.serving.prefix_misses.prompt import Prompt
 from vllm_metal.serving.prefix_misses.recent import RecentPrompts
 
 BLOCK_SIZE = 16
-
-
-def decode(tokens):
-    return "".join(map(chr, tokens))
-
-
-def rendered(messages, tools=(), thoughts=True):
-    """A prompt of a simple template: tools, then messages."""
-    text = json.dumps(tools) * bool(tools)
-    for message in messages:
-        content = message["content"]
-        if not thoughts:
-            content = content.partition("</think>")[2] or content
-        text += f"<{message['role']}>{content}</>"
-    return Prompt.of(list(map(ord, text + "<assistant>")), messages, tools)
 
 
 def report(before, now, cached=None, block_size=BLOCK_SIZE, answered=True):

@@ -3,8 +3,7 @@
 
 import pytest
 from prometheus_client import CollectorRegistry
-from serving.prefix_misses.shapes import PLAIN, SHAPES
-from serving.prefix_misses.test_explain import decode, rendered
+from prompt_shapes import PLAIN, SHAPES, decode, rendered
 
 from vllm_metal.serving.metrics import Figures
 from vllm_metal.serving.prefix_misses.watch import EXCHANGE, OWNERS, Exchange, Watch

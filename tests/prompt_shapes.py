@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of change that make clients miss the prefix cache, as conversations before and after."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_metal.serving.prefix_misses.prompt import Prompt
 
 #: Long enough that a miss is worth a word.
 RULES = "You are a careful assistant for a bakery. " + " ".join(
@@ -118,3 +121,18 @@ SHAPES = {
         PLAIN, [*_system(RULES), {"role": "user", "content": "Hello?"}], None
     ),
 }
+
+
+def decode(tokens):
+    return "".join(map(chr, tokens))
+
+
+def rendered(messages, tools=(), thoughts=True):
+    """A prompt of a simple template, tools first, with characters for tokens."""
+    text = json.dumps(tools) * bool(tools)
+    for message in messages:
+        content = message["content"]
+        if not thoughts:
+            content = content.partition("</think>")[2] or content
+        text += f"<{message['role']}>{content}</>"
+    return Prompt.of(list(map(ord, text + "<assistant>")), messages, tools)
