@@ -83,7 +83,8 @@ def slots() -> Mapping[tuple[str, int], Needed]:
     page = (ROOT / "docs" / "kernels.md").read_text()
     return {
         (size, int(bits)): Needed(int(fast), int(slow))
-        for _, size, bits, fast, slow in _ROW.findall(page)
+        for heads, size, bits, fast, slow in _ROW.findall(page)
+        if int(heads) <= TILE_ROWS or size == LATENT  # whose tiles have no more rows
     }
 
 

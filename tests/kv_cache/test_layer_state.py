@@ -9,7 +9,9 @@ from kv_cache.recurrent import HybridModel
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from metal_kernels import kernel
+from metal_kernels.kv_write import RotationKind
 from vllm_metal.attention.layers import AttentionLayer, RunLayer, attention_layers
+from vllm_metal.attention.paged_cache import LayerRotation
 from vllm_metal.batch.requests import BlockTables
 from vllm_metal.batch.rows import Rows
 from vllm_metal.kv_cache.kernels import KernelKVCache
@@ -106,11 +108,11 @@ def close(found, expected):
 
 
 def test_layers_of_each_kind_are_read_off_the_model(model):
-    form = StateFormat(((32,),), (mx.float32,))
+    form, rotation = StateFormat(((32,),), (mx.float32,)), LayerRotation(RotationKind(64), True)
     assert attention_layers(model, "hybrid") == [
-        AttentionLayer("layers.0", 4, 2, 64, None),
+        AttentionLayer("layers.0", 4, 2, 64, None, rotation=rotation),
         RunLayer("layers.1", form),
-        AttentionLayer("layers.2", 4, 2, 64, 24),
+        AttentionLayer("layers.2", 4, 2, 64, 24, rotation=rotation),
         RunLayer("layers.3", form),
     ]
 

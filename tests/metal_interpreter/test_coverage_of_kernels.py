@@ -78,16 +78,21 @@ def write_and_gather(dtype, cache):
     rows = rows.astype(dtype)
     slots = mx.array([17, -1, 3])
     fence = kv_write.write(rows, rows, slots, *pools, key_scales=scales[0], value_scales=scales[1])
-    for traditional in (False, True):
+    long_rows = mx.ones((3, 2, 160), dtype)  # of which a lane has two parts
+    long_pools = [mx.zeros((2, 2, 16, 160), cache) for _ in range(2)]
+    for some, into, traditional in (
+        *((rows, pools, False), (rows, pools, True)),
+        (long_rows, long_pools, False),
+    ):
         rotation = kv_write.Rotation(kv_write.RotationKind(16, 0, traditional), base=1e4)
         _, fence = kv_write.rotate_and_write(
-            rows,
-            rows,
+            some,
+            some,
             slots,
-            *pools,
+            *into,
             [fence],
             *scales,
-            queries=rows,
+            queries=some,
             positions=mx.arange(3),
             rotation=rotation,
         )
