@@ -657,7 +657,11 @@ class DeadEngine:
     """What a server asks of an engine that has died by itself."""
 
     errored, is_running = True, False
-    vllm_config = SimpleNamespace(shutdown_timeout=0)
+    vllm_config = SimpleNamespace(
+        shutdown_timeout=0,
+        additional_config=None,
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+    )
 
 
 @probe("server_end.tell_how_servers_end", at_once=False)
