@@ -160,7 +160,7 @@ _FAULTS: _Faults = {
             "Of::at(m % Of::COUNT, place.row % 2)",
             "m % Of::COUNT + place.row % 2 * Of::COUNT",
         ),
-        ("scores without their factor", ": scale;", ": 1.0f;"),
+        ("scores without their factor", "(key_scale[s] * scale)", "key_scale[s]"),
         ("block table row of another request", "listed ? tile.table : tile.request", "0"),
         (
             "block table rows of the wrong width",
@@ -181,7 +181,7 @@ _FAULTS: _Faults = {
         ),
     ],
     (DECODE, "decode, 128", WRONG): [
-        ("one simdgroup's part of the scores only", "p = 1; p < SPLIT", "p = SPLIT; p < SPLIT"),
+        ("one simdgroup's part of the scores only", "i < AT_ONCE", "i < 1"),
         ("scores of the first walk's keys", "((simdgroup - part) * STRIPS + s)", "s"),
         (
             "V of the head's first part",
