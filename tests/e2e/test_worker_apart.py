@@ -39,6 +39,7 @@ def test_prefill_apart_from_decode(tiny):
     port = free_port()
     with producer(tiny, port) as p, consumer(tiny, port) as d:
         expected = decode(d, prompt, prefill(p, prompt))
+    port = free_port()  # another process may have taken the first one since
     with producer(tiny, port, **APART) as p, consumer(tiny, port, **APART) as d:
         assert decode(d, prompt, prefill(p, prompt)) == expected
     assert expected.pulled == 96
