@@ -10,21 +10,24 @@ import mlx.core as mx
 from vllm_metal.memory import planner
 
 _THREADS = Path("/proc/self/task")
+_ONE = mx.array(1.0)
 
 
 def least_peak(run=None, prepare=None):
     """Bytes that a run takes where MLX waits for each operation, or each run that `prepare` gives.
 
-    Its CPU backend counts only every tenth of the tasks that it waits for
+    Its CPU backend counts only every tenth of the operations that it waits for
     (mlx/backend/cpu/encoder.h), so that memory may come back some operations late. The runs begin
-    at different counts, and the least of them is the one that was waited for.
+    at each count of the ten, and the least of them is the one that was waited for: of any four
+    numbers in a row one has no factor in common with ten, and ten steps of that many come by each.
     """
     peaks = []
     with _on_one_cpu():
-        for run_number in range(40):
-            for _ in range(run_number % 10):
-                mx.eval(mx.ones(1) + 1)  # moves the count on
-            peaks.append(planner.peak_of(prepare() if prepare else run))
+        for more in range(4):
+            for _ in range(10):
+                peaks.append(planner.peak_of(prepare() if prepare else run))
+                for _ in range(more):
+                    mx.eval(-_ONE)
     return min(peaks)
 
 

@@ -225,6 +225,18 @@ def test_a_folder_that_cannot_be_made_is_an_outage(tmp_path):
     play(lambda *given: SqliteStore(tmp_path / "file", *given), scenario)
 
 
+def test_servers_may_make_a_sqlite_file_at_the_same_time(tmp_path):
+    async def scenario(folder):
+        stores = [SqliteStore(folder, 10**6, 1000.0) for _ in range(4)]
+        await asyncio.gather(*(store.put(key(n), b"x") for n, store in enumerate(stores)))
+        assert [await stores[0].get(key(n)) for n in range(4)] == [b"x"] * 4
+        for store in stores:
+            await store.close()
+
+    for number in range(30):
+        asyncio.run(scenario(tmp_path / str(number)))
+
+
 def test_two_servers_may_share_a_sqlite_file(tmp_path):
     async def scenario():
         stores = [SqliteStore(tmp_path, 10**6, 1000.0) for _ in range(2)]

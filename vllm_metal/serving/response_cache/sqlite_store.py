@@ -23,6 +23,7 @@ from vllm_metal.serving.response_cache.store import StoreError
 
 FILE = "answers.sqlite3"
 _BUSY_S = 0.25  # that another server's write may take
+_RETRY_S = 0.005
 _TOUCH_S = 60.0  # a hit is written down so often, else every one would write
 #: Of the schema below. A file of another one is made anew.
 _VERSION = 2
@@ -182,11 +183,13 @@ class SqliteStore:
 
     def _open(self) -> sqlite3.Connection:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite's other files get its mode.
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        # SQLite's other files get its mode. A file that is there is not opened: closing it would
+        # let go of the locks that others in this process hold (sqlite.org/howtocorrupt.html, 2.2).
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
         database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
         try:
-            database.execute("PRAGMA journal_mode = WAL")
+            _to_wal(database)
             database.execute("PRAGMA synchronous = NORMAL")
             database.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
@@ -226,6 +229,21 @@ class SqliteStore:
         if opened is not None:
             with contextlib.suppress(sqlite3.Error):
                 opened.close()
+
+
+def _to_wal(database: sqlite3.Connection) -> None:
+    """Waits for another server that does the same, which SQLite itself does not (its source:
+    a busy handler is not called where two might wait for each other).
+    """
+    end = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _shrink(database: sqlite3.Connection) -> None:
