@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vllm_metal.kv_transfer.transfers import Transfers
 from vllm_metal.memory.planner import MemoryPlanner, quantised_share
 from vllm_metal.memory.pressure import MemoryPressure
 from vllm_metal.memory.profile import LargestCalls, profile_step, requests_profile
-from vllm_metal.metrics.step_clock import StepClock
+from vllm_metal.metrics.step_clock import StepClock, StepTimes
 from vllm_metal.metrics.step_meter import StepMeter, StepRows
 from vllm_metal.models import dense_check, loader
 from vllm_metal.models.compiled import Graphs
@@ -33,6 +34,7 @@ from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode.network import DraftPool
 from vllm_metal.spec_decode.registry import drafts_for_others, make_speculator
 from vllm_metal.vllm_patches import processes, shutdown
+from vllm_metal.vllm_patches.step_result import StepResult
 from vllm_metal.worker.model_runner import ModelRunner
 from vllm_metal.worker.networks import Networks
 from vllm_metal.worker.recovery import RecoveringRunner
@@ -67,6 +69,9 @@ class MetalWorker(WorkerBase):
             )
         self._memory = MemoryPlanner(self.current_platform.mlx_device)
         self._pressure = MemoryPressure()
+        # vLLM's multiprocessing executor reads a step's results in a thread of its own. They change
+        # what a step is laid out from, so no step is laid out meanwhile.
+        self._turn = threading.Lock()
         self._seed()
 
     def _seed(self) -> None:
@@ -261,7 +266,7 @@ class MetalWorker(WorkerBase):
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        with self._clock.laying_out():
+        with self._turn, self._clock.laying_out():
             self._pressure.poll()
             result = self.runner.execute_model(scheduler_output)
         self._rows = StepRows.of(scheduler_output)
@@ -270,9 +275,13 @@ class MetalWorker(WorkerBase):
         return result
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
-        with self._clock.handing_over() as step:
+        with self._turn, self._clock.handing_over() as step:
             output = self.runner.sample_tokens(grammar_output)
-        return LateOutput(partial(self._meter.measured, output, step, self._rows))
+        return LateOutput(partial(self._read, output, step, self._rows))
+
+    def _read(self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows) -> StepResult:
+        with self._turn:
+            return self._meter.measured(output, step, rows)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()
