@@ -178,6 +178,21 @@ class MemoryPlanner:
                 share.table(),
             )
 
+    def check_room(self, nbytes: int) -> None:
+        """Checks that so much can be had that was given back before.
+
+        On a CPU, memory that is not there is found out by the system, which ends a process for it.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        available = mlx_device.memory(self._kind).available
+        if nbytes > available:
+            raise RuntimeError(
+                f"waking up takes {nbytes / budget.GIB:.2f} GiB, and other programs leave "
+                f"{available / budget.GIB:.2f} GiB: end some of them, then ask again"
+            )
+
     def wire(self) -> None:
         """Keeps what MLX holds now resident, weights and pool, and what it makes in its place.
 

@@ -142,6 +142,7 @@ class MetalPlatform(Platform):
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         """Changes vLLM's defaults and methods for this platform, before any engine is made."""
         from vllm_metal.metrics.stat_logger import MetalStatLogger
+        from vllm_metal.serving.idle import start as idle
         from vllm_metal.vllm_patches import model_info  # which imports the list of vLLM's models
 
         probe.warn_if_untested()
@@ -160,13 +161,14 @@ class MetalPlatform(Platform):
         streaming_sessions.end_failed_sessions()
         engine_args.recompute_by_default()
         engine_outputs.add_stat_logger(partial(MetalStatLogger, figures_of))
+        idle.keep_engines()
         if parser is not None:  # a command, which has uvicorn loaded; `LLM` has no use for it
-            from vllm_metal.serving.prefix_misses import start
+            from vllm_metal.serving.prefix_misses import start as misses
             from vllm_metal.vllm_patches import first_mistake, http_protocol, prompts, server_end
 
             http_protocol.limit_connections()
             first_mistake.stop_at_the_first_mistake()
-            prompts.around_servers(start.around)
+            prompts.around_servers(lambda app, state: idle.around(misses.around(app, state), state))
             server_end.tell_how_servers_end()
 
     @classmethod

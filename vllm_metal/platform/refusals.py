@@ -14,6 +14,7 @@ from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE
 from vllm_metal.platform.refused_options import refused_options
 from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.serving import start
+from vllm_metal.serving.idle import spells
 from vllm_metal.settings import envs
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.spec_decode import checkpoint
@@ -40,6 +41,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | _model_refusals(config)
         | _speculation_refusals(config)
         | _serving_refusals(config)
+        | spells.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         given.wire_memory and not mlx_device.can_wire(device)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,16 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(name for name in NORMALISED if name in value)
 
 
+def _duration_or_never(value: Any) -> float:
+    """Seconds; infinity for "never"."""
+    if value == "never":
+        return math.inf
+    try:
+        return values.duration(value)
+    except ValueError as error:
+        raise ValueError(f'{error}; "never" is possible, too') from error
+
+
 _READERS: Mapping[str, values.Reader] = {
     "fixed_draft_length": values.flag,
     "fixed_splits": _fixed_splits,
@@ -65,6 +76,8 @@ _READERS: Mapping[str, values.Reader] = {
     "dense_check": values.flag,
     "explain_prefix_misses": values.flag,
     "normalise_prompts": _names,
+    "idle_sleep": values.duration,
+    "idle_sleep_weights": _duration_or_never,
     "prefix_cache_dir": values.path,
     "prefix_cache_bytes": values.size,
     "prefix_cache_daily_writes": values.daily_size,
@@ -92,6 +105,10 @@ class AdditionalConfig:
     explain_prefix_misses: bool = True
     #: What is taken out of system messages before templating, as it changes with each request.
     normalise_prompts: tuple[str, ...] = ()
+    #: Seconds without a request after which the KV pool's memory is given back; None: it stays.
+    idle_sleep: float | None = None
+    #: Likewise the weights', from the same moment on; None: twice as many seconds as the pool's.
+    idle_sleep_weights: float | None = None
     #: Folder of the prefix cache on disk; None: there is none, or --kv-transfer-config names it.
     prefix_cache_dir: Path | None = None
     #: Most bytes of that folder; None: the default, which depends on the free space.
@@ -124,4 +141,13 @@ class AdditionalConfig:
             raise ValueError(
                 f"{OPTION} {alone[0]!r} needs 'prefix_cache_dir', the folder of the cache on disk"
             )
+        found._check_idle_sleep()
         return found
+
+    def _check_idle_sleep(self) -> None:
+        pool, weights = self.idle_sleep, self.idle_sleep_weights
+        if weights is not None and (pool is None or weights < pool):
+            raise ValueError(
+                f"{OPTION} 'idle_sleep_weights' needs 'idle_sleep', and may be no shorter: the KV "
+                "pool is given back first"
+            )

@@ -24,6 +24,7 @@ _DISK = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for unit, factor in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
+_TIMES = {"S": 1, "M": 60, "MIN": 60, "H": 3600, "D": 24 * 3600}
 #: Turns the value of a key into what the plugin uses.
 Reader = Callable[[Any], Any]
 
@@ -124,6 +125,16 @@ def size(value: Any) -> int:
         return parse_size(value, _DISK, '"50GB", "50GiB" or "500MB"')
     except ValueError as error:
         raise ValueError(f"is no size: {error}") from error
+
+
+def duration(value: Any) -> float:
+    """Seconds: a number above 0, or a text such as "90s", "10m" or "1.5h"."""
+    if not isinstance(value, str):
+        return positive(value, 'seconds, or a time such as "10m"')
+    try:
+        return float(parse_size(value, _TIMES, '"90s", "10m" or "2h"'))
+    except ValueError as error:
+        raise ValueError(f"is no time: {error}") from error
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:

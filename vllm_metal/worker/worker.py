@@ -58,6 +58,7 @@ class MetalWorker(WorkerBase):
     transfers: Transfers
     _networks: Networks | None = None
     _memory: MemoryPlanner
+    _awake_bytes = 0  # that MLX held when the engine was awake last
 
     def init_device(self) -> None:
         mlx_device.select(self.current_platform.mlx_device)
@@ -297,13 +298,21 @@ class MetalWorker(WorkerBase):
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Gives back the KV pool, and where the tags name "weights" these."""
+        if self.runner.awake:
+            self._awake_bytes = mx.get_active_memory()
         self._memory.unwire()
         self.runner.release_pool()
         if "weights" in tags:
             self._release_weights()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocates the KV pool again, and loads the weights again where they were given back."""
+        """Allocates the KV pool again, and loads the weights again where they were given back.
+
+        Raises:
+            RuntimeError: other programs have the memory by now; all may be tried again.
+        """
+        if tags is None or "kv_cache" in tags:
+            self._memory.check_room(self._awake_bytes - mx.get_active_memory())
         if self._networks is None and (tags is None or "weights" in tags):
             self.load_model()
         if tags is None or "kv_cache" in tags:
