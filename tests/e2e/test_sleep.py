@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that sleeps gives its memory back, and wakes up as the one it was."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
+import psutil
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy, text_tokens
 
@@ -44,6 +47,23 @@ def test_memory_comes_back_and_answers_stay(smollm2, level, speculative_config):
         assert counters(llm)["vllm:prefix_cache_hits"] > hits
         for prompt, tokens in zip(prompts, before, strict=True):
             dense.check(prompt, tokens)
+
+
+def test_an_engine_whose_memory_others_have_sleeps_on(smollm2, monkeypatch):
+    prompt = text_tokens(smollm2)[:40]
+    with engine(
+        smollm2, kv_cache_memory_bytes=POOL, max_model_len=256, enable_sleep_mode=True
+    ) as llm:
+        before = generate(llm, [prompt], greedy(4))
+        llm.sleep(1)
+        with monkeypatch.context() as others:
+            left = SimpleNamespace(available=POOL // 2, total=psutil.virtual_memory().total)
+            others.setattr("psutil.virtual_memory", lambda: left)
+            with pytest.raises(RuntimeError, match="waking up takes 0.06 GiB, .* leave 0.03 GiB"):
+                llm.wake_up()
+            assert llm.llm_engine.is_sleeping()
+        llm.wake_up()
+        assert generate(llm, [prompt], greedy(4)) == before
 
 
 def test_weights_and_cache_wake_up_apart(smollm2):

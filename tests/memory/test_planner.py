@@ -142,6 +142,21 @@ def test_a_context_that_nobody_asked_for_is_what_fits(serve):
     assert "1024 tokens, the least that is served unasked" in refusal(serve, FULL, weights=weights)
 
 
+def test_memory_that_others_have_taken_meanwhile_is_not_taken_again(monkeypatch):
+    """By a Mac that is idle when the engine falls asleep, and full when it is to wake up."""
+    gpu = Gpu(active=WEIGHTS)
+    gpu.take_over(monkeypatch)
+    IDLE.take_over(monkeypatch)
+    memory = MemoryPlanner("metal")
+    try:
+        memory.check_room(4 * GIB)
+        FULL.take_over(monkeypatch)
+        with pytest.raises(RuntimeError, match=r"takes 4\.00 GiB, and other .* leave .* ask again"):
+            memory.check_room(4 * GIB)
+    finally:
+        memory.release()
+
+
 def test_staging_of_transfers_is_taken_off_the_pool(serve):
     options = {"max_model_len": 4096, "gpu_memory_utilization": 0.9}
     pools = [serve(IDLE, transfer_bytes=nbytes, **options) for nbytes in (0, GIB // 8)]

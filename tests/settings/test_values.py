@@ -35,3 +35,23 @@ def test_what_is_no_size_is_named(given):
     with pytest.raises(ValueError, match='"50GB"') as raised:
         values.size(given)
     assert repr(given) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *((1, 1), (0.5, 0.5), ("90s", 90), ("10m", 600), ("10 min", 600), ("1.5h", 5400)),
+        ("1D", 86400),
+    ],
+)
+def test_what_a_time_means(given, meant):
+    assert values.duration(given) == meant
+
+
+@pytest.mark.parametrize(
+    "given", [0, -1, True, None, [], "", "10", "m", "-5m", "0s", "5ms", "1e9s"]
+)
+def test_what_is_no_time_is_named(given):
+    with pytest.raises(ValueError, match='"10m"') as raised:
+        values.duration(given)
+    assert repr(given) in str(raised.value)

@@ -18,6 +18,9 @@ PATCHES = ROOT / "vllm_metal" / "vllm_patches"
 PROGRAM = Path(unpatched.__file__)
 #: Functions that tell something, and what a change puts in the place of another.
 QUESTIONS = {
+    "engine_sleep.Engine",
+    "engine_sleep.Keeper",
+    "engine_sleep.is_kept",
     "http_protocol.LimitedHttp",
     "processes.in_users_process",
     "prompts.Watcher",

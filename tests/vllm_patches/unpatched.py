@@ -591,6 +591,18 @@ def mistakes(folder):
     return found[1] > found[0] + 5, found
 
 
+@probe("engine_sleep.keep", at_once=False)
+def who_lets_engines_sleep(folder):
+    """No setting has an engine sleep when it is idle, and nothing wakes it for a request."""
+    import inspect
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    names = [name for name in vars(arguments(folder)) if re.search("idle|auto_?sleep", name)]
+    wakes = "wake_up" in inspect.getsource(AsyncLLM.add_request)
+    return not names and not wakes, names
+
+
 @probe("prompts.watch", at_once=False)
 def who_sees_prompts(folder):
     """Nobody is shown a prompt with its messages, nor what was found of it."""
