@@ -192,6 +192,20 @@ def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
             assert found.pulled == (len(prompt) - 1) // BLOCK * BLOCK
 
 
+def test_a_producer_that_sleeps_hands_out_what_it_has(tiny):
+    """Pages for others lie outside the pool, so that leases outlive it. Of either level."""
+    rng, port = np.random.default_rng(8), free_port()
+    with producer(tiny, port) as p, consumer(tiny, port) as d:
+        for level in (1, 2):
+            prompt = rng.integers(2, VOCAB, 100).tolist()
+            params = prefill(p, prompt)
+            p.sleep(level)
+            assert decode(d, prompt, params, max_tokens=1).pulled == 96
+            p.wake_up()
+            assert d.reset_prefix_cache()
+            assert decode(d, prompt, params, max_tokens=1).pulled == 96
+
+
 AHEAD = pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 
 
