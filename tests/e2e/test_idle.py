@@ -21,8 +21,9 @@ SPELL, WEIGHTS = 1.0, 4.0  # seconds without a request
 
 
 @contextmanager
-def idle_server(model, folder, environment=None, **settings):
+def idle_server(model, folder, *more, environment=None, **settings):
     options = (
+        *more,
         *("--served-model-name", "m"),
         *("--max-model-len", "512"),
         *("--max-num-batched-tokens", "256"),
@@ -52,7 +53,8 @@ def server(short, folder):
         "idle_sleep_weights": WEIGHTS,
         "prefix_cache_dir": str(folder / "blocks"),
     }
-    with idle_server(short, folder, environment, **settings) as started:
+    middleware = ("--middleware", "vllm_metal.serving.Tenants")
+    with idle_server(short, folder, *middleware, environment=environment, **settings) as started:
         yield started
 
 
@@ -128,7 +130,7 @@ def test_requests_at_the_moment_of_falling_asleep_are_answered(server):
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_prefix_is_on_the_disk_after_waking(server, level):
     text = f"{level}: " + "The quick brown fox jumps over the lazy dog. " * 20
-    assert complete(server, text).json()["usage"]["prompt_tokens_details"] is None
+    assert complete(server, text).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     wait_for(level, server)
     usage = complete(server, text + "Then it sleeps.").json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 190
@@ -173,12 +175,14 @@ def test_what_the_user_puts_to_sleep_is_woken_by_the_user(server):
     wait_for(1, server)
 
 
-def test_it_ends_while_it_sleeps(short, tmp_path):
-    with idle_server(short, tmp_path, idle_sleep=0.2) as server:
-        wait_for(1, server)
-        server.process.terminate()
-        assert server.process.wait(60) == 0
-    log = server.log.read_text()
+def test_it_ends_while_it_sleeps(server):
+    """The last test of this server."""
+    complete(server, "Of ends")
+    wait_for(2, server)
+    before = len(server.log.read_text())
+    server.process.terminate()
+    assert server.process.wait(60) == 0
+    log = server.log.read_text()[before:]
     assert "Traceback" not in log and "never awaited" not in log and "pending" not in log
 
 

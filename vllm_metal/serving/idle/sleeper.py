@@ -59,7 +59,6 @@ class Sleeper:
         self._sleep, self._clock = sleep, clock
         self._turn = asyncio.Lock()
         self._level = 0  # at which the sleeper has put the engine to sleep; 0: it has not
-        self._is_users = False  # whether the engine sleeps because its user said so
         self._num_requests = 0  # that are being answered, or wait for the engine
         self._quiet = asyncio.Event()  # there are none
         self._quiet.set()
@@ -104,13 +103,13 @@ class Sleeper:
             elif level > self._level > 0:
                 await self._engine.sleep(level)
             await call()
-            self._level, self._is_users = 0, True
+            self._level = 0  # its user's, from now on
 
     async def wake_up(self, call: Callable[[], Awaitable[bool]]) -> bool:
         """Wakes the engine up as its user says; returns whether all of it is awake."""
         async with self._turn:
             if awake := await call():
-                self._level, self._is_users = 0, False
+                self._level = 0
             self._came.set()  # the spells begin anew
             return awake
 
@@ -170,7 +169,7 @@ class Sleeper:
         async with self._turn:
             if spell.level <= self._level:  # it did not wake up for the last request
                 return True
-            if self._is_users or (not self._level and await self._engine.is_stopped()):
+            if not self._level and await self._engine.is_stopped():
                 return False
             if self._came.is_set():
                 return False
