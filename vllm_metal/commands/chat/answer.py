@@ -65,7 +65,9 @@ class Progress:
     _fresh: dict[str, str] = field(default_factory=lambda: {"text": "", "reasoning": ""})
     _blocks: list[str] = field(default_factory=list)
     _first: float | None = None
+    _first_tokens: int = 0  # until then: some tokens bring no text
     _last: float = 0.0
+    _last_tokens: int = 0
     _usage: dict[str, Any] = field(default_factory=dict)
     _drafts: dict[str, Any] = field(default_factory=dict)
     finish: str | None = None
@@ -79,12 +81,16 @@ class Progress:
             text = delta.get("content") or ""
             reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
             if text or reasoning:
-                self._last = self.clock()
-                self._first = self._first or self._last
+                self._time(self._usage.get("completion_tokens") or 0)
             self.text += text
             self._fresh["text"] += text
             self._fresh["reasoning"] += reasoning
             self.finish = choice.get("finish_reason") or self.finish
+
+    def _time(self, tokens: int) -> None:
+        self._last, self._last_tokens = self.clock(), tokens
+        if self._first is None:
+            self._first, self._first_tokens = self._last, tokens
 
     def event(self) -> Event:
         """What is new since the last event: texts, blocks of HTML from `from` on, figures."""
@@ -99,13 +105,13 @@ class Progress:
 
     def figures(self) -> dict[str, float | int | None]:
         """TTFT in seconds, tokens a second after it, and counts of tokens; None: not told."""
-        tokens = self._usage.get("completion_tokens")
         took = self._last - self._first if self._first is not None else 0.0
+        tokens = self._last_tokens - self._first_tokens
         details = self._usage.get("prompt_tokens_details") or {}
         return {
             "ttft": None if self._first is None else self._first - self.asked,
-            "tokens": tokens,
-            "speed": (tokens - 1) / took if tokens and tokens > 1 and took > 0 else None,
+            "tokens": self._usage.get("completion_tokens"),
+            "speed": tokens / took if tokens > 0 and took > 0 else None,
             "prompt": self._usage.get("prompt_tokens"),
             "cached": details.get("cached_tokens"),
             "drafted": self._drafts.get("num_draft_tokens"),
