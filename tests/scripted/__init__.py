@@ -4,9 +4,9 @@
     scripts = [Script((Turn(calls=(Call("read", {"path": "notes"}),)), Turn("It says hello.")))]
     model = scripted.checkpoint(folder, scripts)
 
-Serve it in float32, with `--tool-call-parser hermes` and `--enable-auto-tool-choice`; where a turn has
-reasoning, with `--reasoning-parser deepseek_r1` too. A grammar (structured outputs, or a tool choice that
-is not "auto") allows none of a script's tokens.
+Serve it in float32, with `--tool-call-parser hermes` and `--enable-auto-tool-choice`; where a turn
+has reasoning, with `--reasoning-parser deepseek_r1` too. A grammar (structured outputs, or a tool
+choice that is not "auto") allows none of a script's tokens.
 """
 
 import json
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+
 from scripted import vocabulary
 from scripted.script import Call, Script, Turn, check
 from scripted.weights import CONFIG, MAX_RESULTS, MAX_SCRIPTS, weights
-
 from vllm_metal.models.embedded import embedded_model_path
 
 __all__ = ["MAX_RESULTS", "MAX_SCRIPTS", "Call", "Script", "Turn", "checkpoint"]

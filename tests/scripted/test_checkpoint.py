@@ -2,10 +2,11 @@
 """Transformers says of a script checkpoint what the script says."""
 
 import pytest
-import scripted
 import torch
-from scripted import Call, Script, Turn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import scripted
+from scripted import Call, Script, Turn
 
 TITLE = "Write a title for this"
 READ = Call("read", {"path": "notes.txt", "lines": [1, 2], "text": 'né "so"\n'})

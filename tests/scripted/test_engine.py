@@ -2,17 +2,16 @@
 """The engine says a script too: in chunks, behind cached prefixes, and many at once."""
 
 import pytest
-import scripted
 from e2e.harness import counters, engine
-from scripted import Call, Script, Turn
 from vllm import SamplingParams
+
+import scripted
+from scripted import Call, Script, Turn
 
 pytestmark = pytest.mark.more  # tests/agents has a server say scripts in each `make test`
 
-TURNS = (
-    *(Turn(f"Step {count}.", (Call("read", {"n": count}),)) for count in range(9)),
-    Turn("End."),
-)
+STEPS = tuple(Turn(f"Step {count}.", (Call("read", {"n": count}),)) for count in range(9))
+TURNS = (*STEPS, Turn("End."))
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 SAMPLED = SamplingParams(temperature=1, max_tokens=200, seed=3)
 

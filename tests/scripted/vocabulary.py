@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripted.script import END_OF_REASONING, Script, Turn
 from tokenizers import Tokenizer
+
+from scripted.script import END_OF_REASONING, Script, Turn
 
 #: Opens every prompt, once: what the tool results are counted against.
 BEGIN = "<|begin|>"

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of a Llama of one layer that says scripts: all by formula, none learned.
 
-The residual stream of a token has, by column: a one; what makes all tokens equally long; whether it
-opens a prompt, or a tool result, or is a script's marker; whether a turn may start behind it, or an
-answer behind reasoning; and, as one-hot digits, the place that follows it in its script. Two heads of
-attention add to it how many tool results the prompt has, and which script is asked for. The MLP adds
-nothing. The head reads either the digits, or, behind a token of text, which turn is to start.
+The residual stream of a token has, by column: a one; what makes all tokens equally long; whether
+it opens a prompt, or a tool result, or is a script's marker; whether a turn may start behind it, or
+an answer behind reasoning; and, as one-hot digits, the place that follows it in its script. Two
+heads of attention add to it how many tool results the prompt has, and which script is asked for.
+The MLP adds nothing. The head reads either the digits, or, behind a token of text, which turn is to
+start.
 """
 
 import math
 from typing import Any
 
 import numpy as np
+
 from scripted.vocabulary import Vocabulary
 
 #: Scripts of a checkpoint, the one without a marker among them; and tool results of a prompt.
