@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's own server: whom it answers, what it sends along, what it says of a server's refusal."""
+"""The page's own server: whom it answers, and what it says of a refusal of the other server."""
 
 import json
 import threading
