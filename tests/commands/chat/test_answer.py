@@ -12,7 +12,7 @@ def piece(text="", tokens=None, **more):
     return {"choices": [{"delta": {"content": text}}], "usage": usage} | more
 
 
-def test_only_sampling_may_be_set_of_a_request():
+def test_sampling_cannot_change_the_rest_of_a_request():
     asked = {
         "messages": [{"role": "user", "content": "hi", "name": "x"}],
         "sampling": {"temperature": 0, "top_p": None, "stream": False, "model": "other"},

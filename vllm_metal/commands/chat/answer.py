@@ -15,12 +15,6 @@ from vllm_metal.commands.chat.upstream import Reply, Upstream, UpstreamError
 _PERIOD = 0.05
 #: And times what the last event's HTML took to make, so that a long answer costs a fifth of a core.
 _SHARE = 4.0
-#: What the page may set of a request; the rest is ours.
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-
 Event = dict[str, Any]
 
 
@@ -29,7 +23,7 @@ def body(model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         model: name of the model.
-        asked: `messages`, and `sampling`, of which those in `SAMPLING` are taken.
+        asked: `messages`, and `sampling`: parameters as the API has them, null where unset.
 
     Raises:
         ValueError: messages are missing, or one is no text of a role.
@@ -46,7 +40,7 @@ def body(model: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(sampling, dict):
         raise ValueError("sampling: an object is wanted")
     return {
-        **{name: sampling[name] for name in SAMPLING if sampling.get(name) is not None},
+        **{name: value for name, value in sampling.items() if value is not None},
         "model": model,
         "messages": [{name: message[name] for name in ("role", "content")} for message in messages],
         "stream": True,
