@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import _common
 import _terminal
-from _chat import AnswerLimits, ChatEngine, Conversation, TurnStats, ask
+
+from vllm_metal.commands.chat.terminal.conversation import (
+    AnswerLimits,
+    ChatEngine,
+    Conversation,
+    TurnStats,
+    ask,
+)
 
 
 @dataclass(frozen=True)

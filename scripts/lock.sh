@@ -81,7 +81,7 @@ PY
 lock() {
     local users=$2/$1.txt developers=$2/$1-dev.txt all=$work/$1-all.txt
     touch "$users" "$developers"
-    "compile_$1" --extra gguf --extra embedded --group build --output-file "$users"
+    "compile_$1" --extra gguf --extra embedded --extra chat --group build --output-file "$users"
     cat "$users" "$developers" >"$all"
     # What the interpreter asks for, but not itself: set-up installs the clone's.
     "compile_$1" --all-extras --no-emit-package vllm-metal-interpreter --group build --group dev \
@@ -146,7 +146,7 @@ check_target() {
     local users=requirements/linux.txt developers=requirements/linux-dev.txt
     local target=(--python-version "$2" --python-platform "$1-$GLIBC")
     mkdir "$folder"
-    if check_pins "$folder" "$users" --extra gguf --extra embedded "${target[@]}" &&
+    if check_pins "$folder" "$users" --extra gguf --extra embedded --extra chat "${target[@]}" &&
         check_pins "$folder" "$users $developers" --all-extras --group dev \
             --no-emit-package vllm-metal-interpreter "${target[@]}" &&
         { [ "$3" = 0 ] || check_torch "${target[@]}"; }; then

@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(
         commands.add_parser("doctor", help="check this machine, the engine and every kernel")
     )
+    _add_chat(commands.add_parser("chat", help="talk to a model, in a page or in the terminal"))
     _add_cache(commands.add_parser("cache", help="list, remove or check prefixes kept on disk"))
     _add_tenants(commands.add_parser("tenants", help="make, remove or list tenants' API keys"))
     _add_answers(commands.add_parser("answers", help="remove answers that a server has kept"))
@@ -233,6 +234,59 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Talk to a model in a page that this command serves on 127.0.0.1, with what each answer "
+        "took and what the engine does beside it. Nothing is loaded from elsewhere, and "
+        "conversations stay in the browser. With --terminal: in the terminal."
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder or hub name of the model to serve; default: the embedded one",
+    )
+    parser.add_argument(
+        "--url",
+        help="ask this server, which runs already, in place of one that is started; its key is "
+        "taken from the variable VLLM_API_KEY",
+    )
+    parser.add_argument(
+        "--port",
+        type=units.port,
+        default=8090,
+        help="of the page; default: %(default)s. Browsers keep conversations for each port",
+    )
+    parser.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="open the page in the browser; default: yes",
+    )
+    parser.add_argument("--max-model-len", type=units.tokens, help="context; default: what fits")
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=units.positive,
+        default=1.0,
+        metavar="GIB",
+        help="size of the KV cache; default: %(default)s",
+    )
+    terminal = parser.add_argument_group("in the terminal")
+    terminal.add_argument("--terminal", action="store_true", help="chat here, without a server")
+    terminal.add_argument("--system", default="", help="system prompt; default: the model's own")
+    terminal.add_argument(
+        "--max-tokens",
+        type=units.count,
+        default=512,
+        metavar="N",
+        help="longest answer; default: %(default)s",
+    )
+    terminal.add_argument(
+        "--temperature", type=units.at_least_0, default=0.7, help="0: greedy; default: %(default)s"
+    )
+    parser.set_defaults(run=_chat)
+
+
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "List, remove or check the blocks of a prefix cache, in the folder that prefix_cache_dir "
@@ -360,6 +414,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from vllm_metal.commands.doctor import run, tune
 
     return tune.run(args) if args.tune else run.run(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from vllm_metal.commands.chat import command
+
+    return command.run(args)
 
 
 def _action_of(command: str) -> Callable[[argparse.Namespace], int]:

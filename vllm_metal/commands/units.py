@@ -10,6 +10,7 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from contextlib import suppress
+from math import inf
 
 from vllm_metal.settings import values
 
@@ -33,6 +34,29 @@ def count(text: str) -> int:
     """A whole number of at least 1."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < inf:
+            return value
+    raise ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def at_least_0(text: str) -> float:
+    """A number of at least 0."""
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < inf:
+            return value
+    raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
+
+
+def port(text: str) -> int:
+    """A port's number, from 1 to 65535."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError(f"{text!r} is not a port: a number from 1 to 65535")
     return int(text)
 
 

@@ -12,7 +12,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 #: Packages of the extras that messages advise, as pyproject.toml declares them.
-PACKAGES = {"gguf": ("gguf>=0.19", "filelock>=3.20.3"), "redis": ("redis>=6",)}
+PACKAGES = {
+    "gguf": ("gguf>=0.19", "filelock>=3.20.3"),
+    "redis": ("redis>=6",),
+    "chat": (
+        "httpx>=0.28",
+        "markdown-it-py>=4",
+        "pygments>=2.19",
+        "starlette>=0.49",
+        "uvicorn>=0.38",
+    ),
+}
 #: Extras that are folders of the clone, and no part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
 #: What the extra `interpreter` brings: the compiler that runs kernels on a CPU.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with a model in the terminal."""
+"""`vllm-metal chat --terminal`: reads lines, obeys commands, and lets Ctrl-C stop an answer."""
 
 import argparse
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,15 @@ try:
 except ImportError:
     readline = None  # type: ignore[assignment]
 
-import _common
-import _terminal
-from _chat import AnswerLimits, ChatEngine, ChatError, Conversation, ask
+from vllm_metal.commands.chat import surroundings
+from vllm_metal.commands.chat.terminal import prints
+from vllm_metal.commands.chat.terminal.conversation import (
+    AnswerLimits,
+    ChatEngine,
+    ChatError,
+    Conversation,
+    ask,
+)
 
 HELP = """\
 /reset        forget the conversation
@@ -27,22 +32,26 @@ HELP = """\
 Ctrl-C during an answer stops it; the text so far is kept."""
 
 
-def main() -> int:
-    args = _parse_args()
-    device = _common.prepare(offline=args.model is None)
+def run(args: argparse.Namespace) -> int:
+    """Chats until the user leaves, and returns the exit status.
+
+    Args:
+        args: of `vllm_metal.commands.cli`.
+    """
+    device = surroundings.prepare(offline=args.model is None)
     try:
-        with _terminal.working("Loading the model (the embedded one is converted the first time)"):
-            model = args.model or str(_common.default_model())
+        with prints.working("Loading the model (the embedded one is converted the first time)"):
+            model = args.model or str(surroundings.default_model())
             engine = ChatEngine(model, args.max_model_len, args.kv_cache_gib)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        _terminal.say(f"chat: {error}", "bold red")
+        prints.say(f"chat: {error}", "bold red")
         return 1
     except KeyboardInterrupt:
         return 130
     where = {"metal": "Metal", "cpu": "MLX's CPU backend", None: "vLLM's own backend"}[device]
     shown = args.model or Path(model).name
-    _terminal.say(f"{shown} on {where}, {engine.max_model_len} tokens of context", "dim")
-    _terminal.say("/help for the commands", "dim")
+    prints.say(f"{shown} on {where}, {engine.max_model_len} tokens of context", "dim")
+    prints.say("/help for the commands", "dim")
     conversation = Conversation(args.system)
     limits = AnswerLimits(args.max_tokens, args.temperature)
     try:
@@ -55,31 +64,6 @@ def main() -> int:
     finally:
         engine.close()
     return 0
-
-
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="directory or Hub name; default: the embedded model")
-    parser.add_argument("--system", default="", help="system prompt; default: the model's own")
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, help="longest answer; default: %(default)s"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="0: greedy; default: %(default)s"
-    )
-    parser.add_argument("--max-model-len", type=int, help="tokens of context; default: what fits")
-    parser.add_argument(
-        "--kv-cache-gib",
-        type=float,
-        default=_common.DEFAULT_KV_CACHE_GIB,
-        help="size of the KV cache; default: %(default)s",
-    )
-    args = parser.parse_args()
-    if args.max_tokens < 1:
-        parser.error("--max-tokens must be at least 1")
-    if args.temperature < 0:
-        parser.error("--temperature must not be negative")
-    return args
 
 
 def questions() -> Iterator[str]:
@@ -98,7 +82,7 @@ def questions() -> Iterator[str]:
             if interrupted:
                 return
             interrupted = True
-            _terminal.say("Press Ctrl-C again, Ctrl-D or type /quit to leave", "dim")
+            prints.say("Press Ctrl-C again, Ctrl-D or type /quit to leave", "dim")
             continue
         interrupted = False
         if line:
@@ -116,17 +100,17 @@ def obey(line: str, conversation: Conversation) -> bool:
     if command == "/quit":
         return False
     if command == "/help":
-        _terminal.say(HELP)
+        prints.say(HELP)
     elif command == "/reset":
         conversation.turns.clear()
-        _terminal.say("The conversation is forgotten.", "dim")
+        prints.say("The conversation is forgotten.", "dim")
     elif command == "/system":
         conversation.system = rest.strip()
         conversation.turns.clear()
         what = "set" if conversation.system else "the model's own again"
-        _terminal.say(f"The system prompt is {what}; the conversation is forgotten.", "dim")
+        prints.say(f"The system prompt is {what}; the conversation is forgotten.", "dim")
     else:
-        _terminal.say(f"{command} is not a command; /help lists them", "red")
+        prints.say(f"{command} is not a command; /help lists them", "red")
     return True
 
 
@@ -143,17 +127,15 @@ def take_turn(
         )
         if forgotten:
             turns = "turn is" if forgotten == 1 else f"{forgotten} turns are"
-            _terminal.say(
+            prints.say(
                 f"The conversation no longer fits the context of {limit} tokens: "
                 f"its oldest {turns} forgotten.",
                 "yellow",
             )
         with interruptible() as interrupted:
-            answer = ask(
-                engine, conversation, question, limits, _terminal.stream, interrupted.is_set
-            )
+            answer = ask(engine, conversation, question, limits, prints.stream, interrupted.is_set)
     except ChatError as error:
-        _terminal.say(str(error), "red")
+        prints.say(str(error), "red")
         return
     print()
     notes = {
@@ -161,7 +143,7 @@ def take_turn(
         "interrupted": " · stopped",
     }
     figures = answer.stats.line() if answer.stats else "no answer yet"
-    _terminal.say(figures + notes.get(answer.finish, ""), "dim")
+    prints.say(figures + notes.get(answer.finish, ""), "dim")
 
 
 @contextmanager
@@ -179,7 +161,3 @@ def interruptible() -> Iterator[Event]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

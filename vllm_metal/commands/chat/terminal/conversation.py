@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat behind chat.py and demo.py: a conversation, an engine, and one turn between them.
+"""A conversation in the terminal, an engine in this process, and one turn between them.
 
 The engine runs in this process: in a child process, it would also get the terminal's Ctrl-C, and
 shut down.

@@ -5,9 +5,10 @@ import os
 import signal
 
 import pytest
-from _chat import ChatError, Conversation, TurnStats
-from chat import interruptible, obey, questions
-from demo import missed_hits
+
+from vllm_metal.commands.chat.terminal import session
+from vllm_metal.commands.chat.terminal.conversation import ChatError, Conversation, TurnStats
+from vllm_metal.commands.chat.terminal.session import interruptible, obey, questions
 
 
 def words(messages: list[dict[str, str]]) -> int:
@@ -61,13 +62,6 @@ def test_speed_is_of_the_tokens_after_the_first() -> None:
 
 def test_one_token_has_no_speed() -> None:
     assert TurnStats(3, 0, output_tokens=1, ttft=0.1, decode_time=0.0).cells()[-1] == "–"
-
-
-@pytest.mark.parametrize(("cached", "wrong"), [(0, True), (16, True), (32, False), (48, False)])
-def test_demo_wants_all_full_blocks_of_the_turn_before(cached: int, wrong: bool) -> None:
-    before = TurnStats(37, 0, 5, 0.1, 0.1)
-    now = TurnStats(60, cached, 5, 0.1, 0.1)
-    assert bool(missed_hits(2, now, before, block_size=16)) == wrong
 
 
 def test_reset_keeps_the_system_prompt() -> None:
@@ -127,7 +121,7 @@ def test_ctrl_c_in_a_half_typed_line_only_drops_it(monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", answer)
-    monkeypatch.setattr("chat.half_typed", lambda: at_prompt[0])
+    monkeypatch.setattr(session, "half_typed", lambda: at_prompt[0])
     assert list(questions()) == []
     assert list(lines) == [""]  # it took two at an empty line, with a dropped one between
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's own server: whom it answers, and what it says of a refusal of the other server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from starlette.testclient import TestClient
+
+from vllm_metal.commands.chat import page
+from vllm_metal.commands.chat.upstream import Upstream
+
+KEY = "a-secret-key"
+REFUSAL = {"error": {"message": "the prompt is too long", "type": "BadRequestError"}}
+ASKED = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+class Double(BaseHTTPRequestHandler):
+    """A server that lists a model to who has its key, and refuses every question."""
+
+    def do_GET(self):
+        known = self.headers["Authorization"] == f"Bearer {KEY}"
+        models = {"data": [{"id": "m", "max_model_len": 64}]}
+        self._send(200 if known else 401, models if known else {"error": "Unauthorized"})
+
+    def do_POST(self):
+        self._send(400, REFUSAL)
+
+    def _send(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Double) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def client(url, key=KEY, host="127.0.0.1"):
+    return TestClient(page.app(Upstream(url, key)), base_url=f"http://{host}:8090")
+
+
+def test_the_page_may_load_nothing_from_elsewhere_and_has_no_key(url):
+    asked = client(url)
+    for path in ("/", "/main.js", "/api/model"):
+        reply = asked.get(path)
+        assert reply.status_code == 200
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert KEY not in reply.text
+
+
+def test_the_model_is_asked_with_the_key(url):
+    assert client(f"{url}/v1/").get("/api/model").json() == {"name": "m", "context": 64}
+
+
+def test_a_wrong_key_is_named_with_what_to_do(url):
+    reply = client(url, key=None).get("/api/model")
+    assert reply.status_code == 502
+    assert "401" in reply.json()["error"] and "VLLM_API_KEY" in reply.json()["error"]
+
+
+def test_another_name_for_this_machine_is_refused(url):
+    assert client(url, host="attacker.example").get("/api/model").status_code == 400
+
+
+def test_a_form_of_another_page_is_refused(url):
+    body = json.dumps(ASKED)
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        reply = client(url).post("/api/answer", content=body, headers={"Content-Type": kind})
+        assert reply.status_code == 415
+
+
+def test_a_server_s_refusal_reaches_the_user(url):
+    reply = client(url).post("/api/answer", json=ASKED)
+    (event,) = map(json.loads, reply.text.splitlines())
+    assert event["error"] == "the server says 400: the prompt is too long"
+
+
+def test_a_server_that_is_not_there_is_named():
+    reply = client("http://127.0.0.1:9").get("/api/figures")
+    assert (
+        reply.status_code == 502 and "http://127.0.0.1:9 does not answer" in reply.json()["error"]
+    )
+
+
+@pytest.mark.parametrize("asked", [[], {"messages": 3}, {"texts": [1]}])
+def test_nonsense_is_refused_by_name(url, asked):
+    path = "/api/markdown" if "texts" in asked else "/api/answer"
+    reply = client(url).post(path, json=asked)
+    assert reply.status_code == 400 and "wanted" in reply.json()["error"]
+
+
+def test_kept_answers_become_blocks(url):
+    reply = client(url).post("/api/markdown", json={"texts": ["a\n\nb", ""]})
+    assert reply.json() == [["<p>a</p>\n", "<p>b</p>\n"], []]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-metal chat`: decides between page and terminal, and who serves the model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import webbrowser
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+
+from vllm_metal.commands.chat import surroundings
+from vllm_metal.settings.extras import install_advice
+
+_HOST = "127.0.0.1"
+_POLL = 1.0  # seconds
+_START_POLL = 0.02
+#: Where a key is taken from, as vLLM's server does; never from the command line, which others see.
+_KEY = "VLLM_API_KEY"
+_NEEDED = ("starlette", "uvicorn", "httpx", "markdown_it", "pygments", "prometheus_client")
+
+
+def run(args: Namespace) -> int:
+    """Chats until the user leaves, and returns the exit status.
+
+    Args:
+        args: of `vllm_metal.commands.cli`.
+
+    Raises:
+        ValueError: options that do not go together.
+        OSError: the port is taken.
+        ImportError: a package of the extra `chat` is missing.
+    """
+    if args.url is not None and (args.model is not None or args.terminal):
+        other = "--terminal" if args.terminal else "MODEL"
+        raise ValueError(f"chat --url asks a server that runs: leave out {other}")
+    if args.terminal:
+        from vllm_metal.commands.chat.terminal import session
+
+        return session.run(args)
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ImportError(f"the page needs {', '.join(missing)}: {install_advice('chat')}")
+    with _listening(args.port) as listener:
+        if args.url is not None:
+            return _show(listener, args.url, os.environ.get(_KEY), args.open)
+        return _serve_and_show(args, listener)
+
+
+def _serve_and_show(args: Namespace, listener: socket.socket) -> int:
+    from vllm_metal.commands.chat import local_server
+    from vllm_metal.commands.chat.terminal import prints
+
+    surroundings.prepare(offline=args.model is None)
+    with ExitStack() as stack:
+        try:
+            with prints.working("Loading the model (the embedded one is converted the first time)"):
+                model = args.model or str(surroundings.default_model())
+                server = stack.enter_context(
+                    local_server.serving(model, args.max_model_len, args.kv_cache_gib)
+                )
+        except local_server.DidNotStart as error:
+            raise ValueError(str(error)) from error
+        return _show(listener, server.url, server.key, args.open, lambda: server.process.alive)
+
+
+def _show(
+    listener: socket.socket,
+    url: str,
+    key: str | None,
+    opened: bool,
+    alive: Callable[[], bool] = lambda: True,
+) -> int:
+    """Serves the page until Ctrl-C, or until the server behind it has ended.
+
+    Args:
+        listener: bound to the page's address.
+        url: of the server that answers.
+        key: for it.
+        opened: whether to open the page in the user's browser.
+        alive: whether the server still runs.
+
+    Returns:
+        The exit status.
+    """
+    import uvicorn
+
+    from vllm_metal.commands.chat import page
+    from vllm_metal.commands.chat.upstream import Upstream
+
+    address = f"http://{_HOST}:{listener.getsockname()[1]}/"
+
+    async def serve() -> bool:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                page.app(Upstream(url, key)), log_level="warning", timeout_graceful_shutdown=1
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(_START_POLL)
+        print(f"Chat: {address}   (Ctrl-C ends it)", flush=True)
+        if opened:
+            webbrowser.open(address)
+        while not serving.done() and alive():
+            await asyncio.wait((serving,), timeout=_POLL)
+        ended = serving.done()
+        server.should_exit = True
+        await serving
+        return ended
+
+    try:
+        by_user = asyncio.run(serve())
+    except KeyboardInterrupt:  # uvicorn has shut down, and passes it on
+        return 0
+    if not by_user:
+        print("vllm-metal: error: the server has ended: start the chat again", file=sys.stderr)
+    return 0 if by_user else 1
+
+
+@contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((_HOST, port))
+        except OSError as error:
+            raise OSError(
+                f"port {port} is taken ({error.strerror}): name another by --port; conversations "
+                "are kept for each port"
+            ) from error
+        yield listener

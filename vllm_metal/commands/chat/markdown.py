@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes HTML of an answer's Markdown, block by block; tags in the answer stay text.
+
+markdown-it-py does it without raw HTML, with the addresses of links checked, and Pygments colours
+code. Pictures become links, so that a page loads nothing because an answer names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import OptionsDict
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+
+_FORMATTER: HtmlFormatter[str] = HtmlFormatter(nowrap=True)
+
+
+def blocks(text: str) -> list[str]:
+    """HTML of each paragraph, list, table and piece of code of `text`, in their order.
+
+    A text that grows changes its last blocks only, as a rule.
+    """
+    return [
+        _PARSER.renderer.render(block, _PARSER.options, {}) for block in _split(_PARSER.parse(text))
+    ]
+
+
+def changed(before: Sequence[str], now: Sequence[str]) -> int:
+    """How many blocks at the beginning are the same in both."""
+    same = 0
+    for old, new in zip(before, now, strict=False):
+        if old != new:
+            break
+        same += 1
+    return same
+
+
+def _split(tokens: Sequence[Token]) -> Iterator[list[Token]]:
+    block: list[Token] = []
+    for token in tokens:
+        block.append(token)
+        if token.level == 0 and token.nesting <= 0:
+            yield block
+            block = []
+
+
+def _fence(
+    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+) -> str:
+    """A piece of code with its language, a button that copies it, and room to scroll."""
+    language = tokens[at].info.strip().split(maxsplit=1)[0] if tokens[at].info.strip() else ""
+    shown = escape(language)
+    return (
+        f'<div class="code"><div class="code-bar"><span>{shown}</span>'
+        '<button type="button" class="copy">Copy</button></div>'
+        # What scrolls must be within the keyboard's reach.
+        f'<pre tabindex="0" role="group" aria-label="{f"{shown} " if shown else ""}code"><code>'
+        f"{_coloured(tokens[at].content, language)}</code></pre></div>\n"
+    )
+
+
+def _coloured(code: str, language: str) -> str:
+    try:
+        lexer = get_lexer_by_name(language or "text", stripnl=False)
+    except ClassNotFound:
+        return escape(code)
+    return str(highlight(code, lexer, _FORMATTER))
+
+
+def _link_open(
+    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+) -> str:
+    tokens[at].attrSet("target", "_blank")
+    tokens[at].attrSet("rel", "noopener noreferrer")
+    return renderer.renderToken(tokens, at, options, env)
+
+
+def _table_open(
+    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+) -> str:
+    return '<div class="table" tabindex="0" role="group" aria-label="table"><table>\n'
+
+
+def _table_close(
+    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+) -> str:
+    return "</table></div>\n"
+
+
+def _cell_open(
+    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+) -> str:
+    # The page allows no styles within HTML: a class says how a column is aligned.
+    style = tokens[at].attrs.pop("style", None)
+    if style is not None:
+        tokens[at].attrSet("class", str(style).replace("text-align:", "align-"))
+    return renderer.renderToken(tokens, at, options, env)
+
+
+def _heading(
+    renderer: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: Any
+) -> str:
+    # Below the page's own first and second level, which names who speaks.
+    tokens[at].tag = f"h{min(int(tokens[at].tag[1:]) + 2, 6)}"
+    return renderer.renderToken(tokens, at, options, env)
+
+
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    parser.disable("image")
+    rules = {
+        "fence": _fence,
+        "code_block": _fence,
+        "heading_open": _heading,
+        "heading_close": _heading,
+        "link_open": _link_open,
+        "table_open": _table_open,
+        "table_close": _table_close,
+        "th_open": _cell_open,
+        "td_open": _cell_open,
+    }
+    for name, rule in rules.items():
+        parser.add_render_rule(name, rule)
+    return parser
+
+
+_PARSER = _parser()

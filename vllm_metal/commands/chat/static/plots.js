@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// The side panel: what the engine does, asked for while the panel is open, as numbers and lines.
+
+import { byId, element } from "./dom.js";
+import * as server from "./server.js";
+
+const PERIOD_MS = 2000;
+const KEPT = 120; // samples: four minutes
+const SVG = "http://www.w3.org/2000/svg";
+
+const share = (part, whole) => (whole > 0 ? part / whole : null);
+const percent = (value) => `${Math.round(100 * value)} %`;
+
+// Each value is of a sample and the one before it; null: nothing to say of that time.
+const PLOTS = [
+  { label: "K/V in use", most: 1, shown: percent, value: (now) => now.kv_cache_usage },
+  { label: "Prefix hits", most: 1, shown: percent,
+    value: (now, before) => share(now.prefix_hits - before.prefix_hits, now.prefix_queries - before.prefix_queries) },
+  { label: "Drafts accepted", most: 1, shown: percent,
+    value: (now, before) => share(now.accepted_tokens - before.accepted_tokens, now.draft_tokens - before.draft_tokens) },
+  { label: "Requests that wait", least: 4, shown: (value) => `${value}`, value: (now) => now.waiting },
+  { label: "Tokens a second", least: 10, shown: (value) => value.toFixed(1),
+    value: (now, before) => share(now.generated_tokens - before.generated_tokens, now.at - before.at) },
+  { label: "Power, watts", least: 10, shown: (value) => value.toFixed(1),
+    value: (now, before) => (now.joules == null || before.joules == null ? null : share(now.joules - before.joules, now.at - before.at)) },
+];
+
+let timer = null;
+let before = null;
+
+/** Asks for figures from now on. */
+export function start() {
+  if (timer) return;
+  byId("plots").replaceChildren(...PLOTS.map((plot) => {
+    plot.values = [];
+    plot.last = element("dd", { textContent: "–" });
+    plot.line = document.createElementNS(SVG, "polyline");
+    const drawn = document.createElementNS(SVG, "svg");
+    drawn.setAttribute("viewBox", `0 0 ${KEPT - 1} 32`);
+    drawn.setAttribute("preserveAspectRatio", "none");
+    drawn.setAttribute("aria-hidden", "true"); // the number says it
+    drawn.append(plot.line);
+    plot.element = element("dl", { className: "plot" }, element("div", {}, element("dt", { textContent: plot.label }), plot.last), drawn);
+    return plot.element;
+  }));
+  before = null;
+  timer = setInterval(sample, PERIOD_MS);
+  sample();
+}
+
+/** Asks no more. */
+export function stop() {
+  clearInterval(timer);
+  timer = null;
+}
+
+async function sample() {
+  if (document.hidden) return;
+  const note = byId("figures-note");
+  try {
+    const now = { ...await server.figures(), at: performance.now() / 1000 };
+    note.textContent = now.joules == null ? "Power is read on a Mac, with zeus-apple-silicon." : "";
+    for (const plot of PLOTS) draw(plot, before && plot.value(now, before));
+    before = now;
+  } catch (error) {
+    note.textContent = `No figures: ${error.message}`;
+  }
+}
+
+function draw(plot, value) {
+  const known = value != null && !Number.isNaN(value);
+  plot.values = [...plot.values, known ? value : null].slice(-KEPT);
+  plot.element.hidden = plot.label.startsWith("Power") && !plot.values.some((one) => one != null);
+  if (known) plot.last.textContent = plot.shown(value);
+  const most = plot.most ?? Math.max(plot.least, ...plot.values);
+  const at = KEPT - plot.values.length;
+  plot.line.setAttribute("points", plot.values
+    .map((one, index) => (one == null ? "" : `${at + index},${(31 - 30 * Math.min(1, one / most)).toFixed(1)}`))
+    .filter(Boolean).join(" "));
+}
